@@ -1,0 +1,1 @@
+"""Everything that touches SGLang; no other package of feather imports it."""

@@ -1,0 +1,1 @@
+"""``feather bench``: measurements of single parts beside their peers."""

@@ -1,0 +1,53 @@
+"""The ``feather`` command.
+
+Every subcommand is one module with ``add_arguments(parser)`` and ``run(args) -> int``; it is imported only
+when it is asked for, so ``feather --help`` needs neither SGLang nor torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from feather_sglang import __version__
+from feather_sglang.errors import FeatherError
+
+COMMANDS = {
+    "ab": ("feather_sglang.replay.ab", "replay a trace under several scheduling policies, side by side"),
+    "train": ("feather_sglang.replay.train", "train a stop policy on a trace and write its policy file"),
+    "trace": ("feather_sglang.replay.trace_cli", "make or inspect a request trace"),
+    "bench": ("feather_sglang.bench", "measure a part of feather beside its peers"),
+    "doctor": ("feather_sglang.adapter.doctor", "show what this installation has and whether feather is active"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the ``feather`` command and return its exit status (2 for a user's mistake)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="feather", description="Prefix-aware scheduling for SGLang.")
+    parser.add_argument("--version", action="version", version=f"feather-sglang {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = next((word for word in argv if word in COMMANDS), None)
+    module = None
+    try:
+        for name, (path, summary) in COMMANDS.items():
+            sub = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+            if name == chosen:
+                module = importlib.import_module(path)
+                module.add_arguments(sub)
+        args = parser.parse_args(argv)
+        return int(module.run(args) or 0)
+    except FeatherError as error:
+        print(f"feather: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+    except KeyboardInterrupt:
+        print("feather: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
