@@ -1,0 +1,41 @@
+"""What the ranks of one tensor-parallel group must agree on before they form a batch.
+
+Each rank runs its own scheduler and all must form the same batch. Decisions are functions of the request stream,
+which SGLang broadcasts, of a seed, and of two readings that differ between ranks: the clock and the reward. Rank
+0's readings hold for all.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Agreement:
+    """Rank 0's readings, on every rank of ``group`` (a CPU process group; None or one rank: no communication)."""
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self.ranks = dist.get_world_size(group) if group is not None and dist.is_initialized() else 1
+
+    def _first_rank(self) -> int:
+        return dist.get_process_group_ranks(self.group)[0]
+
+    def secret(self) -> int:
+        """A random 63-bit hash seed, the same on every rank and unknown to clients."""
+        value = torch.tensor([secrets.randbits(63)], dtype=torch.int64)
+        if self.ranks > 1:
+            dist.broadcast(value, self._first_rank(), self.group)
+        return int(value.item())
+
+    def readings(self, now: float, reward: float | None) -> tuple[float, float | None]:
+        """Rank 0's clock (s) and reward (tokens/s, or None)."""
+        if self.ranks == 1:
+            return now, reward
+        value = torch.tensor([now, -1.0 if reward is None else reward], dtype=torch.float64)
+        dist.broadcast(value, self._first_rank(), self.group)
+        now, reward = value.tolist()
+        return now, None if reward < 0 else reward

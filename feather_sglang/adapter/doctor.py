@@ -1,0 +1,114 @@
+"""``feather doctor``: what this installation has, and whether a server started here would run feather."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from feather_sglang import __version__
+from feather_sglang.adapter.hooks import HOOKS, SUPPORTED, installed_version, mismatch
+from feather_sglang.adapter.options import VARIABLE, FeatherOptions
+from feather_sglang.errors import FeatherError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``feather doctor``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def _torch() -> tuple[str, str]:
+    """Versions of torch and the GPU, as text."""
+    if importlib.util.find_spec("torch") is None:
+        return "not installed", "unknown without torch"
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.__version__, "none"
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return torch.__version__, ", ".join(f"{name} (sm_{_sm(i)})" for i, name in enumerate(names))
+
+
+def _sm(device: int) -> str:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{major}{minor}"
+
+
+def _activation() -> tuple[bool, str]:
+    """Whether SGLang would load this plugin, and why not."""
+    plugins = [e for e in metadata.entry_points(group="sglang.srt.plugins") if e.name == "feather"]
+    if not plugins:
+        return False, "the plugin is not registered; install feather-sglang with pip"
+    allowed = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
+    if allowed and "feather" not in allowed:
+        return False, f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} leaves feather out; add it"
+    return True, "a server started here loads the plugin; --schedule-policy feather activates it"
+
+
+def examine() -> dict[str, Any]:
+    """Everything ``feather doctor`` reports, as plain data; ``healthy`` sums it up."""
+    version = installed_version()
+    torch_version, gpu = _torch()
+    hooks = []
+    if version is not None:
+        from feather_sglang.adapter import cpu_shims
+
+        cpu_shims.install()
+        hooks = [{**hook._asdict(), "problem": mismatch(hook)} for hook in HOOKS]
+    loaded, activation = _activation()
+    try:
+        options, options_problem = str(FeatherOptions.from_environment()), None
+    except FeatherError as error:
+        options, options_problem = "", str(error)
+    kernels = "installed" if importlib.util.find_spec("feather_kernels") else "not installed (needed by no policy)"
+    return {
+        "feather": __version__,
+        "python": platform.python_version(),
+        "sglang": version or f"not installed (supported: {SUPPORTED[0]} to {SUPPORTED[-1]})",
+        "sglang_supported": version in SUPPORTED,
+        "torch": torch_version,
+        "gpu": gpu,
+        "kernels": kernels,
+        "activation": activation,
+        "options": options_problem or f"{VARIABLE}: {options}",
+        "hooks": hooks,
+        "healthy": version in SUPPORTED
+        and loaded
+        and options_problem is None
+        and all(hook["problem"] is None for hook in hooks),
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; the exit status is 0 if a server here could run feather, 1 if not."""
+    report = examine()
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return 0 if report["healthy"] else 1
+    console = Console()
+    facts = Table(show_header=False, box=None)
+    for name in ("feather", "python", "sglang", "torch", "gpu", "kernels", "activation", "options"):
+        facts.add_row(f"[bold]{name}", str(report[name]))
+    console.print(facts)
+    when = {"start": "wrapped at start-up", "scheduler": "wrapped under feather only", "calls": "called, not wrapped"}
+    console.print("\n[bold]hooks")
+    for hook in report["hooks"]:
+        target = hook["target"].removeprefix("sglang.srt.")
+        status = "[green]fits[/green]   " if hook["problem"] is None else "[red]differs[/red]"
+        console.print(f"{status} {target}({', '.join(hook['parameters'])})", soft_wrap=True, highlight=False)
+        note = hook["problem"] or f"{when[hook['kind']]}: {hook['purpose']}"
+        console.print(f"        [dim]{note}[/dim]", soft_wrap=True, highlight=False)
+    if report["healthy"]:
+        console.print("[green]healthy")
+    else:
+        console.print(f"[red]not ready[/red]: feather supports sglang {SUPPORTED[0]} to {SUPPORTED[-1]}; see above")
+    return 0 if report["healthy"] else 1

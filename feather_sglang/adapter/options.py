@@ -1,0 +1,154 @@
+"""Options of the feather scheduler: ``--feather-*`` server flags and the environment variable FEATHER_OPTIONS.
+
+SGLang's ``ServerArgs`` has no room for a plugin's options and its scheduler runs in other processes, so the flags
+travel in the one environment variable that ``sglang.Engine`` users set themselves. A flag wins over the variable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from feather_sglang.errors import FeatherError
+
+VARIABLE = "FEATHER_OPTIONS"
+
+
+def _positive_int(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str) or int(value) < 1:
+        raise ValueError("expected a whole number of at least 1")
+    return int(value)
+
+
+def _seed(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str) or int(value) < 0:
+        raise ValueError("expected a whole number of at least 0")
+    return int(value)
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not 0 <= float(value) < float("inf"):
+        raise ValueError("expected seconds, 0 or more")
+    return float(value)
+
+
+def _switch(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if value in ("on", "off"):
+        return value == "on"
+    raise ValueError("expected on or off")
+
+
+def _features(value: Any) -> str:
+    if value not in ("paper", "headroom"):
+        raise ValueError("expected paper or headroom")
+    return value
+
+
+def _readable_file(value: Any) -> str:
+    if not isinstance(value, str) or not Path(value).is_file():
+        raise ValueError("no such file")
+    return os.path.abspath(value)
+
+
+def _option(default: Any, parse: Callable[[Any], Any], metavar: str, text: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "metavar": metavar, "help": text})
+
+
+@dataclass(frozen=True)
+class FeatherOptions:
+    """What an operator can set; one field is one flag and one key of FEATHER_OPTIONS."""
+
+    policy_file: str | None = _option(
+        None, _readable_file, "FILE", "Policy file written by `feather train`; the learner goes on from it."
+    )
+    chunk_size: int = _option(64, _positive_int, "TOKENS", "Tokens in a chunk of the Chunked Hash Tree.")
+    max_wait: float = _option(
+        30.0, _seconds, "SECONDS", "A request that has waited this long is admitted next, whatever the policy says."
+    )
+    max_wait_rounds: int = _option(2000, _positive_int, "ROUNDS", "The same bound in admission rounds.")
+    seed: int = _option(0, _seed, "SEED", "Seed of the policy's exploration; the same on every rank.")
+    explore: bool = _option(True, _switch, "on|off", "off freezes the policy: it neither explores nor learns.")
+    row_order: bool = _option(
+        True, _switch, "on|off", "Keep the rows of the running batch in depth-first prefix order."
+    )
+    features: str = _option("paper", _features, "paper|headroom", "State the learner sees: the paper's, or with memory.")
+
+    @classmethod
+    def from_environment(cls, environment: Any = os.environ) -> FeatherOptions:
+        """Read FEATHER_OPTIONS, a JSON object; an unset or empty variable gives the defaults.
+
+        Raises
+        ------
+        FeatherError
+            If it is no JSON object, or names an unknown option or a value that does not fit.
+        """
+        text = environment.get(VARIABLE, "")
+        if not text.strip():
+            return cls()
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise FeatherError(f"{VARIABLE}: not JSON ({error}); write it as {{\"max_wait\": 30}}") from None
+        if not isinstance(given, dict):
+            raise FeatherError(f"{VARIABLE}: expected a JSON object such as {{\"max_wait\": 30}}, found {text!r}")
+        known = {f.name: f for f in fields(cls)}
+        values = {}
+        for name, value in given.items():
+            if name not in known:
+                raise FeatherError(f"{VARIABLE}: unknown option {name!r}; the options are {', '.join(known)}")
+            if value is None and known[name].default is None:
+                continue
+            try:
+                values[name] = known[name].metadata["parse"](value)
+            except (TypeError, ValueError) as error:
+                raise FeatherError(f"{VARIABLE}: {name}={value!r}: {error}") from None
+        return cls(**values)
+
+    def to_environment(self, environment: Any = os.environ) -> None:
+        """Write FEATHER_OPTIONS for the processes that SGLang starts next."""
+        environment[VARIABLE] = json.dumps(asdict(self))
+
+
+class _SetOption(argparse.Action):
+    """Put one ``--feather-*`` flag into FEATHER_OPTIONS as it is parsed."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None
+    ) -> None:
+        name = self.dest.removeprefix("feather_")
+        spec = FeatherOptions.__dataclass_fields__[name]
+        try:
+            current = asdict(FeatherOptions.from_environment())
+            current[name] = spec.metadata["parse"](value)
+            if name == "policy_file":
+                from feather_sglang.policies import load_policy
+
+                load_policy(current[name])
+        except (TypeError, ValueError) as error:
+            parser.error(f"argument {option}: {value!r}: {error}")
+        except FeatherError as error:
+            parser.error(f"argument {option}: {error}")
+        FeatherOptions(**current).to_environment()
+        setattr(namespace, self.dest, current[name])
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one ``--feather-*`` flag per option to SGLang's server parser."""
+    group = parser.add_argument_group("feather", "options of the feather schedule policies")
+    for spec in fields(FeatherOptions):
+        default = {True: "on", False: "off"}.get(spec.default, spec.default)
+        group.add_argument(
+            f"--feather-{spec.name.replace('_', '-')}",
+            dest=f"feather_{spec.name}",
+            action=_SetOption,
+            metavar=spec.metadata["metavar"],
+            default=argparse.SUPPRESS,
+            help=f"{spec.metadata['help']} Default: {default}.",
+        )

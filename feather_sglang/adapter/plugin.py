@@ -1,0 +1,90 @@
+"""Entry point of SGLang's plugin framework (group ``sglang.srt.plugins``).
+
+SGLang calls ``register`` in every process before it parses arguments, and only logs a plugin that fails. So nothing
+here may fail for a user of a stock policy, and everything that a feather policy needs is checked again when one is
+asked for, where a failure ends start-up.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from feather_sglang.adapter import cpu_shims
+from feather_sglang.adapter.hooks import HOOKS, installed_version, mismatches
+from feather_sglang.adapter.options import add_flags
+from feather_sglang.errors import FeatherError
+
+logger = logging.getLogger(__name__)
+
+# The policy names live in adapter.scheduler, which imports most of SGLang; at plugin load time that is too early.
+INIT = "sglang.srt.managers.scheduler.Scheduler.init_schedule_policy"
+NAMES = ("feather", "feather-heuristic", "feather-bandit", "feather-qlearning", "feather-order")
+
+
+def extend_parser(_result: Any, parser: Any) -> None:
+    """Offer the policy names and the ``--feather-*`` flags (after ``ServerArgs.add_cli_args``)."""
+    for action in parser._actions:
+        if action.dest == "schedule_policy" and action.choices is not None:
+            action.choices = [*action.choices, *NAMES]
+    add_flags(parser)
+
+
+def check_server_args(original: Any, args: Any) -> Any:
+    """Let a feather policy pass where SGLang allows priority scheduling to fcfs and lof only."""
+    name = args.schedule_policy
+    if name not in NAMES:
+        return original(args)
+    object.__setattr__(args, "schedule_policy", "fcfs")
+    try:
+        return original(args)
+    finally:
+        object.__setattr__(args, "schedule_policy", name)
+
+
+def accept_policy(original: Any, policy: Any, name: str, tree_cache: Any) -> Any:
+    """Give SGLang its fcfs for a feather name; ``start`` takes the scheduler over right after."""
+    if name in NAMES and INIT not in HookRegistry._patched:
+        raise FeatherError(f"{INIT} could not be hooked, so --schedule-policy {name} would run as fcfs; see the log")
+    return original(policy, "fcfs" if name in NAMES else name, tree_cache)
+
+
+def start(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Take over a scheduler that was started with a feather policy, or end its start-up with one clear line."""
+    result = original(scheduler, *args, **kwargs)
+    name = scheduler.schedule_policy
+    if name not in NAMES:
+        return result
+    try:
+        if found := mismatches():
+            raise FeatherError(f"this SGLang does not fit --schedule-policy {name}: {'; '.join(found)}")
+        from feather_sglang.adapter.scheduler import take_over
+
+        take_over(scheduler, name)
+    except FeatherError as error:
+        if multiprocessing.parent_process() is None:
+            raise
+        logger.error("feather: error: %s", error)
+        raise SystemExit(1) from None
+    logger.info("feather: %s is active (sglang %s)", name, installed_version())
+    return result
+
+
+HANDLERS = {
+    "add_cli_args": (extend_parser, HookType.AFTER),
+    "check_server_args": (check_server_args, HookType.AROUND),
+    "_validate_and_adjust_policy": (accept_policy, HookType.AROUND),
+    "init_schedule_policy": (start, HookType.AROUND),
+}
+
+
+def register() -> None:
+    """Register the start-up hooks; the per-step ones follow only in a scheduler that asks for feather."""
+    cpu_shims.install()
+    for hook in HOOKS:
+        if hook.kind == "start":
+            handler, kind = HANDLERS[hook.target.rpartition(".")[2]]
+            HookRegistry.register(hook.target, handler, kind)

@@ -1,0 +1,385 @@
+"""A feather policy inside one SGLang scheduler: request life cycle, admission rounds, row order, reward.
+
+How a request walks through: ``_add_request_to_queue`` enters it into the tree; an admission round
+(``_get_new_batch_prefill_raw``) iterates over the waiting queue, and that iteration is ours: each step asks the
+``BatchBuilder`` for the next request, SGLang's own ``PrefillAdder`` admits it or not, and STOP simply ends the
+iteration, so the batch is never marked full by us. Requests that finish or are aborted are found by comparing the
+tree with the queues when a round opens.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import Counter
+from sglang.srt.managers.schedule_policy import PrefillAdder
+
+from feather_sglang.adapter.agreement import Agreement
+from feather_sglang.adapter.options import FeatherOptions
+from feather_sglang.adapter.row_order import permute_rows
+from feather_sglang.batch_builder import BatchBuilder
+from feather_sglang.cht import ChunkedHashTree
+from feather_sglang.errors import FeatherError
+from feather_sglang.policies import StopPolicy, load_policy, make_policy
+from feather_sglang.reward import DecodeMeter
+
+logger = logging.getLogger(__name__)
+
+# Server policy name -> stop policy; None is prefix row order alone, with first-come-first-served admission.
+POLICY_NAMES: dict[str, str | None] = {
+    "feather": "bandit",
+    "feather-heuristic": "heuristic",
+    "feather-bandit": "bandit",
+    "feather-qlearning": "qlearning",
+    "feather-order": None,
+}
+DEBUG_CHECK = "FEATHER_DEBUG_CHECK"
+
+
+@functools.cache
+def failure_counter() -> Counter:
+    """Metric: run-time failures after which a scheduler went on as fcfs."""
+    return Counter("feather_policy_failures", "Run-time failures of a feather policy; the scheduler goes on as fcfs.")
+
+
+class AdmissionQueue(list):
+    """The waiting queue during one admission round.
+
+    The loop that admits requests draws them from ``admissions``; every other reader sees the plain list. The loop
+    is told apart by its code object, because SGLang also iterates over the queue for LoRA draining and load reports.
+    """
+
+    def __init__(self, requests: list[Any], admissions: Callable[[], Iterator[Any]], loop_code: Any) -> None:
+        super().__init__(requests)
+        self._admissions: Callable[[], Iterator[Any]] | None = admissions
+        self._loop_code = loop_code
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._admissions is not None and sys._getframe(1).f_code is self._loop_code:
+            admissions, self._admissions = self._admissions, None
+            return admissions()
+        return super().__iter__()
+
+
+def make_stop_policy(name: str, options: FeatherOptions) -> StopPolicy | None:
+    """The stop policy behind a server policy name, from its policy file if one is set."""
+    kind = POLICY_NAMES[name]
+    if kind is None:
+        if options.policy_file:
+            raise FeatherError(f"--schedule-policy {name} has no policy to load {options.policy_file} into; drop it")
+        return None
+    if not options.policy_file:
+        parameters: dict[str, Any] = {} if kind == "heuristic" else {"features": options.features}
+        policy = make_policy(kind, seed=options.seed, **parameters)
+    else:
+        policy = load_policy(options.policy_file, seed=options.seed)
+        if policy.name != kind:
+            raise FeatherError(
+                f"{options.policy_file}: holds a {policy.name} policy, --schedule-policy {name} needs {kind}"
+            )
+    if not options.explore:
+        policy.explore = False
+    return policy
+
+
+class FeatherScheduler:
+    """Takes over admission and row order of one SGLang ``Scheduler``.
+
+    Attributes
+    ----------
+    clock : callable
+        Seconds; ``time.monotonic``, or a replay's virtual clock.
+    policy : StopPolicy or None
+        None under ``feather-order``.
+    failed : bool
+        After a run-time failure: the scheduler goes on as fcfs for good.
+    """
+
+    def __init__(self, scheduler: Any, name: str, options: FeatherOptions) -> None:
+        self.scheduler = scheduler
+        self.name = name
+        self.options = options
+        self.clock: Callable[[], float] = time.monotonic
+        self.failed = False
+        self.permutations = 0
+        self.permutation_seconds = 0.0
+        self._requests: dict[str, Any] = {}  # every request the tree knows, by id
+        self._ordered: list[Any] | None = None  # the row list last seen in order
+        self._meter = DecodeMeter()
+        self._adder: Any = None
+        self._running_rows = 0
+        self._agreement = Agreement(scheduler.tp_cpu_group)
+        self.builder = BatchBuilder(
+            ChunkedHashTree(options.chunk_size, seed=self._agreement.secret()),
+            make_stop_policy(name, options),
+            max_wait=options.max_wait,
+            max_wait_rounds=options.max_wait_rounds,
+        )
+
+    @property
+    def policy(self) -> StopPolicy | None:
+        return self.builder.policy
+
+    def install(self) -> None:
+        """Wrap this scheduler's own methods; the classes stay untouched, but for the adder (see below)."""
+        scheduler = self.scheduler
+        self._loop_code = inspect.unwrap(type(scheduler)._get_new_batch_prefill_raw).__code__
+        for owner, method, wrapper in (
+            (scheduler.policy, "calc_priority", self._calc_priority),
+            (scheduler, "_add_request_to_queue", self._add_request_to_queue),
+            (scheduler, "_get_new_batch_prefill_raw", self._get_new_batch_prefill_raw),
+            (scheduler, "update_running_batch", self._update_running_batch),
+            (scheduler, "process_batch_result", self._process_batch_result),
+        ):
+            setattr(owner, method, functools.partial(wrapper, getattr(owner, method)))
+        if os.environ.get(DEBUG_CHECK) == "1":
+            scheduler.get_next_batch_to_run = functools.partial(self._checked, scheduler.get_next_batch_to_run)
+        _watch_adder()
+
+    # Life cycle -----------------------------------------------------------------------------------------------
+
+    def _add_request_to_queue(self, original: Callable[..., Any], req: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(req, *args, **kwargs)
+        queue = self.scheduler.waiting_queue
+        if not self.failed and queue and queue[-1] is req:  # else it was rejected
+            with self._guard("a request could not be entered"):
+                self._enter(req)
+        return result
+
+    def _enter(self, req: Any) -> None:
+        tree = self.builder.cht
+        if req.rid in tree.active:  # retracted or preempted: it now owes its prompt and what it has generated
+            tokens = array("q", req.origin_input_ids)
+            tokens.extend(req.output_ids)
+            self.builder.requeue(req.rid, tokens)
+        else:
+            if req.rid in tree.waiting:  # the id of a request aborted since the last round, used again
+                self.builder.leave_queue(req.rid)
+            isolation = (req.extra_key, getattr(req, "cache_salt", None), req.lora_id)
+            self.builder.arrive(
+                req.rid,
+                req.origin_input_ids,
+                now=self.clock(),
+                extra_key=isolation if any(isolation) else None,
+                priority=(req.priority or 0) * self.scheduler.policy.priority_sign
+                if self.scheduler.enable_priority_scheduling
+                else 0,
+            )
+        self._requests[req.rid] = req
+
+    def _synchronise(self, running: Any) -> None:
+        """Drop from the tree what finished, was aborted or timed out since the last round.
+
+        Requests enter the queue through ``_add_request_to_queue`` only, so equal counts mean equal queues.
+        """
+        builder, chunked = self.builder, self.scheduler.chunked_req
+        alive = {req.rid for req in running if not req.finished()}
+        if chunked is not None and not chunked.finished():
+            alive.add(chunked.rid)
+        for rid in [rid for rid in builder.cht.active if rid not in alive]:
+            builder.leave_batch(rid)
+            del self._requests[rid]
+        queue = self.scheduler.waiting_queue
+        if len(builder.cht.waiting) != len(queue):
+            queued = {req.rid for req in list.__iter__(queue)}
+            for rid in [rid for rid in builder.cht.waiting if rid not in queued]:
+                builder.leave_queue(rid)
+                del self._requests[rid]
+
+    # One admission round --------------------------------------------------------------------------------------
+
+    def _calc_priority(
+        self, original: Callable[..., Any], waiting_queue: list[Any], running_batch: Any = None, **kwargs: Any
+    ) -> None:
+        if not self.failed:
+            with self._guard("an admission round could not be opened"):
+                self._running_rows = len(running_batch.reqs)
+                self._synchronise(running_batch.reqs)
+                self.builder.begin_round(*self._agreement.readings(self.clock(), self._meter.take()))
+                if self.policy is not None:
+                    self.scheduler.waiting_queue = AdmissionQueue(waiting_queue, self._admissions, self._loop_code)
+                    return
+        original(waiting_queue, running_batch, **kwargs)
+
+    def _admissions(self) -> Iterator[Any]:
+        """Requests in the order the builder proposes them, until it stops or SGLang's budgets end the loop."""
+        scheduler, tree = self.scheduler, self.builder.cht
+        room = scheduler.get_num_allocatable_reqs(self._running_rows)
+        while not self.failed:
+            with self._guard("no request could be proposed"):
+                admitted = len(self._adder.can_run_list) if self._adder else int(scheduler.chunked_req is not None)
+                rid = self.builder.propose(len(tree.active), self._headroom(), has_room=admitted < room)
+                if rid is None:
+                    return
+                yield self._requests[rid]
+                if rid not in tree.active:
+                    self.builder.skipped(rid)
+        yield from [req for req in list.__iter__(scheduler.waiting_queue) if req not in self._taken()]
+
+    def _taken(self) -> list[Any]:
+        return self._adder.can_run_list if self._adder else []
+
+    def _headroom(self) -> float:
+        """Share of the KV pool that is free or evictable and not promised to running requests."""
+        scheduler = self.scheduler
+        if self._adder is not None:
+            tokens = self._adder.rem_total_tokens
+        else:
+            tokens = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+        return max(0.0, tokens / scheduler.max_total_num_tokens)
+
+    def after_add(self, adder: Any, req: Any) -> None:
+        """SGLang's adder has judged ``req``: note whether it is in."""
+        self._adder = adder
+        if not self.failed and adder.can_run_list and adder.can_run_list[-1] is req:
+            with self._guard("an admission could not be noted"):
+                self.builder.admitted(req.rid)
+
+    def _get_new_batch_prefill_raw(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        global _admitting
+        self._adder, _admitting = None, self
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _admitting = None
+            if isinstance(self.scheduler.waiting_queue, AdmissionQueue):
+                self.scheduler.waiting_queue = list(list.__iter__(self.scheduler.waiting_queue))
+            if not self.failed:
+                with self._guard("an admission round could not be closed"):
+                    self.builder.end_round()
+
+    # Row order and reward -------------------------------------------------------------------------------------
+
+    def _update_running_batch(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        # SGLang makes a new row list whenever the composition changes, so the same list is in order already.
+        if self.options.row_order and not self.failed and batch.reqs is not self._ordered:
+            with self._guard("rows could not be ordered"):
+                start = time.perf_counter()
+                order = self.builder.row_order([req.rid for req in batch.reqs])
+                if order is not None and permute_rows(batch, order):
+                    self.permutations += 1
+                self._ordered = batch.reqs
+                self.permutation_seconds += time.perf_counter() - start
+        return original(batch, *args, **kwargs)
+
+    def _process_batch_result(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        is_decode = batch.forward_mode.is_decode()
+        tokens = sum(not req.finished() for req in batch.reqs) if is_decode else 0
+        result = original(batch, *args, **kwargs)
+        self._meter.step(self.clock(), tokens, is_decode)
+        return result
+
+    # Never worse than off -------------------------------------------------------------------------------------
+
+    def _guard(self, what: str) -> _Guard:
+        return _Guard(self, what)
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """Log a run-time failure once, count it, and go on as fcfs."""
+        if not self.failed:
+            self.failed = True
+            failure_counter().inc()
+            logger.error("feather: %s (%r); this scheduler goes on as fcfs", what, error, exc_info=error)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the builder, the policy, the row order, and whether the policy failed."""
+        return {
+            **self.builder.stats(),
+            "policy": None if self.policy is None else self.policy.stats(),
+            "permutations": self.permutations,
+            "permutation_seconds": self.permutation_seconds,
+            "failed": self.failed,
+        }
+
+    # Debug check ----------------------------------------------------------------------------------------------
+
+    def _checked(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        plan = original(*args, **kwargs)
+        self.check(plan)
+        return plan
+
+    def check(self, plan: Any) -> None:
+        """Assert that the tree equals the scheduler's queues (``plan``: what SGLang runs next)."""
+        if self.failed:
+            raise AssertionError("feather failed and went on as fcfs; see the log")
+        batches = [batch for batch in (plan.running_batch, plan.batch_to_run) if batch is not None]
+        running = [req for batch in batches for req in batch.reqs]
+        self._synchronise(running)
+        tree, scheduler = self.builder.cht, self.scheduler
+        tree.check_invariants()
+        alive = {req.rid for req in running if not req.finished()}
+        if scheduler.chunked_req is not None and not scheduler.chunked_req.finished():
+            alive.add(scheduler.chunked_req.rid)
+        assert type(scheduler.waiting_queue) is list
+        assert set(tree.waiting) == {req.rid for req in scheduler.waiting_queue}, "waiting requests differ"
+        assert set(tree.active) == alive, f"running requests differ: {set(tree.active) ^ alive}"
+        assert not tree.held and set(self._requests) == set(tree.waiting) | set(tree.active)
+        if self.options.row_order and plan.batch_to_run is not None and plan.batch_to_run.forward_mode.is_decode():
+            rows = [req.rid for req in plan.batch_to_run.reqs if req.rid in tree]
+            assert self.builder.row_order(rows) is None, "rows are not in prefix order"
+
+
+class _Guard:
+    """Turns an exception inside feather into a logged failure instead of a dead server."""
+
+    def __init__(self, owner: FeatherScheduler, what: str) -> None:
+        self.owner, self.what = owner, what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, Exception):
+            self.owner.fail(self.what, error)
+            return True
+        return False
+
+
+_admitting: FeatherScheduler | None = None  # the scheduler inside an admission round, for the adder it has made
+
+
+@functools.cache
+def _watch_adder() -> None:
+    """Report every ``PrefillAdder.add_one_req`` of an admission round; SGLang makes a new adder per round."""
+    original = PrefillAdder.add_one_req
+
+    @functools.wraps(original)
+    def add_one_req(adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(adder, req, *args, **kwargs)
+        if _admitting is not None:
+            _admitting.after_add(adder, req)
+        return result
+
+    PrefillAdder.add_one_req = add_one_req
+
+
+def refuse_unsupported(scheduler: Any, name: str) -> None:
+    """Raise ``FeatherError`` for a server configuration that feather policies do not support."""
+    args = scheduler.server_args
+    for unsupported, flag in (
+        (getattr(args, "pp_size", 1) > 1, "--pp-size above 1"),
+        (getattr(args, "disaggregation_mode", "null") != "null", "--disaggregation-mode"),
+        (getattr(args, "speculative_algorithm", None) is not None, "--speculative-algorithm"),
+        (getattr(args, "enable_dp_attention", False), "--enable-dp-attention"),
+        (getattr(args, "dllm_algorithm", None) is not None, "--dllm-algorithm"),
+        (getattr(args, "disable_radix_cache", False), "--disable-radix-cache"),
+    ):
+        if unsupported:
+            raise FeatherError(f"--schedule-policy {name} does not support {flag}; drop it or choose another policy")
+
+
+def take_over(scheduler: Any, name: str) -> FeatherScheduler:
+    """Put the feather policy ``name`` in charge of ``scheduler`` (also found as ``scheduler.feather``)."""
+    refuse_unsupported(scheduler, name)
+    feather = FeatherScheduler(scheduler, name, FeatherOptions.from_environment())
+    feather.install()
+    scheduler.feather = feather
+    return feather

@@ -1,0 +1,173 @@
+"""The FINDBEST -> policy -> ADD loop, the fairness bound, and the row order of the running batch.
+
+One ``BatchBuilder`` serves one scheduler. It knows requests by id only and never touches SGLang: the adapter asks
+``propose`` for the next request, tries to admit it, and reports back with ``admitted`` or ``skipped``.
+
+Source: papers' batch formation (Feather, algorithm 7); the fairness bound and the row order are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+from feather_sglang.cht import ChunkedHashTree
+from feather_sglang.policies import Action, PolicyState, StopPolicy
+
+
+class Arrival(NamedTuple):
+    """When a waiting request first arrived: clock (s) and admission round."""
+
+    time: float
+    round: int
+    priority: int
+
+
+class BatchBuilder:
+    """Chooses which waiting request joins the running batch next, and when to stop.
+
+    Parameters
+    ----------
+    cht
+        The Chunked Hash Tree; this builder is its only writer.
+    policy
+        Decides ADD or STOP. ``None`` leaves admission to the caller (prefix row order alone).
+    max_wait
+        Seconds after which a waiting request is admitted next, whatever the policy says.
+    max_wait_rounds
+        The same bound in admission rounds.
+    group_of
+        Gives a request's prefix group; only the oracle policy, an upper reference for evaluation, reads it.
+    """
+
+    def __init__(
+        self,
+        cht: ChunkedHashTree,
+        policy: StopPolicy | None,
+        max_wait: float = 30.0,
+        max_wait_rounds: int = 2000,
+        group_of: Callable[[Hashable], Hashable] | None = None,
+    ) -> None:
+        self.cht = cht
+        self.policy = policy
+        self.max_wait = max_wait
+        self.max_wait_rounds = max_wait_rounds
+        self.group_of = group_of
+        self.round = 0
+        self.stops = 0
+        self.overdue_admissions = 0
+        self.longest_wait = 0.0
+        self._now = 0.0
+        self._arrivals: dict[Hashable, Arrival] = {}
+
+    # Life cycle -----------------------------------------------------------------------------------------------
+
+    def arrive(
+        self, request_id: Hashable, token_ids: Any, *, now: float, extra_key: Any = None, priority: int = 0
+    ) -> None:
+        """Enter a new waiting request (prompt tokens as any int buffer; smaller ``priority`` goes first)."""
+        self.cht.insert(request_id, token_ids, extra_key, priority)
+        self._arrivals[request_id] = Arrival(now, self.round, priority)
+
+    def requeue(self, request_id: Hashable, token_ids: Any) -> None:
+        """Put a retracted or preempted request back among the waiting, at its original age."""
+        self.cht.requeue(request_id, token_ids)
+
+    def leave_queue(self, request_id: Hashable) -> None:
+        """Forget a waiting request that was aborted or timed out."""
+        self.cht.remove(request_id)
+        del self._arrivals[request_id]
+
+    def leave_batch(self, request_id: Hashable) -> None:
+        """Forget a running request that finished or was aborted."""
+        self.cht.finish(request_id)
+        del self._arrivals[request_id]
+
+    # One admission round --------------------------------------------------------------------------------------
+
+    def begin_round(self, now: float, reward: float | None) -> None:
+        """Open an admission round at ``now`` (s); ``reward`` is the decode tokens/s since the last one, if measured."""
+        self.round += 1
+        self._now = now
+        if reward is not None and self.policy is not None:
+            self.policy.observe(reward)
+
+    def propose(self, batch_size: int, headroom: float, has_room: bool = True) -> Hashable | None:
+        """The request to admit next, or None to stop this round.
+
+        Parameters
+        ----------
+        batch_size
+            Requests running or admitted so far.
+        headroom
+            Share of the KV pool that is free or evictable, 0..1.
+        has_room
+            Whether the batch has a free slot. Without one the policy is not asked: its answer could not be
+            carried out, and must not be rewarded.
+        """
+        assert self.policy is not None
+        best = self.cht.find_best()
+        if best is None:
+            return None
+        overdue = self._overdue(best.request_id)
+        if overdue is not None:
+            self.overdue_admissions += 1
+            return overdue
+        if batch_size == 0 or not has_room:
+            return best.request_id
+        state = PolicyState(batch_size, best.tip_before - best.tip_after, best.peers, headroom)
+        if self.group_of is not None:
+            batch_groups = frozenset(map(self.group_of, self.cht.active))
+            state = state._replace(group=(self.group_of(best.request_id), batch_groups))
+        if self.policy.decide(state) is Action.STOP:
+            self.stops += 1
+            return None
+        return best.request_id
+
+    def admitted(self, request_id: Hashable) -> None:
+        """The scheduler took the proposed request into the batch."""
+        self.cht.add_to_batch(request_id)
+        self.longest_wait = max(self.longest_wait, self._now - self._arrivals[request_id].time)
+
+    def skipped(self, request_id: Hashable) -> None:
+        """The scheduler passed over the proposed request (an adapter not loaded, say): not again this round."""
+        self.cht.hold(request_id)
+
+    def end_round(self) -> None:
+        """Close the round: requests passed over compete again in the next."""
+        for request_id in list(self.cht.held):
+            self.cht.requeue(request_id)
+
+    def _overdue(self, best: Hashable) -> Hashable | None:
+        """The oldest waiting request once it is past the bound, unless a more urgent priority class waits."""
+        oldest = self.cht.oldest()
+        arrival = self._arrivals[oldest]
+        if self._now - arrival.time < self.max_wait and self.round - arrival.round < self.max_wait_rounds:
+            return None
+        return oldest if arrival.priority <= self._arrivals[best].priority else None
+
+    # Row order ------------------------------------------------------------------------------------------------
+
+    def row_order(self, request_ids: Sequence[Hashable]) -> list[int] | None:
+        """The permutation that puts rows into depth-first prefix order, or None if they are in it already.
+
+        Rows of one prefix become neighbours at every level of the tree, because the key is the packed vector of
+        cumulative chunk hashes. Unknown ids sort first.
+        """
+        keys = [self.cht.order_key(r) if r in self.cht else b"" for r in request_ids]
+        if all(a <= b for a, b in zip(keys, keys[1:], strict=False)):
+            return None
+        return sorted(range(len(keys)), key=keys.__getitem__)
+
+    # Figures --------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counters for reports and metrics."""
+        return {
+            "rounds": self.round,
+            "stops": self.stops,
+            "overdue_admissions": self.overdue_admissions,
+            "longest_wait_s": self.longest_wait,
+            "waiting": len(self.cht.waiting),
+            "active": len(self.cht.active),
+        }

@@ -1,0 +1,101 @@
+"""Options: flags, the environment variable, and what a mistake in either says."""
+
+import argparse
+import json
+
+import pytest
+
+from feather_sglang.adapter.options import VARIABLE, FeatherOptions, add_flags
+from feather_sglang.errors import FeatherError
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")
+
+
+def parse(*argv):
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return parser.parse_args(argv)
+
+
+def test_unset_and_empty_give_the_defaults():
+    assert FeatherOptions.from_environment({}) == FeatherOptions() == FeatherOptions.from_environment({VARIABLE: " "})
+
+
+def test_round_trip_through_the_environment():
+    options = FeatherOptions(chunk_size=16, max_wait=2.5, seed=7, explore=False, row_order=False, features="headroom")
+    environment: dict[str, str] = {}
+    options.to_environment(environment)
+    assert FeatherOptions.from_environment(environment) == options
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "expected a JSON object"),
+        ('{"chunksize": 3}', "unknown option 'chunksize'; the options are policy_file, chunk_size"),
+        ('{"chunk_size": 0}', "chunk_size=0: expected a whole number of at least 1"),
+        ('{"chunk_size": true}', "chunk_size=True"),
+        ('{"chunk_size": 1.5}', "chunk_size=1.5"),
+        ('{"max_wait": -1}', "max_wait=-1"),
+        ('{"max_wait": NaN}', "max_wait=nan"),
+        ('{"explore": "maybe"}', "explore='maybe': expected on or off"),
+        ('{"features": "all"}', "expected paper or headroom"),
+        ('{"policy_file": "/no/such/file.json"}', "no such file"),
+    ],
+)
+def test_a_mistake_in_the_variable_is_one_clear_line(text, says):
+    with pytest.raises(FeatherError) as error:
+        FeatherOptions.from_environment({VARIABLE: text})
+    message = str(error.value)
+    assert message.startswith(VARIABLE) and says in message and "\n" not in message
+
+
+def test_flags_reach_the_processes_started_next(monkeypatch):
+    monkeypatch.setenv(VARIABLE, json.dumps({"seed": 3, "chunk_size": 32}))
+    args = parse("--feather-chunk-size", "128", "--feather-explore", "off")
+    assert args.feather_chunk_size == 128
+    assert FeatherOptions.from_environment() == FeatherOptions(chunk_size=128, seed=3, explore=False)
+
+
+def test_without_flags_the_variable_is_left_alone(monkeypatch):
+    monkeypatch.setenv(VARIABLE, '{"seed": 3}')
+    parse()
+    assert FeatherOptions.from_environment() == FeatherOptions(seed=3)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("--feather-chunk-size", "none", "invalid literal"),
+        ("--feather-max-wait", "-3", "expected seconds"),
+        ("--feather-policy-file", "/no/such/file.json", "no such file"),
+        ("--feather-row-order", "yes", "expected on or off"),
+    ],
+)
+def test_a_mistake_in_a_flag_ends_parsing_with_one_line(flag, value, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(flag, value)
+    assert stop.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"argument {flag}" in last and says in last
+
+
+def test_a_foreign_policy_file_is_refused_while_parsing(tmp_path, capsys):
+    path = tmp_path / "policy.json"
+    path.write_text('{"format": "something else"}')
+    with pytest.raises(SystemExit):
+        parse("--feather-policy-file", str(path))
+    assert "argument --feather-policy-file" in capsys.readouterr().err
+
+
+def test_help_lists_every_flag_with_its_default():
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    text = parser.format_help()
+    for name in ("policy-file", "chunk-size", "max-wait", "max-wait-rounds", "seed", "explore", "row-order"):
+        assert f"--feather-{name}" in text
+    assert "Default: 64." in text and "Default: on." in text
