@@ -59,6 +59,7 @@ class BatchBuilder:
         self.longest_wait = 0.0
         self._now = 0.0
         self._arrivals: dict[Hashable, Arrival] = {}
+        self._undone: Hashable | None = None  # the last ADD, until the scheduler has carried it out
 
     # Life cycle -----------------------------------------------------------------------------------------------
 
@@ -122,19 +123,28 @@ class BatchBuilder:
         if self.policy.decide(state) is Action.STOP:
             self.stops += 1
             return None
+        self._undone = best.request_id
         return best.request_id
 
     def admitted(self, request_id: Hashable) -> None:
         """The scheduler took the proposed request into the batch."""
         self.cht.add_to_batch(request_id)
+        self._undone = None
         self.longest_wait = max(self.longest_wait, self._now - self._arrivals[request_id].time)
 
     def skipped(self, request_id: Hashable) -> None:
         """The scheduler passed over the proposed request (an adapter not loaded, say): not again this round."""
         self.cht.hold(request_id)
+        self._cancel_undone()
+
+    def _cancel_undone(self) -> None:
+        if self._undone is not None and self.policy is not None:
+            self.policy.cancel()
+        self._undone = None
 
     def end_round(self) -> None:
-        """Close the round: requests passed over compete again in the next."""
+        """Close the round: requests passed over compete again in the next, an ADD not carried out teaches nothing."""
+        self._cancel_undone()
         for request_id in list(self.cht.held):
             self.cht.requeue(request_id)
 

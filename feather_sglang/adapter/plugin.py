@@ -13,7 +13,6 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from feather_sglang.adapter import cpu_shims
 from feather_sglang.adapter.hooks import HOOKS, installed_version, mismatches
 from feather_sglang.adapter.options import add_flags
 from feather_sglang.errors import FeatherError
@@ -83,7 +82,6 @@ HANDLERS = {
 
 def register() -> None:
     """Register the start-up hooks; the per-step ones follow only in a scheduler that asks for feather."""
-    cpu_shims.install()
     for hook in HOOKS:
         if hook.kind == "start":
             handler, kind = HANDLERS[hook.target.rpartition(".")[2]]

@@ -1,0 +1,187 @@
+"""Batch formation: FINDBEST, ADD or STOP, the fairness bound, row order."""
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from feather_sglang.batch_builder import BatchBuilder
+from feather_sglang.cht import ChunkedHashTree
+from feather_sglang.policies import Action, make_policy
+
+
+class Scripted:
+    """A policy that answers from a list and notes what it is told."""
+
+    name = "scripted"
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.states, self.rewards, self.cancelled = [], [], 0
+
+    def decide(self, state):
+        self.states.append(state)
+        return self.answers.pop(0) if self.answers else Action.ADD
+
+    def observe(self, reward):
+        self.rewards.append(reward)
+
+    def cancel(self):
+        self.cancelled += 1
+
+
+def builder(policy=None, **bounds):
+    return BatchBuilder(ChunkedHashTree(chunk_size=2, seed=1), policy or make_policy("always-add"), **bounds)
+
+
+def tokens(*chunks):
+    """Two equal tokens per named chunk."""
+    return array("q", [ord(c) for name in chunks for c in name * 2])
+
+
+def run_round(b, batch_size=0, now=0.0, slots=100, skip=(), reward=None):
+    b.begin_round(now, reward)
+    admitted = []
+    while (r := b.propose(batch_size + len(admitted), 1.0, has_room=len(admitted) < slots)) is not None:
+        if len(admitted) >= slots:
+            break
+        if r in skip:
+            b.skipped(r)
+            continue
+        b.admitted(r)
+        admitted.append(r)
+    b.end_round()
+    return admitted
+
+
+def test_the_best_candidate_is_found_again_after_each_add():
+    b = builder()
+    for name, prompt in (("a1", "AB"), ("c1", "CD"), ("a2", "AB"), ("c2", "CD"), ("a3", "AE")):
+        b.arrive(name, tokens(*prompt), now=0.0)
+    assert run_round(b) == ["a1", "a2", "a3", "c1", "c2"]
+
+
+def test_stop_ends_the_round_and_leaves_the_rest_waiting():
+    policy = Scripted(Action.ADD, Action.STOP)
+    b = builder(policy)
+    for name in ("a1", "a2", "b1"):
+        b.arrive(name, tokens(name[0].upper()), now=0.0)
+    assert run_round(b) == ["a1", "a2"]  # the first into an empty batch is not asked about
+    assert set(b.cht.waiting) == {"b1"} and b.stops == 1
+    assert [s.batch_size for s in policy.states] == [1, 2]
+    assert [s.tip_loss for s in policy.states] == [0, 1]
+
+
+def test_an_empty_batch_is_never_stopped():
+    b = builder(Scripted(*[Action.STOP] * 10))
+    b.arrive("a", tokens("A"), now=0.0)
+    assert run_round(b) == ["a"]
+
+
+def test_the_policy_is_not_asked_when_no_slot_is_free():
+    policy = Scripted()
+    b = builder(policy)
+    for i in range(3):
+        b.arrive(i, tokens("A"), now=0.0)
+    assert run_round(b, batch_size=5, slots=1) == [0]
+    assert len(policy.states) == 1
+
+
+def test_an_add_that_was_not_carried_out_is_cancelled():
+    policy = Scripted()
+    b = builder(policy)
+    b.arrive("a", tokens("A"), now=0.0)
+    b.begin_round(0.0, None)
+    assert b.propose(3, 1.0) == "a"  # the scheduler then runs out of tokens
+    b.end_round()
+    assert policy.cancelled == 1 and set(b.cht.waiting) == {"a"}
+
+
+def test_a_skipped_request_waits_for_the_next_round_at_its_age():
+    b = builder()
+    b.arrive("old", tokens("A"), now=0.0)
+    b.arrive("new", tokens("A"), now=0.0)
+    assert run_round(b, skip={"old"}) == ["new"]
+    assert run_round(b) == ["old"]
+
+
+def test_the_reward_reaches_the_policy_once():
+    policy = Scripted()
+    b = builder(policy)
+    b.begin_round(0.0, None)
+    b.begin_round(1.0, 42.0)
+    assert policy.rewards == [42.0]
+
+
+@pytest.mark.parametrize("bounds", [{"max_wait": 5.0}, {"max_wait_rounds": 5}])
+def test_nobody_starves_behind_a_favoured_group(bounds):
+    """Group A arrives for ever and STOP keeps B out; the bound admits B next."""
+    b = builder(Scripted(*[Action.STOP] * 1000), **{"max_wait": 1e9, "max_wait_rounds": 10**9, **bounds})
+    b.arrive("a0", tokens("A"), now=0.0)
+    run_round(b, now=0.0)
+    b.arrive("b", tokens("B"), now=0.0)
+    waited = 0
+    for step in range(1, 50):
+        b.arrive(f"a{step}", tokens("A"), now=float(step))
+        if run_round(b, batch_size=step, now=float(step)) == ["b"]:
+            waited = step
+            break
+    assert 5 <= waited <= 6
+    assert b.overdue_admissions == 1 and b.longest_wait == pytest.approx(waited)
+
+
+def test_without_the_bound_it_would_starve():
+    b = builder(Scripted(*[Action.STOP] * 1000), max_wait=1e9, max_wait_rounds=10**9)
+    b.arrive("a0", tokens("A"), now=0.0)
+    run_round(b)
+    b.arrive("b", tokens("B"), now=0.0)
+    assert all(run_round(b, batch_size=1, now=float(step)) == [] for step in range(1, 50))
+
+
+def test_an_overdue_request_yields_to_a_more_urgent_class_only():
+    b = builder(max_wait=1.0)
+    b.arrive("late", tokens("A"), now=0.0, priority=5)
+    b.arrive("urgent", tokens("B"), now=9.0, priority=0)
+    b.arrive("same", tokens("C"), now=9.0, priority=5)
+    assert run_round(b, now=10.0) == ["urgent", "late", "same"]
+
+
+def test_requeued_requests_keep_their_age_and_forget_nothing():
+    b = builder(max_wait=3.0)
+    b.arrive("a", tokens("A"), now=0.0)
+    run_round(b)
+    b.requeue("a", tokens("A", "X"))
+    b.arrive("z", tokens("Z"), now=1.0)
+    assert b.cht.missing_count("a") == 2
+    assert run_round(b, batch_size=1, now=4.0) == ["a", "z"]
+    b.leave_batch("a")
+    b.leave_batch("z")
+    assert len(b.cht) == 0 and not b._arrivals
+
+
+def test_the_oracle_stops_at_the_group_border():
+    b = builder(make_policy("oracle"))
+    b.group_of = lambda r: r[0]
+    for name in ("a1", "b1", "a2", "b2"):
+        b.arrive(name, tokens(name[0].upper()), now=0.0)
+    assert run_round(b) == ["a1", "a2"]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=12), st.randoms())
+def test_rows_of_one_prefix_are_neighbours_at_every_level(prompts, random):
+    b = builder()
+    for i, prompt in enumerate(prompts):
+        b.arrive(i, array("q", [token for t in prompt for token in (t, t)]), now=0.0)
+    rows = list(range(len(prompts)))
+    random.shuffle(rows)
+    order = b.row_order(rows)
+    ordered = rows if order is None else [rows[i] for i in order]
+    assert sorted(ordered) == sorted(rows)
+    assert b.row_order(ordered) is None  # in order: nothing to permute
+    for level in range(1, 7):
+        seen, last = set(), None
+        for prefix in (tuple(prompts[r][:level]) if len(prompts[r]) >= level else None for r in ordered):
+            assert prefix is None or prefix == last or prefix not in seen
+            seen.add(prefix)
+            last = prefix
