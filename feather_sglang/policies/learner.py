@@ -1,0 +1,140 @@
+"""What both learners share: the table, the decisions that wait for a reward, and the rules that keep regret small."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+from feather_sglang.policies.base import Policy
+from feather_sglang.policies.discretiser import Discretiser
+from feather_sglang.policies.parameters import Features, Number
+from feather_sglang.policies.policy_file import mapping, number, sequence
+from feather_sglang.policies.protocol import ADD, STOP, Action, PolicyState
+
+# By how much, relative to ADD, STOP must be better before it is preferred. Within a bin the two often tie, and the
+# reward sees neither the request that STOP keeps waiting nor the batch that shrinks by many STOPs in a row.
+MARGIN = Number(0.02, 0.0, 1.0)
+FEATURE_SET = Features()
+
+
+class Learner(Policy):
+    """A table of measured throughputs by (state, action).
+
+    Rules common to both learners, beyond the paper (docs/policies.md, "No regret"): an addition that costs no shared
+    prefix, or into an empty batch, is ADD and teaches nothing; in a state where ADD was never measured, ADD.
+
+    A decision code is ``2 * key + (1 for STOP)``.
+    """
+
+    CELL: ClassVar[tuple[float, ...]] = ()
+
+    def __init__(self, *, seed: int = 0, explore: bool = True, **params: Any) -> None:
+        super().__init__(seed=seed, explore=explore, **params)
+        self.discretiser = Discretiser(self.params["features"])
+        self.table: dict[int, list[float]] = {}
+        self.rewards = 0
+        self.free_adds = 0
+        self.explored_stops = 0
+        self._margin: float = self.params["margin"]
+        self._key = self.discretiser.key
+        self._waiting: dict[int, int] = {}  # decision code -> how many such decisions wait for a reward
+        self._last: int | None = None
+
+    def decide(self, state: PolicyState) -> Action:
+        """Answer ADD or STOP, and remember the decision until its reward comes."""
+        if state.tip_loss <= 0 or state.batch_size <= 0:
+            self.free_adds += 1
+            self.adds += 1
+            self._last = None
+            return ADD
+        key = self._key(state)
+        cell = self.table.get(key)
+        if cell is None:
+            cell = list(self.CELL)
+            if self.explore:
+                self.table[key] = cell
+        code = 2 * key
+        if self._wants_stop(cell, code + 1):
+            code += 1
+            self.stops += 1
+            action = STOP
+        else:
+            self.adds += 1
+            action = ADD
+        if self.explore:
+            self._waiting[code] = self._waiting.get(code, 0) + 1
+            self._last = code
+        return action
+
+    def cancel(self) -> None:
+        """Take back the last decision; a free addition, or one already rewarded, leaves nothing to take back."""
+        code, self._last = self._last, None
+        if code is not None:
+            if self._waiting[code] > 1:
+                self._waiting[code] -= 1
+            else:
+                del self._waiting[code]
+
+    def observe(self, reward: float) -> None:
+        """Credit `reward` (decode tokens/s, finite, not negative) to every decision since the previous one.
+
+        A reward is one measurement: a (state, action) decided several times since the last reward learns it once.
+        """
+        if not (math.isfinite(reward) and reward >= 0):
+            raise ValueError(f"a reward is a finite throughput, not {reward!r}")
+        if self.explore:
+            self.rewards += 1
+            self._learn(float(reward))
+            self._waiting.clear()
+            self._last = None
+
+    def end_episode(self) -> None:
+        """Drop the decisions that wait for a reward."""
+        self._waiting.clear()
+        self._last = None
+
+    def stats(self) -> dict[str, float]:
+        """Return counters: decisions by action, free additions, exploratory STOPs, rewards, states met."""
+        return {
+            **super().stats(),
+            "free_adds": self.free_adds,
+            "explored_stops": self.explored_stops,
+            "rewards": self.rewards,
+            "states": len(self.table),
+        }
+
+    def _wants_stop(self, cell: list[float], stop_code: int) -> bool:
+        """Whether to STOP in the state of `cell`."""
+        raise NotImplementedError
+
+    def _learn(self, reward: float) -> None:
+        """Take `reward` into the table for the waiting decisions."""
+        raise NotImplementedError
+
+    def _export(self) -> dict[str, Any]:
+        bins = self.discretiser.bins
+        return {
+            "discretiser": self.discretiser.describe(),
+            "table": {".".join(map(str, bins(key))): cell for key, cell in sorted(self.table.items())},
+            "waiting": sorted(self._waiting.items()),
+        }
+
+    def _restore(self, document: dict[str, Any]) -> None:
+        if document.get("discretiser") != self.discretiser.describe():
+            raise ValueError("its states are cut otherwise than this release cuts them: train it again")
+        names = {".".join(map(str, self.discretiser.bins(key))): key for key in range(self.discretiser.states)}
+        for name, row in mapping(document.get("table"), "table").items():
+            if name not in names:
+                raise ValueError(f"table has no state {name[:40]!r}")
+            self.table[names[name]] = [number(x, f"table[{name}]") for x in sequence(row, name, len(self.CELL))]
+        self._waiting = dict(self._read_codes(document.get("waiting"), "waiting"))
+
+    def _read_codes(self, value: Any, what: str) -> list[tuple[int, int]]:
+        """Read ``[[code, count], ...]``: every code is of a state in the table."""
+        codes = []
+        for pair in sequence(value, what):
+            code, count = (int(number(x, what)) for x in sequence(pair, what, 2))
+            if code // 2 not in self.table or count < 1:
+                raise ValueError(f"{what} names a state that the table lacks")
+            codes.append((code, count))
+        return codes
