@@ -5,20 +5,20 @@ A request is the vector of its cumulative chunk hashes. The chunks of it that th
 count has to be stored per request. The tree is a path-compressed trie over the vectors; each node knows the best
 waiting request below it, so a change touches the nodes on one path and nothing else, however many requests wait.
 
-Pure data: imports neither SGLang nor torch.
+Pure data: imports neither SGLang nor torch. This module keeps the states of the requests; ``chunk_hash.py`` makes the
+vectors, ``prefix_trie.py`` keeps the trie.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, KeysView, Mapping, Sequence
+from collections.abc import Hashable, KeysView
 from heapq import heapify, heappop, heappush
 from operator import index
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from feather_sglang.chunk_hash import DIGEST, PROCESS_SEED, hash_vector
-
-_SLACK = 16  # stale heap entries that are not worth a clean-up
+from feather_sglang.chunk_hash import DIGEST, PROCESS_SEED, TokenIds, hash_vector
+from feather_sglang.prefix_trie import SLACK, Node, Request, attach, check_node, detach, shift
 
 
 class Candidate(NamedTuple):
@@ -47,57 +47,6 @@ class RequestStateError(ValueError):
     """The request is known, but not in a state that allows the operation."""
 
 
-class _Owner:
-    """What a heap entry speaks for: a child node or a request ending at the heap's node.
-
-    Entries are ``(priority, count, seq, owner, request)``; one is live while ``owner.entry is entry``.
-    """
-
-    __slots__ = ("entry",)
-
-    entry: tuple[int, int, int, _Owner, _Request] | None
-
-    def __lt__(self, other: object) -> bool:
-        return False  # reached only between a live entry and its stale twin, whose order does not matter
-
-
-class _Request(_Owner):
-    __slots__ = ("extra_key", "id", "node", "priority", "seq", "vector")
-
-    node: _Node
-
-    def __init__(self, request_id: Hashable, vector: bytes, extra_key: object, priority: int, seq: int) -> None:
-        self.entry = None  # set exactly while waiting
-        self.id = request_id
-        self.vector = vector
-        self.extra_key = extra_key
-        self.priority = priority
-        self.seq = seq
-
-
-class _Node(_Owner):
-    """A point where requests branch or end; its edge covers chunks ``parent.depth .. depth`` of ``vector``.
-
-    Nothing branches or ends inside an edge, so a node is active (in the working set) as a whole or not at all.
-    ``heap`` ranks the children and the requests ending here. An entry's count, less this node's depth, is the missing
-    count below an active node. For an inactive child it is the request's length, for an active one the missing count
-    rebased on this node's depth; so activating a node changes the entries along its path only.
-    """
-
-    __slots__ = ("active", "children", "depth", "ends", "heap", "parent", "vector", "waiting")
-
-    def __init__(self, parent: _Node | None, vector: bytes, depth: int) -> None:
-        self.entry = None
-        self.parent = parent
-        self.vector = vector
-        self.depth = depth
-        self.children: dict[bytes, _Node] = {}  # by the hash at the child's first chunk
-        self.ends = 0  # requests in any state whose vector ends here
-        self.active = 0  # active requests here and below
-        self.waiting = 0  # waiting requests here and below
-        self.heap: list[Any] = []
-
-
 class ChunkedHashTree:
     """Waiting, active and held requests, and the waiting one closest to the active ones.
 
@@ -123,20 +72,18 @@ class ChunkedHashTree:
         self._seed = PROCESS_SEED if seed is None else index(seed)
         if not 0 <= self._seed < 1 << 64:
             raise ValueError(f"seed must be in 0 .. 2**64 - 1, got {seed}")
-        self._root = _Node(None, b"", 0)
-        self._waiting: dict[Hashable, _Request] = {}
-        self._held: dict[Hashable, _Request] = {}
-        self._active: OrderedDict[Hashable, _Request] = OrderedDict()  # its first key is O(1), a dict's is not
-        self._ages: list[tuple[int, _Request]] = []  # lazy heap behind oldest()
+        self._root = Node(None, b"", b"", 0)
+        self._waiting: dict[Hashable, Request] = {}
+        self._held: dict[Hashable, Request] = {}
+        self._active: OrderedDict[Hashable, Request] = OrderedDict()  # its first key is O(1), a dict's is not
+        self._ages: list[tuple[int, Request]] = []  # lazy heap behind oldest()
         self._arrivals = 0
         self._best: Candidate | None = None
-        self._tip: _Node | None = None  # None: to be found again
+        self._tip: Node | None = None  # None: to be found again
 
     # -- changes -----------------------------------------------------------------------------------------------
 
-    def insert(
-        self, request_id: Hashable, token_ids: Sequence[int], extra_key: object = None, priority: int = 0
-    ) -> None:
+    def insert(self, request_id: Hashable, token_ids: TokenIds, extra_key: object = None, priority: int = 0) -> None:
         """Let a new request wait.
 
         Parameters
@@ -151,9 +98,9 @@ class ChunkedHashTree:
         if request_id in self:
             raise RequestStateError(f"request {request_id!r} is already in the tree ({self._state(request_id)})")
         vector = hash_vector(token_ids, self.chunk_size, self._seed, extra_key)
-        request = _Request(request_id, vector, extra_key, index(priority), self._arrivals)
+        request = Request(request_id, vector, extra_key, index(priority), self._arrivals)
         self._arrivals += 1
-        self._attach(request)
+        attach(self._root, request)
         self._wait(request)
 
     def add_to_batch(self, request_id: Hashable) -> None:
@@ -162,7 +109,7 @@ class ChunkedHashTree:
         del self._waiting[request_id]
         self._active[request_id] = request
         request.entry = None
-        self._shift(request.node, -1, 1)
+        self._shift(request, -1, 1)
         if len(self._active) == 1:
             self._tip = request.node
         elif self._tip is not None:  # the tip can only rise: to the common ancestor of itself and the new request
@@ -179,7 +126,7 @@ class ChunkedHashTree:
         request = self._get(request_id, self._waiting, self._held)
         self._leave_queue(request)
         self._held.pop(request_id, None)
-        self._detach(request)
+        detach(request)
 
     def hold(self, request_id: Hashable) -> None:
         """Hide a waiting request from ``find_best`` and ``peers`` until it is requeued."""
@@ -187,21 +134,19 @@ class ChunkedHashTree:
         self._leave_queue(request)
         self._held[request_id] = request
 
-    def requeue(self, request_id: Hashable, token_ids: Sequence[int] | None = None) -> None:
+    def requeue(self, request_id: Hashable, token_ids: TokenIds | None = None) -> None:
         """Let an active or held request wait again at its original age, with new tokens if given."""
         request = self._get(request_id, self._active, self._held)
-        vector = (
-            request.vector
-            if token_ids is None
-            else hash_vector(token_ids, self.chunk_size, self._seed, request.extra_key)
-        )
+        vector = request.vector
+        if token_ids is not None:
+            vector = hash_vector(token_ids, self.chunk_size, self._seed, request.extra_key)
         if request_id in self._active:
             self._leave_batch(request)
         else:
             del self._held[request_id]
-            self._detach(request)
+            detach(request)
         request.vector = vector
-        self._attach(request)
+        attach(self._root, request)
         self._wait(request)
 
     # -- questions ---------------------------------------------------------------------------------------------
@@ -259,104 +204,36 @@ class ChunkedHashTree:
 
     # -- the trie ----------------------------------------------------------------------------------------------
 
-    def _attach(self, request: _Request) -> None:
-        """Find or make the node where the request's vector ends."""
-        vector = request.vector
-        end = len(vector) // DIGEST
-        node = self._root
-        while node.depth < end:
-            key = _at(vector, node.depth)
-            child = node.children.get(key)
-            if child is None:
-                child = node.children[key] = _Node(node, vector, end)
-            elif child.depth > end or _at(vector, child.depth - 1) != _at(child.vector, child.depth - 1):
-                fork = _agree(vector, child.vector, node.depth + 1, min(end, child.depth))
-                child = self._split(node, child, key, fork)
-            node = child
-        node.ends += 1
-        request.node = node
-
-    def _detach(self, request: _Request) -> None:
-        """Take the request's end out and drop the nodes that nothing needs any more."""
-        node = request.node
-        node.ends -= 1
-        if not node.ends and not node.children and node.parent is not None:
-            del node.parent.children[_at(node.vector, node.parent.depth)]
-            node = node.parent
-        parent = node.parent
-        if parent is not None and not node.ends and len(node.children) == 1:  # nothing branches or ends here
-            (child,) = node.children.values()
-            parent.children[_at(node.vector, parent.depth)] = child
-            child.parent = parent
-            _hand_over(node, child, parent.heap)
-
-    @staticmethod
-    def _split(parent: _Node, child: _Node, key: bytes, depth: int) -> _Node:
-        """Put a node at `depth` on the edge from `parent` to `child`."""
-        middle = _Node(parent, child.vector, depth)
-        middle.active, middle.waiting = child.active, child.waiting
-        parent.children[key] = middle
-        middle.children[_at(child.vector, depth)] = child
-        child.parent = middle
-        _hand_over(child, middle, parent.heap)
-        if middle.entry is not None:
-            priority, count, seq, _, request = middle.entry
-            rebased = count + depth - parent.depth if child.active else count
-            child.entry = (priority, rebased, seq, child, request)
-            middle.heap.append(child.entry)
-        return middle
-
-    def _shift(self, node: _Node | None, waiting: int, active: int) -> None:
-        """Change the counts of a node and all above it, and bring their places in the heaps up to date."""
-        while node is not None:
-            node.waiting += waiting
-            node.active += active
-            heap = node.heap
-            if len(heap) > 2 * (len(node.children) + node.ends) + _SLACK:
-                heap[:] = [entry for entry in heap if entry[3].entry is entry]
-                heapify(heap)
-            while heap and heap[0][3].entry is not heap[0]:
-                heappop(heap)
-            parent = node.parent
-            if not heap:
-                node.entry = None
-            elif parent is not None:
-                priority, count, seq, _, request = heap[0]
-                if node.active:
-                    count += parent.depth - node.depth
-                entry = node.entry
-                if entry is None or entry[2] != seq or entry[1] != count:
-                    node.entry = (priority, count, seq, node, request)
-                    heappush(parent.heap, node.entry)
-            node = parent
+    def _shift(self, request: Request, waiting: int, active: int) -> None:
+        """Change the counts on a request's path; every change of state passes here."""
+        shift(request.node, waiting, active)
         self._best = None
-        if len(self._ages) > 2 * len(self._waiting) + _SLACK:
+        if len(self._ages) > 2 * len(self._waiting) + SLACK:
             self._ages = [(request.seq, request) for request in self._waiting.values()]
             heapify(self._ages)
 
-    def _wait(self, request: _Request) -> None:
+    def _wait(self, request: Request) -> None:
         """Enter an attached request into the queue."""
-        node = request.node
-        request.entry = (request.priority, node.depth, request.seq, request, request)
-        heappush(node.heap, request.entry)
+        request.entry = (request.priority, request.node.depth, request.seq, request, request)
+        heappush(request.node.heap, request.entry)
         heappush(self._ages, (request.seq, request))
         self._waiting[request.id] = request
-        self._shift(node, 1, 0)
+        self._shift(request, 1, 0)
 
-    def _leave_queue(self, request: _Request) -> None:
+    def _leave_queue(self, request: Request) -> None:
         """Take a request out of the queue if it waits; it stays attached."""
         if self._waiting.pop(request.id, None) is not None:
             request.entry = None
-            self._shift(request.node, -1, 0)
+            self._shift(request, -1, 0)
 
-    def _leave_batch(self, request: _Request) -> None:
+    def _leave_batch(self, request: Request) -> None:
         """Take an active request out of the batch and detach it."""
         del self._active[request.id]
-        self._shift(request.node, 0, -1)
-        self._detach(request)
+        self._shift(request, 0, -1)
+        detach(request)
         self._tip = None  # it can only deepen; looked for when next asked
 
-    def _tip_node(self) -> _Node:
+    def _tip_node(self) -> Node:
         """Return the deepest node that every active request passes."""
         if self._tip is None or not self._active:
             node = next(iter(self._active.values())).node if self._active else self._root
@@ -367,14 +244,14 @@ class ChunkedHashTree:
         return self._tip
 
     @staticmethod
-    def _matched(request: _Request) -> _Node:
+    def _matched(request: Request) -> Node:
         """Return the deepest node of the working set on the request's path (the root if none)."""
         node = request.node
         while not node.active and node.parent is not None:
             node = node.parent
         return node
 
-    def _describe(self, request: _Request) -> Candidate:
+    def _describe(self, request: Request) -> Candidate:
         """Return the candidate's figures (paper algorithm 4)."""
         tip, matched = self._tip_node(), self._matched(request)
         # Every active node lies on the tip's path or below the tip, so the shallower of the two is common to both.
@@ -387,7 +264,7 @@ class ChunkedHashTree:
     def _state(self, request_id: Hashable) -> str:
         return "waiting" if request_id in self._waiting else "active" if request_id in self._active else "held"
 
-    def _get(self, request_id: Hashable, *states: dict[Hashable, _Request]) -> _Request:
+    def _get(self, request_id: Hashable, *states: dict[Hashable, Request]) -> Request:
         """Return the request if it is in one of the states; raise otherwise."""
         for state in states:
             request = state.get(request_id)
@@ -399,7 +276,7 @@ class ChunkedHashTree:
 
     def check_invariants(self) -> None:
         """Recompute every derived figure from the requests alone and assert that it agrees (for tests; slow)."""
-        ends: dict[_Node, list[_Request]] = {}
+        ends: dict[Node, list[Request]] = {}
         for state in (self._waiting, self._active, self._held):
             for request_id, request in state.items():
                 assert request.id == request_id and (request.entry is not None) == (state is self._waiting)
@@ -410,63 +287,11 @@ class ChunkedHashTree:
             nodes.extend(node.children.values())
         assert ends.keys() <= set(nodes), "a request ends outside the tree"
         for node in nodes:
-            _check_node(node, ends.get(node, []), self._active)
+            check_node(node, ends.get(node, []), self._active)
         shared = [node for node in nodes if node.active == len(self._active)] if self._active else [self._root]
         assert self._tip_node() is max(shared, key=lambda node: node.depth), "the tip is not the deepest common node"
-        assert len(self._ages) <= 2 * len(self._waiting) + _SLACK, "the age heap grows"
+        assert len(self._ages) <= 2 * len(self._waiting) + SLACK, "the age heap grows"
         order = [(r.priority, self.missing_count(r.id), r.seq, r.id) for r in self._waiting.values()]
         best = self.find_best()
         assert (best and best.request_id) == (min(order)[3] if order else None), "find_best is not the best"
         assert best is None or best == self.candidate(best.request_id), "the cached candidate is stale"
-
-
-def _check_node(node: _Node, ends: list[_Request], active: Mapping[Hashable, _Request]) -> None:
-    """Assert that a node agrees with its children and with the requests that end at it."""
-    children = list(node.children.values())
-    assert node.parent is None or ends or len(children) > 1, "a node where nothing branches or ends"
-    assert node.ends == len(ends)
-    assert node.active == sum(r.id in active for r in ends) + sum(child.active for child in children)
-    assert node.waiting == sum(r.entry is not None for r in ends) + sum(child.waiting for child in children)
-    for request in ends:
-        assert request.node is node and len(request.vector) == node.depth * DIGEST
-        assert request.vector == node.vector[: len(request.vector)], "a request ends on a foreign path"
-        assert request.entry in (None, (request.priority, node.depth, request.seq, request, request))
-    for key, child in node.children.items():
-        assert child.parent is node and child.depth > node.depth and key == _at(child.vector, node.depth)
-        assert child.vector.startswith(node.vector[: node.depth * DIGEST]), "a child on a foreign path"
-    live = [entry for entry in node.heap if entry[3].entry is entry]
-    assert {id(entry[3]) for entry in live} == {id(o) for o in (*ends, *children) if o.entry is not None}
-    assert len(live) == sum(o.entry is not None for o in (*ends, *children)), "an owner has two live entries"
-    assert bool(live) == bool(node.heap) == bool(node.waiting)
-    assert not live or node.heap[0][:3] == min(live)[:3], "the top is neither the best nor its stale twin"
-    if node.parent is not None and live:
-        priority, count, seq, _, request = node.heap[0]
-        count += node.parent.depth - node.depth if node.active else 0
-        assert node.entry == (priority, count, seq, node, request), "a stale place in the parent's heap"
-    else:
-        assert node.entry is None
-
-
-def _at(vector: bytes, chunk: int) -> bytes:
-    """Return the cumulative hash after `chunk` + 1 chunks."""
-    return vector[chunk * DIGEST : (chunk + 1) * DIGEST]
-
-
-def _agree(one: bytes, other: bytes, low: int, high: int) -> int:
-    """Return how many chunks two vectors share, given that these are at least `low` and at most `high`."""
-    while low < high:  # cumulative hashes: equal at a depth means equal everywhere above it
-        middle = (low + high + 1) // 2
-        if _at(one, middle - 1) == _at(other, middle - 1):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _hand_over(old: _Owner, new: _Owner, heap: list[Any]) -> None:
-    """Let `new` take the place of `old` in the heap of their parent."""
-    new.entry = None
-    if old.entry is not None:
-        priority, count, seq, _, request = old.entry
-        old.entry, new.entry = None, (priority, count, seq, new, request)
-        heappush(heap, new.entry)

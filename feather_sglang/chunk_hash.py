@@ -12,10 +12,11 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 DIGEST = 8  # bytes of one hash
 PROCESS_SEED = secrets.randbits(64)  # unknown outside the process, so that nobody can craft colliding prompts
+TokenIds = Sequence[int] | np.ndarray  # or any other buffer of integers
 _INT64 = ("q", "l") if array("l").itemsize == 8 else ("q",)  # buffer formats of a native int64
 
 
-def hash_vector(token_ids: Sequence[int], chunk_size: int, seed: int, extra_key: object = None) -> bytes:
+def hash_vector(token_ids: TokenIds, chunk_size: int, seed: int, extra_key: object = None) -> bytes:
     """Return the XXH3-64 digests of all prefixes of 1, 2, ... chunks and of the whole prompt, packed.
 
     Parameters
