@@ -5,7 +5,7 @@ operators that ``torchvision/__init__.py`` refers to at import are missing. And 
 kernel from ``vllm._custom_ops`` on every device it does not know; on a CPU it then never calls it.
 
 `install` puts one finder in front of Python's import system; nothing heavy is imported until torchvision or vllm is,
-and then the finder steps in only if the real thing is not usable. With a CUDA or ROCm torch it does nothing.
+and then the finder steps in only if the real thing is not usable. Where torch finds a GPU it does nothing.
 
 Both imports happen inside ``import sglang`` itself (seen on 0.5.17, 0.5.21 and 0.5.23), hence before SGLang loads any
 plugin: calling `install` from a plugin is too late for ``python -m sglang.launch_server``. A program of ours calls it
@@ -44,9 +44,9 @@ class _CpuFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name == "torchvision" and not self.libraries and _torch_is_cpu_only():
+        if name == "torchvision" and not self.libraries and _no_gpu():
             self._define_torchvision_operators()
-        elif name in ("vllm", "vllm._custom_ops") and _torch_is_cpu_only() and PathFinder.find_spec("vllm") is None:
+        elif name in ("vllm", "vllm._custom_ops") and _no_gpu() and PathFinder.find_spec("vllm") is None:
             return ModuleSpec(name, _VllmStub(), is_package=name == "vllm")
         return None
 
@@ -78,12 +78,12 @@ def _rotary_embedding(*args: object, **kwargs: object) -> None:
     raise RuntimeError("vllm is not installed: SGLang was expected to use its native rotary embedding on a CPU")
 
 
-def _torch_is_cpu_only() -> bool:
+def _no_gpu() -> bool:
     if importlib.util.find_spec("torch") is None:
         return False
     import torch
 
-    return torch.version.cuda is None and torch.version.hip is None
+    return not torch.cuda.is_available()
 
 
 def _extension_loads(package: Path) -> bool:

@@ -1,0 +1,257 @@
+#!/usr/bin/env python3
+"""Set up what a fresh clone needs, then do one job: ``python3 dev.py ab`` or ``python3 dev.py test``.
+
+Needs nothing but Python's standard library. Everything goes into ``.venv`` beside this file: without a GPU the pinned
+packages of ``requirements/``, with one the SGLang that this Python already has, or else the newest supported release.
+The second run finds its stamps and starts at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+REQUIREMENTS = ROOT / "requirements"
+RELEASES = ("0.5.23", "0.5.21", "0.5.17")  # the first is installed; the others lie beside it, for the tests
+OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
+JOBS = {
+    "ab": "compare scheduling policies (feather ab, with its arguments)",
+    "test": "run the tests (pytest, with its arguments)",
+    "setup": "set up only",
+}
+CPU_PYTHON = (3, 11)  # the Python that the pins in requirements/ were made for
+
+
+class SetupError(Exception):
+    """What went wrong and what to do, in one line."""
+
+
+def say(text: str) -> None:
+    print(f"dev.py: {text}", flush=True)
+
+
+def has_gpu() -> bool:
+    """Whether this machine shows an NVIDIA GPU that this process may use."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
+        return False
+    if shutil.which("nvidia-smi") is None:
+        return False
+    seen = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return seen.returncode == 0 and "GPU" in seen.stdout
+
+
+def installed_sglang() -> str | None:
+    """The supported SGLang that the running Python imports, if any."""
+    code = "import importlib.metadata as m, sglang; print('version', m.version('sglang'))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
+    found = re.search(r"^version (\d+)\.(\d+)\.(\d+)", answer.stdout, re.MULTILINE)
+    if answer.returncode or not found:
+        return None
+    version = tuple(int(part) for part in found.groups())
+    return ".".join(map(str, version)) if OLDEST <= version <= NEWEST else None
+
+
+def cpu_python() -> str:
+    """A Python of the release that the pins need, able to make virtual environments."""
+    name = f"python{CPU_PYTHON[0]}.{CPU_PYTHON[1]}"
+    for candidate in (sys.executable, shutil.which(name)):
+        check = f"import sys, venv, ensurepip; raise SystemExit(sys.version_info[:2] != {CPU_PYTHON})"
+        if candidate and subprocess.run([candidate, "-c", check], capture_output=True).returncode == 0:
+            return candidate
+    raise SetupError(
+        f"without a GPU this needs {name} with its venv module; this is Python {platform.python_version()}, "
+        f"and no usable {name} is on the PATH: install it and run again"
+    )
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment of every command that is run here."""
+    variables = {**os.environ, **extra}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)  # without .pyc files SGLang takes three times as long to start
+    return variables
+
+
+def run(command: list[str], mistake: str, **extra: str) -> None:
+    """Run a step of the set-up, or end with the one line that says what failed."""
+    if subprocess.run(command, cwd=ROOT, env=environment(**extra)).returncode:
+        raise SetupError(mistake)
+
+
+def pip_install(*arguments: str) -> None:
+    quiet = [] if sys.stdout.isatty() else ["-qq"]
+    what = " ".join(word for word in arguments if not word.startswith("--"))
+    run(
+        [str(python()), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", *quiet, *arguments],
+        f"pip could not install {what}: see above; check the network or pip's own configuration, then run again",
+    )
+
+
+def python() -> Path:
+    return VENV / "bin" / "python"
+
+
+def overlay(release: str) -> Path:
+    """Where another SGLang release lies, ahead of the environment's own when it is on PYTHONPATH."""
+    return VENV / f"sglang-{release}"
+
+
+def key_of(*parts: object) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.read_bytes() if isinstance(part, Path) else str(part).encode())
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def step(name: str, key: str, work: Callable[[], None], text: str) -> None:
+    """Do a step of the set-up unless its stamp in the environment holds the same key."""
+    stamp = VENV / f"stamp-{name}"
+    if stamp.is_file() and stamp.read_text() == key:
+        return
+    say(text)
+    begun = time.monotonic()
+    work()
+    stamp.write_text(key)
+    say(f"done in {time.monotonic() - begun:.0f} s")
+
+
+def make_venv(base: str, *options: str) -> None:
+    run([base, "-m", "venv", "--clear", *options, str(VENV)], f"{base} could not make a virtual environment in {VENV}")
+
+
+def compile_all(*folders: Path) -> None:
+    # Beside some packages lie templates that are no Python; nobody imports them, so the exit status says nothing.
+    command = [str(python()), "-m", "compileall", "-qq", "-j", "0", *map(str, folders)]
+    subprocess.run(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def set_up_without_gpu(releases: tuple[str, ...]) -> None:
+    """The pinned packages and the first release in ``.venv``; the other releases as overlays."""
+    files = [REQUIREMENTS / "cpu.txt", REQUIREMENTS / "dev.txt"]
+    first = REQUIREMENTS / f"cpu-{RELEASES[0]}.txt"
+
+    def install() -> None:
+        make_venv(cpu_python())
+        pip_install("--no-compile", *(word for file in files for word in ("-r", str(file))))
+        pip_install("--no-compile", "--no-deps", "-r", str(first))
+        compile_all(VENV / "lib")
+
+    key = key_of("cpu", str(ROOT), *files, first)
+    step("environment", key, install, f"no GPU: installing SGLang {RELEASES[0]} for the CPU into .venv (2.6 GB)")
+    for release in releases:
+        if release == RELEASES[0]:
+            continue
+        pins = REQUIREMENTS / f"cpu-{release}.txt"
+
+        def add(release: str = release, pins: Path = pins) -> None:
+            shutil.rmtree(overlay(release), ignore_errors=True)
+            pip_install("--no-compile", "--no-deps", "--target", str(overlay(release)), "-r", str(pins))
+            compile_all(overlay(release))
+
+        step(f"sglang-{release}", key + key_of(pins), add, f"adding SGLang {release} beside it (0.3 GB)")
+
+
+def set_up_with_gpu() -> None:
+    """The SGLang of the running Python, seen through ``.venv``; or a full installation of the newest release."""
+    present = installed_sglang()
+
+    def install() -> None:
+        if present is None:
+            make_venv(sys.executable)
+            pip_install(f"sglang=={RELEASES[0]}")
+            return
+        make_venv(sys.executable, "--system-site-packages")
+        if sys.prefix != sys.base_prefix:  # --system-site-packages looks past a virtual environment to its base
+            site = next((VENV / "lib").glob("python*/site-packages"))
+            (site / "outer_environment.pth").write_text("\n".join(p for p in sys.path if "site-packages" in p) + "\n")
+
+    source = f"using SGLang {present} of {sys.executable}" if present else f"installing SGLang {RELEASES[0]}"
+    step("environment", key_of("gpu", str(ROOT), sys.executable, present), install, f"GPU found: {source}")
+
+
+def install_package(gpu: bool) -> None:
+    """Our own package, editable, and the file that lets SGLang start where it finds no GPU."""
+
+    def install() -> None:
+        has_setuptools = subprocess.run([str(python()), "-c", "import setuptools"], capture_output=True)
+        isolation = ["--no-build-isolation"] if has_setuptools.returncode == 0 else []
+        if gpu:
+            pip_install(*isolation, "--editable", ".[test,lint]")
+        else:
+            pip_install(*isolation, "--no-deps", "--editable", ".")
+        run([str(python()), "-m", "feather_sglang.adapter.cpu_shims"], "could not prepare .venv for SGLang on a CPU")
+
+    # The environment's stamp is part of the key: a new environment has no package yet.
+    key = key_of(VENV / "stamp-environment", ROOT / "pyproject.toml")
+    step("package", key, install, "installing feather-sglang into .venv")
+
+
+def set_up(releases: tuple[str, ...]) -> bool:
+    """Bring ``.venv`` up to date; returns whether there is a GPU."""
+    gpu = has_gpu()
+    if gpu:
+        set_up_with_gpu()
+    else:
+        set_up_without_gpu(releases)
+    install_package(gpu)
+    return gpu
+
+
+def run_ab(arguments: list[str]) -> int:
+    set_up(RELEASES[:1])
+    return subprocess.run([str(VENV / "bin" / "feather"), "ab", *arguments], env=environment()).returncode
+
+
+def run_tests(arguments: list[str]) -> int:
+    """The whole suite on one SGLang release, and without a GPU the tests that touch SGLang on the others too."""
+    gpu = set_up(RELEASES)
+    failed = []
+    for release in RELEASES[:1] if gpu else RELEASES:
+        first = release == RELEASES[0]
+        name = "the installed SGLang" if gpu else f"SGLang {release}"
+        say(f"testing {'everything' if first else 'tests/sglang and tests/server'} on {name}")
+        extra = {} if first else {"PYTHONPATH": str(overlay(release))}
+        chosen = [] if first or arguments else ["tests/sglang", "tests/server"]
+        command = [str(python()), "-m", "pytest", *chosen, *arguments]
+        if subprocess.run(command, cwd=ROOT, env=environment(**extra)).returncode:
+            failed.append(name)
+    say(f"FAILED on {', '.join(failed)}" if failed else "all tests passed")
+    return 1 if failed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="dev.py", description="Set up .venv beside this file, then do one job.")
+    parser.add_argument("job", choices=JOBS, help="; ".join(f"{name}: {text}" for name, text in JOBS.items()))
+    parser.add_argument("arguments", nargs="*", default=[], help="handed on to feather ab or pytest")
+    choice = parser.parse_args(sys.argv[1:2])
+    arguments = sys.argv[2:]
+    try:
+        if sys.platform != "linux":
+            raise SetupError(f"SGLang is published for Linux only; this is {sys.platform}")
+        if choice.job == "setup":
+            if arguments:
+                parser.error("setup takes no arguments")
+            set_up(RELEASES)
+            return 0
+        return run_ab(arguments) if choice.job == "ab" else run_tests(arguments)
+    except SetupError as error:
+        print(f"dev.py: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("dev.py: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
