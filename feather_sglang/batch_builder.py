@@ -16,7 +16,7 @@ from feather_sglang.policies import Action, PolicyState, StopPolicy
 
 
 class Arrival(NamedTuple):
-    """When a waiting request first arrived: clock (s) and admission round."""
+    """The first admission round that saw a request: its clock (s) and number. Ranks agree on both."""
 
     time: float
     round: int
@@ -33,7 +33,8 @@ class BatchBuilder:
     policy
         Decides ADD or STOP. ``None`` leaves admission to the caller (prefix row order alone).
     max_wait
-        Seconds after which a waiting request is admitted next, whatever the policy says.
+        Seconds after which a waiting request is admitted next, whatever the policy says. They count from the first
+        admission round that saw it: until then the batch was full for everybody.
     max_wait_rounds
         The same bound in admission rounds.
     group_of
@@ -58,17 +59,16 @@ class BatchBuilder:
         self.overdue_admissions = 0
         self.longest_wait = 0.0
         self._now = 0.0
+        self._unseen: dict[Hashable, int] = {}  # priority of those that arrived since the last round
         self._arrivals: dict[Hashable, Arrival] = {}
         self._undone: Hashable | None = None  # the last ADD, until the scheduler has carried it out
 
     # Life cycle -----------------------------------------------------------------------------------------------
 
-    def arrive(
-        self, request_id: Hashable, token_ids: Any, *, now: float, extra_key: Any = None, priority: int = 0
-    ) -> None:
+    def arrive(self, request_id: Hashable, token_ids: Any, *, extra_key: Any = None, priority: int = 0) -> None:
         """Enter a new waiting request (prompt tokens as any int buffer; smaller ``priority`` goes first)."""
         self.cht.insert(request_id, token_ids, extra_key, priority)
-        self._arrivals[request_id] = Arrival(now, self.round, priority)
+        self._unseen[request_id] = priority
 
     def requeue(self, request_id: Hashable, token_ids: Any) -> None:
         """Put a retracted or preempted request back among the waiting, at its original age."""
@@ -77,7 +77,8 @@ class BatchBuilder:
     def leave_queue(self, request_id: Hashable) -> None:
         """Forget a waiting request that was aborted or timed out."""
         self.cht.remove(request_id)
-        del self._arrivals[request_id]
+        self._unseen.pop(request_id, None)
+        self._arrivals.pop(request_id, None)
 
     def leave_batch(self, request_id: Hashable) -> None:
         """Forget a running request that finished or was aborted."""
@@ -90,6 +91,9 @@ class BatchBuilder:
         """Open an admission round at ``now`` (s); ``reward`` is the decode tokens/s since the last one, if measured."""
         self.round += 1
         self._now = now
+        for request_id, priority in self._unseen.items():
+            self._arrivals[request_id] = Arrival(now, self.round, priority)
+        self._unseen.clear()
         if reward is not None and self.policy is not None:
             self.policy.observe(reward)
 

@@ -35,13 +35,15 @@ def extend_parser(_result: Any, parser: Any) -> None:
 def check_server_args(original: Any, args: Any) -> Any:
     """Let a feather policy pass where SGLang allows priority scheduling to fcfs and lof only."""
     name = args.schedule_policy
-    if name not in NAMES:
+    if name not in NAMES or not args.enable_priority_scheduling:
         return original(args)
-    object.__setattr__(args, "schedule_policy", "fcfs")
+    # Arguments are sealed by their class by now; the base class's setter is not.
+    write = super(type(args), args).__setattr__
+    write("schedule_policy", "fcfs")
     try:
         return original(args)
     finally:
-        object.__setattr__(args, "schedule_policy", name)
+        write("schedule_policy", name)
 
 
 def accept_policy(original: Any, policy: Any, name: str, tree_cache: Any) -> Any:

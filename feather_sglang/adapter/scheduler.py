@@ -167,7 +167,6 @@ class FeatherScheduler:
             self.builder.arrive(
                 req.rid,
                 req.origin_input_ids,
-                now=self.clock(),
                 extra_key=isolation if any(isolation) else None,
                 priority=(req.priority or 0) * self.scheduler.policy.priority_sign
                 if self.scheduler.enable_priority_scheduling
@@ -247,7 +246,10 @@ class FeatherScheduler:
         global _admitting
         self._adder, _admitting = None, self
         try:
-            return original(*args, **kwargs)
+            plan = original(*args, **kwargs)
+            if plan[0] is not None:  # the batch changes: a decode step still in flight belongs to the old one
+                self._meter.restart(in_flight=int(self.scheduler.enable_overlap))
+            return plan
         finally:
             _admitting = None
             if isinstance(self.scheduler.waiting_queue, AdmissionQueue):

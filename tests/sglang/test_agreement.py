@@ -24,7 +24,7 @@ def serve(rank, store, results, agree):
     for step in range(300):
         for i in range(stream.randrange(4)):
             group = stream.randrange(4)
-            builder.arrive((step, i), array("q", [group] * 40 + [step]), now=clock.random() * step)
+            builder.arrive((step, i), array("q", [group] * 40 + [step]))
         builder.begin_round(*agreement.readings(clock.random() * step, clock.random() * 1000))
         while len(running) < 12 and (r := builder.propose(len(running), 1.0)) is not None:
             builder.admitted(r)

@@ -95,7 +95,7 @@ def test_a_foreign_policy_file_is_refused_while_parsing(tmp_path, capsys):
 def test_help_lists_every_flag_with_its_default():
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    text = parser.format_help()
+    text = " ".join(parser.format_help().split())
     for name in ("policy-file", "chunk-size", "max-wait", "max-wait-rounds", "seed", "explore", "row-order"):
         assert f"--feather-{name}" in text
     assert "Default: 64." in text and "Default: on." in text
