@@ -53,6 +53,7 @@ def load_policy(path: str | os.PathLike[str], *, seed: int | None = None, explor
         raise FeatherError(f"policy file {path} holds the unknown policy {name!r}: known are {', '.join(POLICIES)}")
     policy = POLICIES[name](explore=explore)
     policy.load(path)
+    policy.end_episode()  # what the earlier process decided has no reward in this one
     if seed is not None:
         policy.reseed(seed)
     return policy

@@ -57,13 +57,26 @@ class Discretiser:
             return key * _HEADROOM_BINS + bisect_right(HEADROOM_EDGES, headroom)
         return key
 
-    def bins(self, key: int) -> tuple[int, int, int, int]:
-        """Bins (batch size, tip loss, peers, headroom) of a key."""
+    def name(self, key: int) -> str:
+        """Name of a state in policy files: its bins (batch size, tip loss, peers, headroom), joined by dots."""
         _, loss_bins, peer_bins, headroom_bins = self.shape
         key, headroom = divmod(key, headroom_bins)
         key, peers = divmod(key, peer_bins)
         batch, loss = divmod(key, loss_bins)
-        return batch, loss, peers, headroom
+        return f"{batch}.{loss}.{peers}.{headroom}"
+
+    def key_of(self, name: str) -> int:
+        """The key whose name this is; ValueError where no state is called so."""
+        parts = name.split(".")
+        if len(parts) == len(self.shape) and all(p.isascii() and p.isdigit() and len(p) < 4 for p in parts):
+            key = 0
+            for part, size in zip(parts, self.shape, strict=True):
+                key = key * size + int(part)
+                if int(part) >= size:
+                    break
+            else:
+                return key
+        raise ValueError(f"no state is called {name[:40]!r}")
 
     def describe(self) -> dict[str, object]:
         """Everything a table depends on, for the policy file: a file with other bins is refused."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 from feather_sglang.policies.base import Policy
 from feather_sglang.policies.discretiser import Discretiser
+from feather_sglang.policies.estimates import NEW_CELL
 from feather_sglang.policies.parameters import Features, Number
-from feather_sglang.policies.policy_file import mapping, number, sequence
+from feather_sglang.policies.policy_file import integer, mapping, number, sequence
 from feather_sglang.policies.protocol import ADD, STOP, Action, PolicyState
 
 # By how much, relative to ADD, STOP must be better before it is preferred. Within a bin the two often tie, and the
@@ -25,8 +26,6 @@ class Learner(Policy):
 
     A decision code is ``2 * key + (1 for STOP)``.
     """
-
-    CELL: ClassVar[tuple[float, ...]] = ()
 
     def __init__(self, *, seed: int = 0, explore: bool = True, **params: Any) -> None:
         super().__init__(seed=seed, explore=explore, **params)
@@ -50,7 +49,7 @@ class Learner(Policy):
         key = self._key(state)
         cell = self.table.get(key)
         if cell is None:
-            cell = list(self.CELL)
+            cell = list(NEW_CELL)
             if self.explore:
                 self.table[key] = cell
         code = 2 * key
@@ -107,33 +106,37 @@ class Learner(Policy):
         """Whether to STOP in the state of `cell`."""
         raise NotImplementedError
 
+    def _may_try(self, stop_code: int) -> bool:
+        """Count an exploratory STOP, unless one is under way in this state: the next waits for what it shows."""
+        if not self.explore or stop_code in self._waiting:
+            return False
+        self.explored_stops += 1
+        return True
+
     def _learn(self, reward: float) -> None:
         """Take `reward` into the table for the waiting decisions."""
         raise NotImplementedError
 
     def _export(self) -> dict[str, Any]:
-        bins = self.discretiser.bins
         return {
             "discretiser": self.discretiser.describe(),
-            "table": {".".join(map(str, bins(key))): cell for key, cell in sorted(self.table.items())},
+            "table": {self.discretiser.name(key): cell for key, cell in sorted(self.table.items())},
             "waiting": sorted(self._waiting.items()),
         }
 
     def _restore(self, document: dict[str, Any]) -> None:
         if document.get("discretiser") != self.discretiser.describe():
             raise ValueError("its states are cut otherwise than this release cuts them: train it again")
-        names = {".".join(map(str, self.discretiser.bins(key))): key for key in range(self.discretiser.states)}
         for name, row in mapping(document.get("table"), "table").items():
-            if name not in names:
-                raise ValueError(f"table has no state {name[:40]!r}")
-            self.table[names[name]] = [number(x, f"table[{name}]") for x in sequence(row, name, len(self.CELL))]
+            cell = [number(x, f"table[{name}]") for x in sequence(row, name, len(NEW_CELL))]
+            self.table[self.discretiser.key_of(name)] = cell
         self._waiting = dict(self._read_codes(document.get("waiting"), "waiting"))
 
     def _read_codes(self, value: Any, what: str) -> list[tuple[int, int]]:
         """Read ``[[code, count], ...]``: every code is of a state in the table."""
         codes = []
         for pair in sequence(value, what):
-            code, count = (int(number(x, what)) for x in sequence(pair, what, 2))
+            code, count = (integer(x, what) for x in sequence(pair, what, 2))
             if code // 2 not in self.table or count < 1:
                 raise ValueError(f"{what} names a state that the table lacks")
             codes.append((code, count))

@@ -41,7 +41,7 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise FeatherError(f"policy file {path} is damaged: not JSON ({str(error).splitlines()[0]})") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise FeatherError(f"{path} is not a policy file: it lacks \"format\": \"{FORMAT}\"")
+        raise FeatherError(f'{path} is not a policy file: it lacks "format": "{FORMAT}"')
     version = document.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise FeatherError(f"policy file {path} is damaged: version is {version!r}")
@@ -60,6 +60,13 @@ def number(value: Any, what: str, low: float = 0.0, high: float = _LARGEST) -> f
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise ValueError(f"{what} is {str(value)[:40]!r}")
     return value
+
+
+def integer(value: Any, what: str, high: int = 2**62) -> int:
+    """Return `value` if it is a whole number from 0 to `high`."""
+    if not isinstance(value, int):
+        raise ValueError(f"{what} is {str(value)[:40]!r}")
+    return int(number(value, what, high=high))
 
 
 def mapping(value: Any, what: str) -> dict[str, Any]:

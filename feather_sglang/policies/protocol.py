@@ -38,6 +38,7 @@ class StopPolicy(Protocol):
     """What the batch builder asks of a policy. Order of calls: ``decide`` any number of times, ``observe``, again."""
 
     name: str
+    explore: bool  # False: frozen, greedy decisions, nothing learnt; may be set at any time
 
     def decide(self, state: PolicyState) -> Action:
         """Answer ADD or STOP for the candidate described by `state`."""
