@@ -208,7 +208,7 @@ class ChunkedHashTree:
         """Change the counts on a request's path; every change of state passes here."""
         shift(request.node, waiting, active)
         self._best = None
-        if len(self._ages) > 2 * len(self._waiting) + SLACK:
+        if not self._waiting or len(self._ages) > 2 * len(self._waiting) + SLACK:
             self._ages = [(request.seq, request) for request in self._waiting.values()]
             heapify(self._ages)
 

@@ -79,7 +79,7 @@ def attach(root: Node, request: Request) -> None:
         child = node.children.get(key)
         if child is None:
             child = node.children[key] = Node(node, key, vector, end)
-        elif child.depth > end or _at(vector, child.depth - 1) != _at(child.vector, child.depth - 1):
+        elif _at(vector, child.depth - 1) != _at(child.vector, child.depth - 1):  # branches or ends inside the edge
             fork = _agree(vector, child.vector, node.depth + 1, min(end, child.depth))
             child = _split(node, child, fork)
         node = child
@@ -171,7 +171,7 @@ def check_node(node: Node, ends: list[Request], active: Mapping[Hashable, Reques
 
 
 def _at(vector: bytes, chunk: int) -> bytes:
-    """Return the cumulative hash after `chunk` + 1 chunks."""
+    """Return the cumulative hash after `chunk` + 1 chunks; empty where the vector is shorter."""
     return vector[chunk * DIGEST : (chunk + 1) * DIGEST]
 
 

@@ -1,0 +1,1 @@
+"""Puts this folder on the import path, so that tests import their oracles as ``oracles.<name>``."""

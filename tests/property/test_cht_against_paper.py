@@ -1,0 +1,86 @@
+"""The Chunked Hash Tree and the paper's own formulation, driven through the same random histories."""
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from oracles.paper_cht import PaperTree
+
+from feather_sglang.cht import ChunkedHashTree
+
+# Two tokens and a few shared stems give prefixes of several levels, duplicates and empty prompts in every history.
+STEMS = ([], [0] * 4, [0] * 8, [0] * 8 + [1] * 4, [1] * 6)
+prompts = st.builds(lambda stem, tail: stem + tail, st.sampled_from(STEMS), st.lists(st.integers(0, 1), max_size=5))
+
+
+class TreeAgainstPaper(RuleBasedStateMachine):
+    @initialize(chunk_size=st.integers(1, 5))
+    def start(self, chunk_size):
+        self.tree, self.paper = ChunkedHashTree(chunk_size), PaperTree(chunk_size)
+        self.made = 0
+
+    def both(self, operation, *arguments):
+        getattr(self.tree, operation)(*arguments)
+        getattr(self.paper, operation)(*arguments)
+
+    @rule(prompt=prompts, extra_key=st.sampled_from([None, None, None, "lora"]), priority=st.sampled_from([0, 0, 0, 1]))
+    def insert(self, prompt, extra_key, priority):
+        self.both("insert", self.made, prompt, extra_key, priority)
+        self.made += 1
+
+    @precondition(lambda self: self.paper.waiting_requests)
+    @rule()
+    def add_best(self):
+        self.both("add_to_batch", self.tree.find_best().request_id)
+
+    @precondition(lambda self: self.paper.waiting_requests)
+    @rule(data=st.data(), operation=st.sampled_from(["add_to_batch", "hold"]))
+    def change_waiting(self, data, operation):
+        self.both(operation, data.draw(st.sampled_from(sorted(self.paper.waiting_requests))))
+
+    @precondition(lambda self: self.paper.active)
+    @rule(data=st.data())
+    def finish(self, data):
+        self.both("finish", data.draw(st.sampled_from(sorted(self.paper.active))))
+
+    @precondition(lambda self: self.paper.waiting_requests | self.paper.held)
+    @rule(data=st.data())
+    def remove(self, data):
+        self.both("remove", data.draw(st.sampled_from(sorted(self.paper.waiting_requests | self.paper.held))))
+
+    @precondition(lambda self: self.paper.active | self.paper.held)
+    @rule(data=st.data(), tokens=st.none() | prompts)
+    def requeue(self, data, tokens):
+        self.both("requeue", data.draw(st.sampled_from(sorted(self.paper.active | self.paper.held))), tokens)
+
+    @invariant()
+    def same_state(self):
+        if not hasattr(self, "tree"):
+            return
+        tree, paper = self.tree, self.paper
+        tree.check_invariants()
+        assert tree.find_best() == paper.find_best()
+        assert (tree.waiting, tree.active, tree.held) == (paper.waiting_requests, paper.active, paper.held)
+        assert tree.tip == paper.tip
+        assert tree.oldest() == paper.oldest()
+        assert len(tree) == len(paper.request_hashes)
+        for request in paper.request_hashes:
+            assert request in tree
+            assert tree.missing_count(request) == paper.missing_count(request)
+        for request in paper.waiting_requests:
+            assert tree.candidate(request) == paper.candidate(request)
+
+    @invariant()
+    def sorting_by_order_key_keeps_every_shared_prefix_together(self):
+        if not hasattr(self, "tree"):
+            return
+        hashes = self.paper.request_hashes
+        order = [hashes[request] for request in sorted(hashes, key=self.tree.order_key)]
+        closed, open_chunks = set(), set()
+        for chunks in map(set, order):
+            closed |= open_chunks - chunks
+            open_chunks = chunks
+            assert not closed & chunks, "two requests with a common prefix stand apart"
+
+
+TreeAgainstPaper.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestTreeAgainstPaper = TreeAgainstPaper.TestCase
