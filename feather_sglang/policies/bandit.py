@@ -14,15 +14,17 @@ from feather_sglang.policies.policy_file import integer
 class Bandit(Learner):
     """Every decision stands alone: take the action with the larger ``mean + c * sqrt(ln S / n)``.
 
-    ``S`` counts rewards credited, ``n`` those of the action in this state, discounted: each new reward in a state
-    multiplies the counts there by `discount`, because a server's load changes (paper 5.3.6). Means are divided by the
-    larger mean of the state, so `c` is a share of throughput whatever the hardware and the batch size.
+    ``S`` counts rewards credited, ``n`` those of the action in this state. A server's load changes (paper 5.3.6), so a
+    mean follows the last `window` rewards or so, and each reward in a state multiplies the counts there by `discount`:
+    an action not taken for long is tried again. Means are divided by the larger mean of the state, so `c` is a share of
+    throughput whatever the hardware and the batch size.
     """
 
     name = "bandit"
     SPEC: ClassVar[Spec] = {
         "c": Number(0.05, 0.0, 10.0),
-        "discount": Number(0.9998, 0.5, 1.0),
+        "window": Number(100, 1, 1e9),
+        "discount": Number(0.9999, 0.5, 1.0),
         "margin": MARGIN,
         "features": FEATURE_SET,
     }
@@ -30,6 +32,7 @@ class Bandit(Learner):
     def __init__(self, *, seed: int = 0, explore: bool = True, **params: Any) -> None:
         super().__init__(seed=seed, explore=explore, **params)
         self._c: float = self.params["c"]
+        self._window: float = self.params["window"]
         self._discount: float = self.params["discount"]
         self._set_credited(0)
 
@@ -52,7 +55,7 @@ class Bandit(Learner):
 
     def _learn(self, reward: float) -> None:
         for code in self._waiting:
-            learn(self.table[code >> 1], code & 1, reward, float("inf"), self._discount)
+            learn(self.table[code >> 1], code & 1, reward, self._window, self._discount)
         self._set_credited(self._credited + len(self._waiting))
 
     def _export(self) -> dict[str, Any]:

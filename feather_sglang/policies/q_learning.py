@@ -26,7 +26,7 @@ class QLearning(Learner):
     SPEC: ClassVar[Spec] = {
         "alpha": Number(0.02, 1e-6, 1.0),
         "gamma": Number(0.3, 0.0, 0.999),
-        "eps_min": Number(0.004, 0.0, 1.0),
+        "eps_min": Number(0.0005, 0.0, 1.0),
         "eps_decay": Number(0.9, 0.0, 1.0),
         "margin": MARGIN,
         "features": FEATURE_SET,
@@ -54,8 +54,8 @@ class QLearning(Learner):
             self._epsilon[stop_code] = max(epsilon * self._eps_decay, self._eps_min)
             if self._random.random() < epsilon:
                 return self._random.random() < 0.5 and self._may_try(stop_code)
-        if not cell[3]:
-            return False
+        if not cell[3]:  # chance alone would leave STOP untried in one state in some hundreds
+            return self._eps_min > 0 and self._may_try(stop_code)
         gain, proven = lead(cell, self._margin)
         return proven or (gain > 0 and cell[3] < trials(cell[1]) and self._may_try(stop_code))
 
@@ -106,5 +106,7 @@ class QLearning(Learner):
         self._open = [code for code, _ in self._read_codes(episode.get("codes"), "episode")]
         self._return = number(episode.get("return"), "episode return")
         self._weight = number(episode.get("weight"), "episode weight", high=0.999)
-        words = tuple(integer(word, "random") for word in sequence(document.get("random"), "random", _WORDS))
+        words = tuple(
+            integer(word, "random", high=2**32 - 1) for word in sequence(document.get("random"), "random", _WORDS)
+        )
         self._random.setstate((random.Random.VERSION, words, None))
