@@ -1,0 +1,113 @@
+"""Built-in workloads: prompts that share prefixes, or none, arriving as a Poisson process (paper, section 5.2)."""
+
+from __future__ import annotations
+
+import math
+from itertools import count
+
+import numpy as np
+
+from feather_sglang.errors import FeatherError
+from feather_sglang.replay.traces import Trace, TraceRequest
+
+
+def shared_prefix(
+    groups: int = 5,
+    prefix_tokens: int = 5000,
+    unique_tokens: int = 20,
+    output_tokens: int = 200,
+    rate: float = 100.0,
+    requests: int = 1000,
+    levels: int = 1,
+    seed: int = 0,
+    jitter: float = 0.0,
+) -> Trace:
+    """Make the paper's workload: each request opens with one of `groups` prefixes and ends with tokens of its own.
+
+    Parameters
+    ----------
+    groups : prefixes that have nothing in common; each request draws one.
+    prefix_tokens : tokens from the start of a prompt to the end of what it can share, whatever `levels` is.
+    levels : depth of the tree within a group (paper, figure 3.7): 1, 2, 4, ... branches at successive levels; every
+        level but the last is a quarter of the prefix long (an equal part of it above four levels).
+    rate : requests per second, on average.
+    jitter : 0 to 1; unique and output lengths are drawn evenly from (1 - jitter) to (1 + jitter) times their figure.
+    """
+    for name, value, least in [
+        ("groups", groups, 1),
+        ("prefix_tokens", prefix_tokens, 1),
+        ("unique_tokens", unique_tokens, 0),
+        ("levels", levels, 1),
+    ]:
+        _at_least(name, value, least)
+    if levels > 16:
+        raise FeatherError(f"levels {levels}: at most 16")
+    parts = 1 if levels == 1 else max(4, levels)
+    if prefix_tokens % parts:
+        raise FeatherError(f"prefix_tokens {prefix_tokens}: must be a multiple of {parts} for {levels} levels")
+    block_size = prefix_tokens // parts
+    last_level = parts - levels + 1  # blocks in the deepest level
+
+    draw = np.random.default_rng(seed)
+    arrivals = _poisson(draw, rate, requests)
+    group = draw.integers(groups, size=requests)
+    leaf = draw.integers(2 ** (levels - 1), size=requests)
+    unique = _lengths(draw, unique_tokens, jitter, requests, least=0)
+    output = _lengths(draw, output_tokens, jitter, requests, least=1)
+
+    fresh = count()
+    blocks: dict[tuple[int, ...], int] = {}  # (group, level, branch, block within the level) -> hash id
+    made = []
+    for i in range(requests):
+        path = []
+        for level in range(levels):
+            branch = int(leaf[i]) >> (levels - 1 - level)
+            for block in range(last_level if level == levels - 1 else 1):
+                key = (int(group[i]), level, branch, block)
+                path.append(blocks[key] if key in blocks else blocks.setdefault(key, next(fresh)))
+        path += [next(fresh) for _ in range(-(-int(unique[i]) // block_size))]
+        made.append(TraceRequest(i, arrivals[i], prefix_tokens + int(unique[i]), int(output[i]), tuple(path)))
+    name = f"{groups} groups x {prefix_tokens} tokens" + (f", {levels} levels" if levels > 1 else "")
+    return Trace(name, block_size, made)
+
+
+def no_sharing(
+    prompt_tokens: int = 1000,
+    output_tokens: int = 200,
+    rate: float = 100.0,
+    requests: int = 1000,
+    seed: int = 0,
+    jitter: float = 0.0,
+) -> Trace:
+    """Make a workload in which no two prompts share a block (paper, section 5.3.7)."""
+    _at_least("prompt_tokens", prompt_tokens, 1)
+    draw = np.random.default_rng(seed)
+    arrivals = _poisson(draw, rate, requests)
+    prompt = _lengths(draw, prompt_tokens, jitter, requests, least=1)
+    output = _lengths(draw, output_tokens, jitter, requests, least=1)
+    block_size = max(int(prompt.max()), 1)
+    made = [TraceRequest(i, arrivals[i], int(prompt[i]), int(output[i]), (i,)) for i in range(requests)]
+    return Trace(f"no sharing, {prompt_tokens} tokens", block_size, made)
+
+
+def _poisson(draw: np.random.Generator, rate: float, requests: int) -> list[float]:
+    """Return arrival times in seconds, to the microsecond, the first at 0."""
+    _at_least("requests", requests, 1)
+    if not (math.isfinite(rate) and rate > 0):
+        raise FeatherError(f"rate {rate:g}: must be a positive number of requests per second")
+    gaps = draw.exponential(1 / rate, size=requests)
+    gaps[0] = 0.0
+    return [round(float(t), 6) for t in np.cumsum(gaps)]
+
+
+def _lengths(draw: np.random.Generator, mean: int, jitter: float, requests: int, least: int) -> np.ndarray:
+    _at_least("tokens", mean, least)
+    if not 0 <= jitter <= 1:
+        raise FeatherError(f"jitter {jitter:g}: must lie between 0 and 1")
+    spread = int(mean * jitter)
+    return np.maximum(draw.integers(mean - spread, mean + spread + 1, size=requests), least)
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise FeatherError(f"{name} {value}: must be at least {least}")
