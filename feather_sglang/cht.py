@@ -11,14 +11,16 @@ vectors, ``prefix_trie.py`` keeps the trie.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable, KeysView
-from heapq import heapify, heappop, heappush
-from operator import index
+from heapq import heappop, heappush
+from operator import attrgetter, index
 from typing import NamedTuple
 
 from feather_sglang.chunk_hash import DIGEST, PROCESS_SEED, TokenIds, hash_vector
-from feather_sglang.prefix_trie import SLACK, Node, Request, attach, check_node, detach, shift
+from feather_sglang.prefix_trie import SLACK, Node, Request, agree, attach, check, detach, shift
+
+_SMALLEST_BRANCH = 64  # a main branch holds at least one in so many of the active requests
 
 
 class Candidate(NamedTuple):
@@ -72,14 +74,16 @@ class ChunkedHashTree:
         self._seed = PROCESS_SEED if seed is None else index(seed)
         if not 0 <= self._seed < 1 << 64:
             raise ValueError(f"seed must be in 0 .. 2**64 - 1, got {seed}")
-        self._root = Node(None, b"", b"", 0)
+        self._root = Node(b"", 0)
         self._waiting: dict[Hashable, Request] = {}
         self._held: dict[Hashable, Request] = {}
         self._active: OrderedDict[Hashable, Request] = OrderedDict()  # its first key is O(1), a dict's is not
-        self._ages: list[tuple[int, Request]] = []  # lazy heap behind oldest()
+        self._ages: deque[Request] = deque()  # the waiting requests by age, with some that have left ...
+        self._returned: list[tuple[int, Request]] = []  # ... and a heap of those that came back among younger ones
         self._arrivals = 0
         self._best: Candidate | None = None
-        self._tip: Node | None = None  # None: to be found again
+        self._tip: Node | None = None  # the deepest node on every active request's path; None: to be found again
+        self._branch: bytes | int = b""  # first hash of the main branch below the tip
 
     # -- changes -----------------------------------------------------------------------------------------------
 
@@ -108,14 +112,10 @@ class ChunkedHashTree:
         request = self._get(request_id, self._waiting)
         del self._waiting[request_id]
         self._active[request_id] = request
-        request.entry = None
         self._shift(request, -1, 1)
-        if len(self._active) == 1:
-            self._tip = request.node
-        elif self._tip is not None:  # the tip can only rise: to the common ancestor of itself and the new request
+        if self._tip is not None:  # it can only rise: to the common ancestor of itself and the new request
             while self._tip.active < len(self._active):
                 self._tip = self._tip.parent
-                assert self._tip is not None
 
     def finish(self, request_id: Hashable) -> None:
         """Forget an active request."""
@@ -145,7 +145,7 @@ class ChunkedHashTree:
         else:
             del self._held[request_id]
             detach(request)
-        request.vector = vector
+        request.vector, request.depth = vector, len(vector) // DIGEST
         attach(self._root, request)
         self._wait(request)
 
@@ -153,18 +153,38 @@ class ChunkedHashTree:
 
     def find_best(self) -> Candidate | None:
         """Return the waiting request first in (priority, missing chunks, age); None when nothing waits."""
-        if self._best is None and self._root.heap:
-            self._best = self._describe(self._root.heap[0][4])
+        if self._best is None and (best := self._root.best()):
+            self._best = self._describe(best[4])
         return self._best
 
     def candidate(self, request_id: Hashable) -> Candidate:
         """Return the figures of ``find_best`` for a given waiting request."""
         return self._describe(self._get(request_id, self._waiting))
 
+    def best_in_branch(self) -> Candidate | None:
+        """Return the best waiting request inside the main branch; None without one, or when nothing waits there."""
+        branch = self._main_branch()
+        entry = None if branch is None else branch.best()
+        return None if entry is None else self._describe(entry[4])
+
+    def branch_loss(self, request_id: Hashable) -> int:
+        """Return how many chunks of the main branch a waiting request would not share; 0 without a main branch.
+
+        The paper's tip says nothing about a batch that is mixed already: its tip is short whatever joins, so every
+        addition looks free and the batch stays mixed for good. The *main branch* is the branch below the tip that
+        most active requests pass: the tip would move to its end if the others left. It is kept until fewer than two
+        active requests pass it, so that a batch does not waver between groups of equal size.
+        """
+        branch = self._main_branch()
+        if branch is None:
+            return 0
+        request = self._get(request_id, self._waiting)
+        return branch.depth - agree(request.vector, branch.vector, 0, min(request.depth, branch.depth))
+
     def missing_count(self, request_id: Hashable) -> int:
         """Return how many chunks of a request the active requests do not cover; 0 for an active one."""
         request = self._get(request_id, self._waiting, self._active, self._held)
-        return len(request.vector) // DIGEST - self._matched(request).depth
+        return 0 if request.active else request.depth - self._matched(request).depth
 
     def order_key(self, request_id: Hashable) -> bytes:
         """Return the packed hash vector: sorting by it brings requests into a depth-first prefix order."""
@@ -172,13 +192,20 @@ class ChunkedHashTree:
 
     def oldest(self) -> Hashable | None:
         """Return the waiting request that was inserted first; None when nothing waits."""
-        while self._ages and self._ages[0][1].entry is None:
-            heappop(self._ages)
-        return self._ages[0][1].id if self._ages else None
+        ages, returned = self._ages, self._returned
+        while ages and not ages[0].waiting:
+            ages.popleft()
+        while returned and not returned[0][1].waiting:
+            heappop(returned)
+        if returned and (not ages or returned[0][0] < ages[0].seq):
+            return returned[0][1].id
+        return ages[0].id if ages else None
 
     @property
     def tip(self) -> int:
         """Depth in chunks of the prefix shared by all active requests; 0 when none is active."""
+        if len(self._active) == 1:
+            return next(iter(self._active.values())).depth
         return self._tip_node().depth
 
     @property
@@ -206,24 +233,24 @@ class ChunkedHashTree:
 
     def _shift(self, request: Request, waiting: int, active: int) -> None:
         """Change the counts on a request's path; every change of state passes here."""
-        shift(request.node, waiting, active)
+        shift(request, waiting, active)
         self._best = None
-        if not self._waiting or len(self._ages) > 2 * len(self._waiting) + SLACK:
-            self._ages = [(request.seq, request) for request in self._waiting.values()]
-            heapify(self._ages)
+        if not self._waiting or len(self._ages) + len(self._returned) > 2 * len(self._waiting) + SLACK:
+            self._ages = deque(sorted(self._waiting.values(), key=attrgetter("seq")))
+            self._returned = []
 
     def _wait(self, request: Request) -> None:
         """Enter an attached request into the queue."""
-        request.entry = (request.priority, request.node.depth, request.seq, request, request)
-        heappush(request.node.heap, request.entry)
-        heappush(self._ages, (request.seq, request))
         self._waiting[request.id] = request
+        if not self._ages or self._ages[-1].seq < request.seq:
+            self._ages.append(request)
+        else:
+            heappush(self._returned, (request.seq, request))
         self._shift(request, 1, 0)
 
     def _leave_queue(self, request: Request) -> None:
         """Take a request out of the queue if it waits; it stays attached."""
         if self._waiting.pop(request.id, None) is not None:
-            request.entry = None
             self._shift(request, -1, 0)
 
     def _leave_batch(self, request: Request) -> None:
@@ -234,30 +261,47 @@ class ChunkedHashTree:
         self._tip = None  # it can only deepen; looked for when next asked
 
     def _tip_node(self) -> Node:
-        """Return the deepest node that every active request passes."""
-        if self._tip is None or not self._active:
-            node = next(iter(self._active.values())).node if self._active else self._root
-            while node.active < len(self._active):
-                assert node.parent is not None
-                node = node.parent
+        """Return the deepest node that every active request passes; the root when none is active."""
+        if self._tip is not None:
+            return self._tip
+        if not self._active:
+            return self._root
+        node = next(iter(self._active.values())).parent
+        while node.active < len(self._active):
+            node = node.parent
+        if len(self._active) > 1:  # then active requests part or end there, so it stays as long as they do
             self._tip = node
-        return self._tip
+        return node
+
+    def _main_branch(self) -> Node | None:
+        """Return the end of the main branch below the tip (see ``branch_loss``), None where the batch is not mixed."""
+        tip = self._tip_node()
+        if not tip.busy:
+            return None
+        branch = tip.members.get(self._branch)
+        if branch not in tip.busy:
+            branch = max(tip.busy, key=attrgetter("active"))
+            self._branch = branch.key
+        if branch.active * _SMALLEST_BRANCH < len(self._active):
+            return None
+        while len(branch.busy) == 1 and (inner := next(iter(branch.busy))).active == branch.active:
+            branch = inner
+        return branch
 
     @staticmethod
     def _matched(request: Request) -> Node:
-        """Return the deepest node of the working set on the request's path (the root if none)."""
-        node = request.node
-        while not node.active and node.parent is not None:
+        """Return the deepest node of the working set above a request that is not active (the root if none)."""
+        node = request.parent
+        while not node.active and node.depth:
             node = node.parent
         return node
 
     def _describe(self, request: Request) -> Candidate:
         """Return the candidate's figures (paper algorithm 4)."""
         tip, matched = self._tip_node(), self._matched(request)
-        # Every active node lies on the tip's path or below the tip, so the shallower of the two is common to both.
+        # Every active node lies above the tip or below it, so the shallower of the two is common to both.
         after = matched if matched.depth < tip.depth else tip
-        missing = len(request.vector) // DIGEST - matched.depth
-        return Candidate(request.id, missing, tip.depth, after.depth, after.waiting - 1)
+        return Candidate(request.id, request.depth - matched.depth, self.tip, after.depth, after.waiting - 1)
 
     # -- states ------------------------------------------------------------------------------------------------
 
@@ -276,21 +320,18 @@ class ChunkedHashTree:
 
     def check_invariants(self) -> None:
         """Recompute every derived figure from the requests alone and assert that it agrees (for tests; slow)."""
-        ends: dict[Node, list[Request]] = {}
+        members = check(self._root)
+        requests = {id(member): member for member in members if isinstance(member, Request)}
         for state in (self._waiting, self._active, self._held):
             for request_id, request in state.items():
-                assert request.id == request_id and (request.entry is not None) == (state is self._waiting)
-                ends.setdefault(request.node, []).append(request)
-        assert sum(map(len, ends.values())) == len(self), "a request is in two states"
-        nodes = [self._root]
-        for node in nodes:  # grows while it is read: parents before children
-            nodes.extend(node.children.values())
-        assert ends.keys() <= set(nodes), "a request ends outside the tree"
-        for node in nodes:
-            check_node(node, ends.get(node, []), self._active)
-        shared = [node for node in nodes if node.active == len(self._active)] if self._active else [self._root]
-        assert self._tip_node() is max(shared, key=lambda node: node.depth), "the tip is not the deepest common node"
-        assert len(self._ages) <= 2 * len(self._waiting) + SLACK, "the age heap grows"
+                assert requests.pop(id(request)) is request and request.id == request_id
+                assert (request.waiting, request.active) == (state is self._waiting, state is self._active)
+        assert not requests, "a request in the trie and in no state"
+        common = [m for m in members if m.active == len(self._active)] if self._active else [self._root]
+        assert self.tip == max(member.depth for member in common), "the tip is not the deepest common point"
+        oldest = min(self._waiting.values(), key=attrgetter("seq"), default=None)
+        assert self.oldest() == (oldest and oldest.id), "oldest is not the oldest"
+        assert len(self._ages) + len(self._returned) <= 2 * len(self._waiting) + SLACK, "the ages grow"
         order = [(r.priority, self.missing_count(r.id), r.seq, r.id) for r in self._waiting.values()]
         best = self.find_best()
         assert (best and best.request_id) == (min(order)[3] if order else None), "find_best is not the best"

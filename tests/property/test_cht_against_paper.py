@@ -70,6 +70,17 @@ class TreeAgainstPaper(RuleBasedStateMachine):
             assert tree.candidate(request) == paper.candidate(request)
 
     @invariant()
+    def best_in_branch_is_the_best_of_those_who_lose_nothing(self):
+        if not hasattr(self, "tree"):
+            return
+        tree, paper = self.tree, self.paper
+        loss = {request: tree.branch_loss(request) for request in paper.waiting_requests}
+        if any(loss.values()):  # a main branch exists, and somebody waits outside it
+            inside = [request for request in loss if not loss[request]]
+            best = min(inside, key=lambda r: (paper.priority[r], paper.miss[r], paper.age[r]), default=None)
+            assert tree.best_in_branch() == (None if best is None else paper.candidate(best))
+
+    @invariant()
     def sorting_by_order_key_keeps_every_shared_prefix_together(self):
         if not hasattr(self, "tree"):
             return

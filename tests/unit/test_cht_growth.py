@@ -8,16 +8,16 @@ from itertools import count
 import pytest
 
 from feather_sglang.cht import ChunkedHashTree
+from feather_sglang.prefix_trie import Node, check
 
 GROUPS = [array("q", [group] * 6) for group in range(5)]
 
 
-def nodes_and_entries(tree):
-    """Nodes of the trie, and entries of all its heaps with the age heap."""
-    nodes = [tree._root]
-    for node in nodes:
-        nodes.extend(node.children.values())
-    return len(nodes), sum(len(node.heap) for node in nodes) + len(tree._ages)
+def members_and_entries(tree):
+    """Nodes and requests of the trie, and all entries that it ranks or keeps by age."""
+    members = check(tree._root)
+    ranked = sum(member.entries for member in members if isinstance(member, Node))
+    return len(members), ranked + len(tree._ages) + len(tree._returned)
 
 
 def pass_through(tree, ids, draw, queue=50, batch=30):
@@ -58,8 +58,8 @@ def test_a_million_requests_leave_node_count_and_memory_at_the_start():
 
     def come_and_go(requests):
         pass_through(tree, (next(ids) for _ in range(requests)), draw)
-        nodes, entries = nodes_and_entries(tree)
-        assert nodes == 6 and entries < 200
+        members, entries = members_and_entries(tree)
+        assert members == 6 and entries < 200
 
     come_and_go(20_000)  # warm: the capacities of dicts and lists
     tracemalloc.start()
@@ -73,7 +73,7 @@ def test_a_million_requests_leave_node_count_and_memory_at_the_start():
     tree.check_invariants()
     for group in range(5):
         tree.remove(f"resident {group}")
-    assert nodes_and_entries(tree) == (1, 0)
+    assert members_and_entries(tree) == (1, 0)
     assert len(tree) == 0
 
 
@@ -84,8 +84,8 @@ def test_a_burst_that_leaves_without_being_served_gives_its_memory_back():
         tree.insert(number, [number, 5, 6])
     for number in range(5000):
         tree.remove(number)
-    nodes, entries = nodes_and_entries(tree)
-    assert nodes == 2
+    members, entries = members_and_entries(tree)
+    assert members == 2
     assert entries < 100
     assert tree.find_best().request_id == tree.oldest() == "stays"
 
@@ -99,5 +99,5 @@ def test_holding_and_requeueing_for_ever_does_not_grow():
             tree.hold(number)
         for number in range(20):
             tree.requeue(number)
-    assert nodes_and_entries(tree)[1] < 400
+    assert members_and_entries(tree)[1] < 400
     assert tree.oldest() == 0
