@@ -12,6 +12,7 @@ import os
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,7 +116,7 @@ def load_trace(path: str | os.PathLike[str], block_size: int = MOONCAKE_BLOCK) -
         raise FeatherError(f"{source}: the trace is empty: expected one JSON object per line")
     block_size = _block_size(source, rows, block_size)
     requests = [_request(index, f"{source}:{number}", row, block_size) for index, (number, row) in enumerate(rows)]
-    late = sum(b.arrival_s < a.arrival_s for a, b in zip(requests, requests[1:], strict=False))
+    late = sum(b.arrival_s < a.arrival_s for a, b in pairwise(requests))
     notices = []
     if late:
         notices.append(f"{source}: {late} of {len(requests)} requests were out of order: sorted by timestamp")

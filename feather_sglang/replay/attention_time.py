@@ -1,0 +1,120 @@
+"""Time of one layer's decode attention, for three kinds of kernel (docs/step_time.md derives the formulas).
+
+Each kind is a frozen set of constants with one method. Which constants belong to which GPU is said by its profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from feather_sglang.replay.batch_sharing import BatchSharing
+
+
+class AttentionTime(Protocol):
+    """Decode attention of one layer."""
+
+    def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int) -> float:
+        """Return the time of one layer.
+
+        Parameters
+        ----------
+        lengths : shape [rows], tokens of each row.
+        kv_heads : KV heads of a layer.
+        head_bytes : bytes of a token's K and V for one head.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class RowByRow:
+    """A kernel that reads every row's KV: a work item per row and KV head, dealt to the processors in row order.
+
+    Its compute time counts waves of items. Its DRAM time counts what the L2 does not serve: the first use of a token,
+    and a later use by a row too far behind to run beside the earlier one, once the L2 has moved on. The two overlap
+    partly: (compute^overlap + dram^overlap)^(1/overlap).
+    """
+
+    launch_s: float
+    item_s: float  # per work item
+    byte_s: float  # per byte that an item reads, at one processor
+    processors: float
+    split_rows: float  # 1: items are cut so that all processors finish together; 0: an item is never cut
+    split_below: float  # share of busy processors below which an item is cut all the same
+    window_rows: float  # rows at this distance no longer run at the same time
+    l2_bytes: float
+    dram_bytes_per_s: float
+    overlap: float
+
+    def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int) -> float:
+        compute = self._compute(lengths, kv_heads, head_bytes)
+        tokens = self._dram_tokens(float(lengths.sum()), sharing, kv_heads * head_bytes)
+        dram = tokens * kv_heads * head_bytes / self.dram_bytes_per_s
+        return self.launch_s + (compute**self.overlap + dram**self.overlap) ** (1 / self.overlap)
+
+    def _compute(self, lengths: np.ndarray, kv_heads: int, head_bytes: int) -> float:
+        token_s = self.byte_s * head_bytes
+        items = len(lengths) * kv_heads
+        even = (items * self.item_s + float(lengths.sum()) * kv_heads * token_s) / self.processors
+        if self.split_rows or items < self.split_below * self.processors:
+            return even
+        # Of the k longest rows some processor gets ceil(k * kv_heads / processors) items, each at least as long as
+        # the k-th row: the longest such bound. For rows of one length it is exact.
+        descending = np.sort(lengths)[::-1]
+        waves = np.ceil(np.arange(1, len(lengths) + 1) * kv_heads / self.processors)
+        return max(even, float((waves * (self.item_s + descending * token_s)).max()))
+
+    def _dram_tokens(self, total: float, sharing: BatchSharing, token_bytes: int) -> float:
+        # A row `distance` behind the last user of a prefix runs beside it with probability 1 - distance / window.
+        again = sum(tokens * min(1.0, distance / self.window_rows) for distance, tokens in sharing.reuse)
+        first = total - sum(tokens for _, tokens in sharing.reuse)
+        # What one window of rows brings into the L2 decides how much of it the next window still finds there.
+        footprint = (first + again) / sharing.rows * self.window_rows * token_bytes
+        missed = 1 / (1 + (self.l2_bytes / footprint) ** 4)
+        return first + again * missed
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A kernel that packs the queries of a shared prefix and reads each prefix once."""
+
+    launch_s: float
+    dram_bytes_per_s: float
+    row_byte_s: float  # per byte of KV and row that attends to it
+
+    def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int) -> float:
+        total = float(lengths.sum())
+        token_bytes = kv_heads * head_bytes
+        unique = sharing.unique_tokens + total - sharing.total_tokens
+        return self.launch_s + token_bytes * (unique / self.dram_bytes_per_s + total * self.row_byte_s)
+
+
+@dataclass(frozen=True)
+class CommonPrefix:
+    """A kernel for which only the prefix shared by *all* rows is cheap (paper, figures 3.2 to 3.6)."""
+
+    mixed_bytes_per_s: float  # every row's own reading of KV that not all rows share
+    common_speedup: float  # how much cheaper a byte of the common prefix is
+    dram_bytes_per_s: float
+
+    def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int) -> float:
+        total = float(lengths.sum())
+        token_bytes = kv_heads * head_bytes
+        growth = total - sharing.total_tokens
+        alone = sharing.rows == 1
+        common = sharing.rows * sharing.common_tokens + (growth if alone else 0.0)
+        mixed = total - common
+        reading = (mixed + common / self.common_speedup) / self.mixed_bytes_per_s
+        floor = (sharing.unique_tokens + growth) / self.dram_bytes_per_s
+        return token_bytes * max(reading, floor)
+
+
+KINDS: dict[str, type] = {"row-by-row": RowByRow, "packed": Packed, "common-prefix": CommonPrefix}
+
+
+def as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return row lengths as an array of floats, shape [rows]."""
+    return np.asarray(lengths, dtype=np.float64)

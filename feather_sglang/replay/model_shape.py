@@ -1,0 +1,89 @@
+"""Shapes of the models whose steps are timed: what the step-time model needs to know of a network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from feather_sglang.errors import FeatherError
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A dense decoder.
+
+    Attributes
+    ----------
+    params : weights that take part in matrix products, output head included, input embedding not.
+    head_params : the output head's share of them; it sees one token per request, the rest sees every token.
+    stored_params : all weights in memory, input embedding included.
+    element_bytes : bytes of a weight and of a KV element (2: bf16).
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    params: int
+    head_params: int
+    stored_params: int
+    element_bytes: int = 2
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of one token in all layers."""
+        return self.layers * self.kv_heads * self.head_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """K and V of one token for one head of one layer."""
+        return 2 * self.head_dim * self.element_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step reads."""
+        return self.params * self.element_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of weights that the device keeps."""
+        return self.stored_params * self.element_bytes
+
+
+def _shape(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    feed_forward: int,
+    vocabulary: int,
+    tied: bool = False,
+) -> ModelShape:
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    head = hidden * vocabulary
+    params = layers * (attention + 3 * hidden * feed_forward) + head
+    stored = params if tied else params + head
+    return ModelShape(name, layers, hidden, heads, kv_heads, head_dim, params, head, stored)
+
+
+# From the models' published config.json files.
+MODELS = {
+    shape.name: shape
+    for shape in (
+        _shape("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
+        _shape("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936),
+        _shape("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 151936, tied=True),
+    )
+}
+DEFAULT_MODEL = "llama3-8b"  # the paper's
+
+
+def load_model(name: str = DEFAULT_MODEL) -> ModelShape:
+    """Return a built-in shape by name."""
+    try:
+        return MODELS[name]
+    except KeyError:
+        raise FeatherError(f"unknown model {name!r}: choose from {', '.join(sorted(MODELS))}") from None

@@ -1,0 +1,129 @@
+"""Hardware profiles: what a GPU does per second, every figure beside its source, as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from feather_sglang.errors import FeatherError
+from feather_sglang.replay.attention_time import KINDS, AttentionTime
+from feather_sglang.replay.model_shape import ModelShape
+
+FORMAT = "feather-profile"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """A GPU as the step-time model sees it.
+
+    Attributes
+    ----------
+    memory_bytes, memory_share : device memory, and the share of it for weights and KV cache.
+    dram_bytes_per_s : what a kernel that only streams gets.
+    gemm_flop_per_s, prefill_attention_flop_per_s : what large matrix products and prefill attention get.
+    decode_overhead_s, prefill_overhead_s : per step, whatever the batch.
+    attention : decode attention kernels by name; the first is the default.
+    sources : parameter -> where its value is from.
+    """
+
+    name: str
+    title: str
+    memory_bytes: float
+    memory_share: float
+    dram_bytes_per_s: float
+    gemm_flop_per_s: float
+    prefill_attention_flop_per_s: float
+    decode_overhead_s: float
+    prefill_overhead_s: float
+    attention: dict[str, AttentionTime]
+    sources: dict[str, str]
+
+    def kv_tokens(self, model: ModelShape) -> int:
+        """Return how many tokens of KV cache fit beside the weights, in whole thousands."""
+        free = self.memory_bytes * self.memory_share - model.stored_bytes
+        tokens = int(free / model.kv_bytes_per_token) // 1000 * 1000
+        if tokens < 1000:
+            raise FeatherError(f"{model.name} does not fit the memory of {self.name}: choose a smaller model")
+        return tokens
+
+
+def list_profiles() -> list[str]:
+    """Return the names of the built-in profiles."""
+    return sorted(entry.name[:-5] for entry in _folder().iterdir() if entry.name.endswith(".json"))
+
+
+def load_profile(name: str | os.PathLike[str]) -> HardwareProfile:
+    """Read a built-in profile by name, or any profile by the path of its JSON file."""
+    text = os.fspath(name)
+    try:
+        if text in list_profiles():
+            content = _folder().joinpath(f"{text}.json").read_text(encoding="utf-8")
+        elif text.endswith(".json"):
+            content = Path(text).read_text(encoding="utf-8")
+        else:
+            raise FeatherError(
+                f"unknown hardware profile {text!r}: choose from {', '.join(list_profiles())}, or give a .json file"
+            )
+        return _parse(json.loads(content))
+    except OSError as error:
+        raise FeatherError(f"cannot read hardware profile {text}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise FeatherError(f"hardware profile {text}: {str(error).splitlines()[0]}") from error
+
+
+def _folder() -> Any:
+    return resources.files("feather_sglang.replay") / "profiles"
+
+
+def _parse(document: Any) -> HardwareProfile:
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError(f'not a hardware profile: it lacks "format": "{FORMAT}"')
+    if document.get("version") != VERSION:
+        raise ValueError(f"version is {document.get('version')!r}, this release reads {VERSION}")
+    sources: dict[str, str] = {}
+    plain = [f.name for f in fields(HardwareProfile) if f.name not in ("name", "title", "attention", "sources")]
+    numbers = _numbers(document.get("parameters"), plain, "parameters", sources)
+    kernels = document.get("attention")
+    if not isinstance(kernels, dict) or not kernels:
+        raise ValueError("attention: must be an object that names at least one kernel")
+    attention = {}
+    for kernel, entry in kernels.items():
+        where = f"attention.{kernel}"
+        kind = entry.get("kind") if isinstance(entry, dict) else None
+        if kind not in KINDS:
+            raise ValueError(f"{where}.kind: must be one of {', '.join(KINDS)}, not {str(kind)[:40]!r}")
+        names = [f.name for f in fields(KINDS[kind])]
+        attention[kernel] = KINDS[kind](**_numbers(entry.get("parameters"), names, where, sources))
+    name, title = document.get("name"), document.get("title")
+    if not isinstance(name, str) or not isinstance(title, str):
+        raise ValueError("name and title must be strings")
+    return HardwareProfile(name=name, title=title, attention=attention, sources=sources, **numbers)
+
+
+def _numbers(entries: Any, names: list[str], where: str, sources: dict[str, str]) -> dict[str, float]:
+    """Return the values called `names`, each {"value", "source"}, and enter their sources."""
+    if not isinstance(entries, dict):
+        raise ValueError(f"{where}: must be an object of parameters")
+    unknown = sorted(set(entries) - set(names))
+    if unknown:
+        raise ValueError(f"{where}.{unknown[0]}: no such parameter; known are {', '.join(names)}")
+    values = {}
+    for name in names:
+        key = f"{where}.{name}"
+        entry = entries.get(name)
+        if not isinstance(entry, dict):
+            raise ValueError(f'{key}: missing, or not an object with "value" and "source"')
+        value, source = entry.get("value"), entry.get("source")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            raise ValueError(f"{key}.value: must be a finite number of at least 0, not {str(value)[:40]!r}")
+        if not isinstance(source, str) or not source.strip():
+            raise ValueError(f"{key}.source: must say where the value is from")
+        values[name] = value
+        sources[key] = source
+    return values
