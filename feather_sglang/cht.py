@@ -119,7 +119,9 @@ class ChunkedHashTree:
 
     def finish(self, request_id: Hashable) -> None:
         """Forget an active request."""
-        self._leave_batch(self._get(request_id, self._active))
+        request = self._get(request_id, self._active)
+        self._leave_batch(request)
+        detach(request)
 
     def remove(self, request_id: Hashable) -> None:
         """Forget a waiting or held request."""
@@ -140,13 +142,12 @@ class ChunkedHashTree:
         vector = request.vector
         if token_ids is not None:
             vector = hash_vector(token_ids, self.chunk_size, self._seed, request.extra_key)
-        if request_id in self._active:
+        if self._held.pop(request_id, None) is None:
             self._leave_batch(request)
-        else:
-            del self._held[request_id]
+        if vector is not request.vector:
             detach(request)
-        request.vector, request.depth = vector, len(vector) // DIGEST
-        attach(self._root, request)
+            request.vector, request.depth = vector, len(vector) // DIGEST
+            attach(self._root, request)
         self._wait(request)
 
     # -- questions ---------------------------------------------------------------------------------------------
@@ -254,10 +255,9 @@ class ChunkedHashTree:
             self._shift(request, -1, 0)
 
     def _leave_batch(self, request: Request) -> None:
-        """Take an active request out of the batch and detach it."""
+        """Take a request out of the batch; it stays attached."""
         del self._active[request.id]
         self._shift(request, 0, -1)
-        detach(request)
         self._tip = None  # it can only deepen; looked for when next asked
 
     def _tip_node(self) -> Node:
