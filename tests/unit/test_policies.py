@@ -324,3 +324,24 @@ def test_rewards_may_be_numpy_numbers():
     policy.decide(PolicyState(20, 40, 10))
     policy.observe(np.float64(5.0))
     assert type(policy.table[policy.discretiser.key(PolicyState(20, 40, 10))][0]) is float
+
+
+def test_a_bandit_gives_an_unlucky_first_trial_another_chance():
+    """The upper confidence bound, not chance, brings STOP back; without exploration it never returns."""
+
+    def learnt(**params):
+        policy, state, trials = make_policy("bandit", **params), PolicyState(20, 40, 10), 0
+        for _ in range(500):
+            stop = policy.decide(state) is STOP
+            trials += stop
+            policy.observe((92.0 if trials == 1 else 150.0) if stop else 100.0)
+        policy.explore = False
+        return policy.decide(state)
+
+    assert learnt() is STOP
+    assert learnt(c=0.001) is ADD
+
+
+def test_a_bandit_without_exploration_never_stops_untaught():
+    policy = make_policy("bandit", c=0)
+    assert set(answers(policy, 1, 2000)) == {ADD}
