@@ -62,9 +62,10 @@ class ChunkedHashTree:
 
     Notes
     -----
-    With C chunks and P <= C nodes on a request's path: ``insert`` O(tokens + P log C), changes of state
-    O(P log fan-out), ``find_best`` O(P), O(1) when nothing changed since. A hash collision makes two prompts look
-    alike; that can cost speed, never correctness, as the tree only ranks.
+    With C chunks and P <= C nodes on a request's path: ``insert`` O(tokens + P log C), a change of state O(P log L)
+    amortised with L different lengths below a node (requests that come back among younger ones count as one each),
+    ``find_best`` O(P), and O(1) when nothing changed since. How many wait does not enter. A hash collision makes two
+    prompts look alike; that can cost speed, never correctness, as the tree only ranks.
     """
 
     def __init__(self, chunk_size: int = 64, seed: int | None = None) -> None:
