@@ -3,12 +3,13 @@
 One ``BatchBuilder`` serves one scheduler. It knows requests by id only and never touches SGLang: the adapter asks
 ``propose`` for the next request, tries to admit it, and reports back with ``admitted`` or ``skipped``.
 
-Source: papers' batch formation (Feather, algorithm 7); the fairness bound and the row order are ours.
+Source: Feather, algorithm 7. The fairness bound, the row order and the way back from a mixed batch are ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from feather_sglang.cht import ChunkedHashTree
@@ -45,8 +46,8 @@ class BatchBuilder:
         self,
         cht: ChunkedHashTree,
         policy: StopPolicy | None,
-        max_wait: float = 30.0,
-        max_wait_rounds: int = 2000,
+        max_wait: float = 120.0,
+        max_wait_rounds: int = 20_000,
         group_of: Callable[[Hashable], Hashable] | None = None,
     ) -> None:
         self.cht = cht
@@ -59,6 +60,7 @@ class BatchBuilder:
         self.overdue_admissions = 0
         self.longest_wait = 0.0
         self._now = 0.0
+        self._stopped = False  # in this round, for everybody outside the main branch
         self._unseen: dict[Hashable, int] = {}  # priority of those that arrived since the last round
         self._arrivals: dict[Hashable, Arrival] = {}
         self._undone: Hashable | None = None  # the last ADD, until the scheduler has carried it out
@@ -90,6 +92,7 @@ class BatchBuilder:
     def begin_round(self, now: float, reward: float | None) -> None:
         """Open an admission round at ``now`` (s); ``reward`` is the decode tokens/s since the last one, if measured."""
         self.round += 1
+        self._stopped = False
         self._now = now
         for request_id, priority in self._unseen.items():
             self._arrivals[request_id] = Arrival(now, self.round, priority)
@@ -118,17 +121,26 @@ class BatchBuilder:
         if overdue is not None:
             self.overdue_admissions += 1
             return overdue
+        if self._stopped:
+            return self._inside_branch()
         if batch_size == 0 or not has_room:
             return best.request_id
-        state = PolicyState(batch_size, best.tip_before - best.tip_after, best.peers, headroom)
+        loss = max(best.tip_before - best.tip_after, self.cht.branch_loss(best.request_id))
+        state = PolicyState(batch_size, loss, best.peers, headroom)
         if self.group_of is not None:
             batch_groups = frozenset(map(self.group_of, self.cht.active))
             state = state._replace(group=(self.group_of(best.request_id), batch_groups))
         if self.policy.decide(state) is Action.STOP:
             self.stops += 1
-            return None
+            self._stopped = True
+            return self._inside_branch()
         self._undone = best.request_id
         return best.request_id
+
+    def _inside_branch(self) -> Hashable | None:
+        """After STOP a mixed batch may still grow in its main branch: that costs nothing and lets it become pure."""
+        inside = self.cht.best_in_branch()
+        return None if inside is None else inside.request_id
 
     def admitted(self, request_id: Hashable) -> None:
         """The scheduler took the proposed request into the batch."""
@@ -169,7 +181,7 @@ class BatchBuilder:
         cumulative chunk hashes. Unknown ids sort first.
         """
         keys = [self.cht.order_key(r) if r in self.cht else b"" for r in request_ids]
-        if all(a <= b for a, b in zip(keys, keys[1:], strict=False)):
+        if all(a <= b for a, b in pairwise(keys)):
             return None
         return sorted(range(len(keys)), key=keys.__getitem__)
 

@@ -70,9 +70,9 @@ class FeatherOptions:
     )
     chunk_size: int = _option(64, _positive_int, "TOKENS", "Tokens in a chunk of the Chunked Hash Tree.")
     max_wait: float = _option(
-        30.0, _seconds, "SECONDS", "A request that has waited this long is admitted next, whatever the policy says."
+        120.0, _seconds, "SECONDS", "A request that has waited this long is admitted next, whatever the policy says."
     )
-    max_wait_rounds: int = _option(2000, _positive_int, "ROUNDS", "The same bound in admission rounds.")
+    max_wait_rounds: int = _option(20_000, _positive_int, "ROUNDS", "The same bound in admission rounds.")
     seed: int = _option(0, _seed, "SEED", "Seed of the policy's exploration; the same on every rank.")
     explore: bool = _option(True, _switch, "on|off", "off freezes the policy: it neither explores nor learns.")
     row_order: bool = _option(

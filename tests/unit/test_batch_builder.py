@@ -193,3 +193,59 @@ def test_rows_of_one_prefix_are_neighbours_at_every_level(prompts, random):
             assert prefix is None or prefix == last or prefix not in seen
             seen.add(prefix)
             last = prefix
+
+
+def test_a_mixed_batch_finds_back_to_one_prefix():
+    """Six rows of A and four of B run; under STOP only A's grow, and the batch is pure once B's have left."""
+    b = builder()
+    for i in range(6):
+        b.arrive(f"a{i}", tokens("A", "A", f"{i}"))
+    for i in range(4):
+        b.arrive(f"b{i}", tokens("B", "B", f"{i}"))
+    assert len(run_round(b)) == 10 and b.cht.tip == 0
+    b.policy = strict()
+    for i in range(6, 9):
+        b.arrive(f"b{i}", tokens("B", "B", f"{i}"))
+        b.arrive(f"a{i}", tokens("A", "A", f"{i}"))
+    assert run_round(b, batch_size=10) == ["a6", "a7", "a8"]
+    assert run_round(b, batch_size=13) == []
+    for i in range(4):
+        b.leave_batch(f"b{i}")
+    assert b.cht.tip == 2 and set(b.cht.waiting) == {"b6", "b7", "b8"}
+
+
+def test_the_main_branch_is_kept_while_two_rows_pass_it():
+    b = builder(strict())
+    tree = b.cht
+    for i in range(3):
+        for group in "AB":
+            b.arrive(f"{group}{i}", tokens(group, group, f"{i}"))
+    for r in ("A0", "A1", "B0"):
+        tree.add_to_batch(r)
+    assert tree.branch_loss("B1") == 2 and tree.branch_loss("A2") == 0
+    tree.add_to_batch("B1")
+    tree.add_to_batch("B2")  # B is larger now, but A's two rows keep the main branch
+    assert tree.best_in_branch().request_id == "A2"
+    tree.finish("A0")
+    assert tree.branch_loss("A2") == 2 and tree.best_in_branch() is None  # B's turn; none of B waits
+
+
+def test_without_a_shared_branch_nothing_is_lost():
+    tree = builder().cht
+    for i, name in enumerate("ABCD"):
+        tree.insert(name, tokens(name))
+        if i < 3:
+            tree.add_to_batch(name)
+    assert tree.branch_loss("D") == 0 and tree.best_in_branch() is None
+
+
+def test_a_partly_shared_branch_loses_only_what_differs():
+    tree = builder().cht
+    for i in range(3):
+        tree.insert(f"x{i}", tokens("R", "S", "T", f"{i}"))
+        tree.add_to_batch(f"x{i}")
+    tree.insert("other", tokens("Q"))
+    tree.add_to_batch("other")
+    for name, prompt, loss in (("full", "RSTZ", 0), ("two", "RSZ", 1), ("one", "RZ", 2), ("none", "Z", 3)):
+        tree.insert(name, tokens(*prompt))
+        assert tree.branch_loss(name) == loss, name

@@ -1,0 +1,169 @@
+"""The installed SGLang's real Scheduler in this process, with a tiny random model and real forward passes.
+
+Nothing of SGLang is replaced but the last hop of a finished token: the output streamer, which would talk to another
+process. A test submits requests, steps the scheduler, and looks at it between steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+from array import array
+from types import SimpleNamespace
+
+import pytest
+import sglang.srt.managers.scheduler as sglang_scheduler
+import torch
+from sglang.srt.distributed import parallel_state
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sglang.srt.plugins import load_plugins
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs, ServerArgs
+
+try:
+    from sglang.srt.distributed import bootstrap
+except ImportError:  # before 0.5.23
+    bootstrap = None
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "float32",
+}
+
+
+class Server:
+    """One scheduler; ``requests`` keeps every request submitted, by id."""
+
+    def __init__(self, folder, policy, **overrides):
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        load_plugins()
+        arguments = {
+            "model_path": str(folder),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "device": "cpu",
+            "dtype": "float32",
+            "attention_backend": "torch_native",
+            "disable_cuda_graph": True,
+            "disable_overlap_schedule": True,
+            "mem_fraction_static": 0.3,
+            "max_total_tokens": 4096,
+            "schedule_policy": policy,
+            "random_seed": 1,
+            "log_level": "error",
+            **overrides,
+        }
+        args = ServerArgs(**arguments)
+        ports = PortArgs.init_new(args)
+        if "gpu_id" in inspect.signature(sglang_scheduler.Scheduler.__init__).parameters:
+            sglang_scheduler.publish(args, role="scheduler")
+            args.check_server_args()
+            self.scheduler = sglang_scheduler.Scheduler(args, ports, 0, 0, 0, 0, 0, 0, None)
+        else:
+            ranks = sglang_scheduler.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
+            sglang_scheduler.publish(args, role="scheduler", ranks=ranks)
+            args.check_server_args()
+            self.scheduler = sglang_scheduler.Scheduler(args, ports)
+        # Their classes have slots, so the methods are replaced there.
+        type(self.scheduler.output_streamer).stream_output = lambda *args, **kwargs: None
+        type(self.scheduler.ipc_channels.send_to_tokenizer).send_output = lambda *args, **kwargs: None
+        self.requests = {}
+        self.steps = 0
+
+    @property
+    def feather(self):
+        return self.scheduler.feather
+
+    def submit(self, rid, tokens, max_new_tokens=8, priority=None, extra_key=None, logprobs=None, ignore_eos=True, **sampling):
+        """Queue a request as the tokenizer would send it; False if the scheduler turned it away."""
+        params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=ignore_eos, **sampling)
+        params.normalize(None)
+        params.verify(CONFIG["vocab_size"])
+        wanted = {
+            "rid": rid,
+            "input_text": "",
+            "input_ids": array("q", tokens),
+            "input_embeds": None,
+            "mm_inputs": None,
+            "token_type_ids": [],
+            "sampling_params": params,
+            "return_logprob": logprobs is not None,
+            "logprob_start_len": -1,
+            "top_logprobs_num": logprobs or 0,
+            "token_ids_logprob": [],
+            "stream": False,
+            "priority": priority,
+            "extra_key": extra_key,
+        }
+        known = inspect.signature(TokenizedGenerateReqInput).parameters
+        before = len(self.scheduler.waiting_queue)
+        self.scheduler.handle_generate_request(
+            TokenizedGenerateReqInput(**{name: value for name, value in wanted.items() if name in known})
+        )
+        if len(self.scheduler.waiting_queue) == before:
+            return False
+        self.requests[rid] = self.scheduler.waiting_queue[-1]
+        return True
+
+    def abort(self, rid):
+        self.scheduler.abort_request(AbortReq(rid=rid))
+
+    @torch.no_grad()
+    def step(self):
+        """One turn of SGLang's event_loop_normal; returns what ran, or None."""
+        scheduler = self.scheduler
+        plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
+        scheduler.running_batch = plan.running_batch
+        batch = plan.batch_to_run
+        if batch:
+            scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+        scheduler.last_batch = batch
+        self.steps += 1
+        return batch
+
+    def drain(self, limit=5000):
+        """Step until nothing waits or runs."""
+        for _ in range(limit):
+            if self.step() is None and not self.scheduler.waiting_queue:
+                return
+        pytest.fail(f"{len(self.scheduler.waiting_queue)} requests still wait after {limit} steps")
+
+    def outputs(self):
+        return {rid: list(req.output_ids) for rid, req in self.requests.items()}
+
+    def assert_nothing_left(self):
+        """Every pool is full again but for what the prefix cache keeps, and the tree is empty."""
+        scheduler = self.scheduler
+        self.step()
+        free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+        assert free == scheduler.max_total_num_tokens
+        assert scheduler.running_batch.is_empty() and not scheduler.waiting_queue and scheduler.chunked_req is None
+        if hasattr(scheduler, "feather"):
+            self.feather.check(SimpleNamespace(running_batch=scheduler.running_batch, batch_to_run=None))
+            assert not self.feather.failed
+            assert len(self.feather.builder.cht) == 0 and not self.feather.builder._arrivals
+
+    def close(self):
+        """Take down what SGLang builds once per process, so that the next test can build it again."""
+        for name in ("recv_from_tokenizer", "recv_from_rpc"):
+            socket = getattr(self.scheduler, name, None)
+            if hasattr(socket, "close"):
+                socket.close(linger=0)
+        del self.scheduler
+        gc.collect()
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+        if bootstrap is not None:
+            bootstrap._PARALLEL_INITIALISED = False

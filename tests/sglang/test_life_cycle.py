@@ -1,0 +1,206 @@
+"""A request's whole life under the feather policies, in the real scheduler; the tree equals the queues at every step."""
+
+import random
+
+import pytest
+from harness import Server
+
+POLICIES = ["feather", "feather-heuristic", "feather-bandit", "feather-qlearning", "feather-order"]
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEATHER_DEBUG_CHECK", "1")
+    made = []
+
+    def make(policy="feather-bandit", **overrides):
+        made.append(Server(tmp_path, policy, **overrides))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def prompt(group, unique, prefix=100, tail=8):
+    return [2 + group] * prefix + [20 + unique] * tail
+
+
+def workload(server, count=24, groups=4, **options):
+    for i in range(count):
+        assert server.submit(f"r{i:02}", prompt(i % groups, i), max_new_tokens=4 + i % 7, **options)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """What fcfs generates for ``workload``."""
+    one = Server(tmp_path_factory.mktemp("fcfs"), "fcfs")
+    workload(one)
+    one.drain()
+    one.assert_nothing_left()
+    outputs = one.outputs()
+    one.close()
+    assert len({tuple(tokens) for tokens in outputs.values()}) > 12  # the model tells prompts apart
+    return outputs
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_serves_the_same_tokens_as_fcfs(server, expected, policy):
+    one = server(policy)
+    workload(one)
+    one.drain()
+    assert one.outputs() == expected
+    one.assert_nothing_left()
+    assert one.feather.builder.round > 0 and one.feather.permutations + (policy != "feather-order") > 0
+
+
+def test_chunked_prefill(server, expected):
+    one = server(chunked_prefill_size=32)
+    workload(one)
+    chunked = 0
+    while one.step() is not None or one.scheduler.waiting_queue:
+        chunked += one.scheduler.chunked_req is not None
+    assert chunked > 10
+    assert one.outputs() == expected
+    one.assert_nothing_left()
+
+
+def test_mixed_chunked_prefill(server, expected):
+    one = server(chunked_prefill_size=32, enable_mixed_chunk=True)
+    workload(one)
+    one.drain()
+    assert one.outputs() == expected
+    one.assert_nothing_left()
+
+
+def test_retraction(server, monkeypatch):
+    """A pool too small for the outputs makes SGLang retract; the requests come back and finish with full length."""
+    one = server(max_total_tokens=700, schedule_conservativeness=0.01)
+    for i in range(8):
+        # SGLang reserves the whole output of a request that ignores its end token; this one could end, but does not.
+        one.submit(f"r{i}", prompt(i % 2, i), max_new_tokens=120, ignore_eos=False)
+    retracted = []
+    enter = one.feather._enter
+    monkeypatch.setattr(one.feather, "_enter", lambda req: (retracted.append(req.rid), enter(req))[1])
+    one.drain()
+    assert retracted
+    assert all(len(tokens) == 120 for tokens in one.outputs().values())
+    one.assert_nothing_left()
+
+
+def test_priorities_and_preemption(server):
+    one = server(
+        max_running_requests=2,
+        enable_priority_scheduling=True,
+        schedule_low_priority_values_first=True,
+        priority_scheduling_preemption_threshold=0,
+    )
+    assert one.submit("slow0", prompt(0, 0), max_new_tokens=40, priority=9)
+    assert one.submit("slow1", prompt(0, 1), max_new_tokens=40, priority=9)
+    for _ in range(5):
+        one.step()
+    assert one.submit("urgent", prompt(1, 2), max_new_tokens=4, priority=0)
+    assert one.submit("late", prompt(0, 3), max_new_tokens=4, priority=9)
+    order = []
+    while one.step() is not None or one.scheduler.waiting_queue:
+        order += [rid for rid, req in one.requests.items() if req.finished() and rid not in order]
+    order += [rid for rid, req in one.requests.items() if rid not in order]
+    assert order[0] == "urgent" and any(req.is_retracted or req.retraction_count for req in one.requests.values())
+    assert {rid: len(tokens) for rid, tokens in one.outputs().items()} == {
+        "slow0": 40,
+        "slow1": 40,
+        "urgent": 4,
+        "late": 4,
+    }
+    one.assert_nothing_left()
+
+
+def test_aborts_waiting_and_running(server):
+    one = server(max_running_requests=4)
+    workload(one, count=12)
+    for _ in range(3):
+        one.step()
+    running = [req.rid for req in one.scheduler.running_batch.reqs]
+    waiting = [req.rid for req in one.scheduler.waiting_queue]
+    assert running and waiting
+    one.abort(running[0])
+    one.abort(waiting[0])
+    one.abort(waiting[-1])
+    one.drain()
+    assert len(one.requests[running[0]].output_ids) < 11
+    assert one.outputs()[waiting[0]] == one.outputs()[waiting[-1]] == []
+    survivors = set(one.requests) - {running[0], waiting[0], waiting[-1]}
+    assert all(len(one.outputs()[rid]) == one.requests[rid].sampling_params.max_new_tokens for rid in survivors)
+    one.assert_nothing_left()
+
+
+def test_an_id_used_again_after_an_abort(server):
+    one = server(max_running_requests=1)
+    one.submit("a", prompt(0, 0), max_new_tokens=6)
+    one.step()
+    one.submit("b", prompt(1, 1))
+    one.abort("b")
+    assert one.submit("b", prompt(2, 2), max_new_tokens=3)
+    one.drain()
+    assert len(one.outputs()["b"]) == 3
+    one.assert_nothing_left()
+
+
+def test_abort_of_a_chunked_request(server):
+    one = server(chunked_prefill_size=32)
+    one.submit("long", prompt(0, 0, prefix=300))
+    one.step()
+    assert one.scheduler.chunked_req is not None
+    one.abort("long")
+    one.submit("other", prompt(1, 1))
+    one.drain()
+    assert len(one.outputs()["other"]) == 8
+    one.assert_nothing_left()
+
+
+def test_queue_limit(server):
+    one = server(max_running_requests=1, max_queued_requests=2)
+    accepted = [one.submit(f"r{i}", prompt(0, i)) for i in range(5)]
+    assert accepted == [True, True, False, False, False]
+    one.drain()
+    one.assert_nothing_left()
+
+
+def test_flush_cache_and_pause(server, expected):
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    one = server(max_running_requests=6)
+    workload(one)
+    for _ in range(6):
+        one.step()
+    one.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+    assert one.scheduler.running_batch.is_empty() and len(one.scheduler.waiting_queue) > 6
+    one.scheduler.continue_generation(ContinueGenerationReqInput())
+    one.drain()
+    assert one.outputs() == expected
+    one.step()
+    assert one.scheduler.flush_cache()
+    workload(one, count=4)
+    one.drain()
+    one.assert_nothing_left()
+
+
+def test_a_thousand_random_events(server):
+    """Arrivals, aborts of anything, retractions and chunks in random order; the debug check holds after each step."""
+    rng = random.Random(3)
+    one = server(max_total_tokens=900, schedule_conservativeness=0.05, chunked_prefill_size=64, max_running_requests=12)
+    born = 0
+    for _ in range(1000):
+        event = rng.random()
+        if event < 0.35 and len(one.scheduler.waiting_queue) < 40:
+            length = rng.choice([0, 20, 100, 150])
+            tokens = prompt(rng.randrange(5), rng.randrange(200), prefix=length, tail=rng.randrange(1, 20))
+            one.submit(f"e{born}", tokens, max_new_tokens=rng.randrange(1, 60))
+            born += 1
+        elif event < 0.40 and born:
+            one.abort(f"e{rng.randrange(born)}")
+        else:
+            one.step()
+    one.drain()
+    assert born > 250
+    one.assert_nothing_left()
