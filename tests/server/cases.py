@@ -1,0 +1,58 @@
+"""The servers that the tests of this folder start: one policy each, in one setting each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+from server.sglang_server import SGLangServer
+from server.workload import Answer, Request, stream_all
+
+NEWEST = "0.5.23"
+ROOMY = ("--max-total-tokens", "8192", "--max-running-requests", "32")
+# Estimating one token of output a request admits far too many, so the KV pool runs full and SGLang retracts.
+TIGHT = ("--max-total-tokens", "3600", "--max-running-requests", "32")
+OVERCOMMIT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One server: a policy, and a setting that takes it through another part of a request's life."""
+
+    policy: str
+    flags: tuple[str, ...] = ROOMY
+    environment: dict[str, str] = field(default_factory=dict)
+    serve: bool = False  # start it with `sglang serve`
+    retracts: bool = False
+    priorities: bool = False
+    every_release: bool = False  # else on the newest release only, which keeps the suite within its time
+
+
+_CASES = {
+    "plain": Case("feather", every_release=True),
+    "chunked-prefill": Case("feather-heuristic", (*ROOMY, "--chunked-prefill-size", "256"), serve=True),
+    "no-overlap-priorities": Case(
+        "feather-bandit", (*ROOMY, "--disable-overlap-schedule", "--enable-priority-scheduling"), priorities=True
+    ),
+    "retraction": Case("feather-qlearning", TIGHT, OVERCOMMIT, retracts=True),
+    "order-retraction": Case("feather-order", TIGHT, OVERCOMMIT, retracts=True, every_release=True),
+}
+CASES = {name: case for name, case in _CASES.items() if case.every_release or metadata.version("sglang") == NEWEST}
+
+
+@dataclass
+class FeatherServer:
+    """A running server and the case that it was started for."""
+
+    case: Case
+    server: SGLangServer
+
+    def answers(self, requests: list[Request], **options: Any) -> dict[str, Answer]:
+        """Stream all requests, with three levels of priority where the server knows priorities."""
+        if self.case.priorities:
+            requests = [
+                Request(request.name, {**request.body, "priority": 20 * (index % 3)})
+                for index, request in enumerate(requests)
+            ]
+        return stream_all(self.server.url, requests, **options)

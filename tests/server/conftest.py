@@ -1,0 +1,62 @@
+"""Servers and reference answers for the tests of this folder; each server is started once and used by several tests."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server.cases import CASES, ROOMY, FeatherServer
+from server.sglang_server import SGLangServer
+from server.tiny_model import write_model
+from server.workload import Answer, Request, grouped_requests, stream_all
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "feather_server" in metafunc.fixturenames:
+        metafunc.parametrize("feather_server", list(CASES), indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def prepared() -> None:
+    """SGLang can start without a GPU in this environment."""
+    from feather_sglang.adapter import cpu_shims
+
+    if not (Path(sysconfig.get_path("purelib")) / cpu_shims.PTH_NAME).exists():
+        pytest.fail(
+            "this environment cannot start SGLang without a GPU: run python -m feather_sglang.adapter.cpu_shims"
+        )
+
+
+@pytest.fixture(scope="session")
+def model(prepared: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the tiny model."""
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def requests() -> list[Request]:
+    return grouped_requests()
+
+
+@pytest.fixture(scope="session")
+def fcfs(model: Path, tmp_path_factory: pytest.TempPathFactory, requests: list[Request]) -> list[dict[str, Answer]]:
+    """Answers under fcfs: of all requests at once, and of the same requests, last first, eight at a time."""
+    log = tmp_path_factory.mktemp("log") / "fcfs.txt"
+    with SGLangServer(model, log, "--schedule-policy", "fcfs", *ROOMY) as server:
+        return [stream_all(server.url, requests), stream_all(server.url, requests[::-1], concurrency=8)]
+
+
+@pytest.fixture(scope="session")
+def feather_server(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory, fcfs: object
+) -> Iterator[FeatherServer]:
+    """The server of one case; after every scheduling step it checks its tree against SGLang's queues."""
+    case = CASES[request.param]
+    log = Path(os.environ.get("FEATHER_TEST_LOGS", tmp_path_factory.mktemp("log"))) / f"{request.param}.txt"
+    flags = ("--schedule-policy", case.policy, *case.flags)
+    environment = {"FEATHER_DEBUG_CHECK": "1", **case.environment}
+    with SGLangServer(model, log, *flags, serve=case.serve, **environment) as server:
+        yield FeatherServer(case, server)

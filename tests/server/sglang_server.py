@@ -1,0 +1,121 @@
+"""A real SGLang server on the CPU, as a context manager."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 150
+CPU_FLAGS = (
+    "--device cpu --dtype float32 --attention-backend torch_native --disable-cuda-graph --mem-fraction-static 0.3 "
+    "--enable-cache-report --host 127.0.0.1"
+).split()
+
+
+def server_environment(**extra: str) -> dict[str, str]:
+    """The environment of a program that runs SGLang without a GPU and without a network."""
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **extra}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    return variables
+
+
+def launch_command(model: Path, *flags: str, serve: bool = False) -> list[str]:
+    """``python -m sglang.launch_server``, or ``sglang serve``, with the flags that a CPU needs."""
+    script = [str(Path(sys.executable).with_name("sglang")), "serve"]
+    entry = script if serve else [sys.executable, "-m", "sglang.launch_server"]
+    return [*entry, "--model-path", str(model), *CPU_FLAGS, *flags]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class SGLangServer:
+    """``with SGLangServer(model, log, "--schedule-policy", "feather") as server: server.url ...``.
+
+    The log file holds what the server printed. Leaving the block ends every process of the server.
+    """
+
+    def __init__(self, model: Path, log: Path, *flags: str, serve: bool = False, **environment: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        self._command = launch_command(model, "--port", str(self.port), *flags, serve=serve)
+        self._environment = server_environment(**environment)
+
+    def __enter__(self) -> SGLangServer:
+        with self.log.open("wb") as output:
+            self._process = subprocess.Popen(
+                self._command, stdout=output, stderr=output, env=self._environment, start_new_session=True
+            )
+        try:
+            self._await_health()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def _await_health(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise AssertionError(f"the server ended with {self._process.returncode}:\n{self.text()[-4000:]}")
+            try:
+                self.get("/health")
+                return
+            except OSError:
+                time.sleep(0.2)
+        raise AssertionError(f"no answer from the server after {START_SECONDS} s:\n{self.text()[-4000:]}")
+
+    def stop(self) -> None:
+        """End the whole process group; SGLang's own shutdown only adds seconds to a test."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def text(self) -> str:
+        """What the server has printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+            content = response.read()
+        return json.loads(content) if content.startswith((b"{", b"[")) else content.decode()
+
+    def post(self, path: str, body: dict[str, Any]) -> int:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+        )
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return int(response.status)
+
+    def load(self) -> tuple[int, int, int]:
+        """Running requests, waiting requests, and KV tokens in use that no cache entry could give back."""
+        (rank,) = self.get("/v1/loads")["loads"]
+        return rank["num_running_reqs"], rank["num_waiting_reqs"], rank["num_used_tokens"]
+
+    def wait_until_idle(self, seconds: float = 20) -> None:
+        """Return once nothing runs and nothing waits; fail if that does not come."""
+        deadline = time.monotonic() + seconds
+        while (load := self.load())[:2] != (0, 0):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"(running, waiting, tokens) is still {load} after {seconds} s")
+            time.sleep(0.1)
