@@ -184,7 +184,8 @@ def install_package(gpu: bool) -> None:
     """Our own package, editable, and the file that lets SGLang start where it finds no GPU."""
 
     def install() -> None:
-        has_setuptools = subprocess.run([str(python()), "-c", "import setuptools"], capture_output=True)
+        check = "import setuptools; raise SystemExit(int(setuptools.__version__.split(chr(46))[0]) < 77)"
+        has_setuptools = subprocess.run([str(python()), "-c", check], capture_output=True)
         isolation = ["--no-build-isolation"] if has_setuptools.returncode == 0 else []
         if gpu:
             pip_install(*isolation, "--editable", ".[test,lint]")

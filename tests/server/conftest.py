@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from server.cases import CASES, ROOMY, FeatherServer
 from server.sglang_server import SGLangServer
 from server.tiny_model import write_model

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+
 from server.cases import FeatherServer
 from server.workload import Answer, Request
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from server.cases import ROOMY
 from server.sglang_server import launch_command, server_environment
 from server.workload import Answer, Request
