@@ -80,7 +80,7 @@ class ChunkedHashTree:
         self._held: dict[Hashable, Request] = {}
         self._active: OrderedDict[Hashable, Request] = OrderedDict()  # its first key is O(1), a dict's is not
         self._ages: deque[Request] = deque()  # the waiting requests by age, with some that have left ...
-        self._returned: list[tuple[int, Request]] = []  # ... and a heap of those that came back among younger ones
+        self._returned: list[tuple[int, Request]] = []  # ... and a heap of those that came back into their midst
         self._arrivals = 0
         self._best: Candidate | None = None
         self._tip: Node | None = None  # the deepest node on every active request's path; None: to be found again
@@ -196,7 +196,7 @@ class ChunkedHashTree:
         """Return the waiting request that was inserted first; None when nothing waits."""
         ages, returned = self._ages, self._returned
         while ages and not ages[0].waiting:
-            ages.popleft()
+            ages.popleft().in_line = False
         while returned and not returned[0][1].waiting:
             heappop(returned)
         if returned and (not ages or returned[0][0] < ages[0].seq):
@@ -238,16 +238,23 @@ class ChunkedHashTree:
         shift(request, waiting, active)
         self._best = None
         if not self._waiting or len(self._ages) + len(self._returned) > 2 * len(self._waiting) + SLACK:
+            for stale in self._ages:
+                stale.in_line = False
             self._ages = deque(sorted(self._waiting.values(), key=attrgetter("seq")))
             self._returned = []
+            for waiting_request in self._ages:
+                waiting_request.in_line = True
 
     def _wait(self, request: Request) -> None:
         """Enter an attached request into the queue."""
         self._waiting[request.id] = request
-        if not self._ages or self._ages[-1].seq < request.seq:
-            self._ages.append(request)
-        else:
-            heappush(self._returned, (request.seq, request))
+        ages = self._ages
+        if not request.in_line:
+            if ages and ages[0].seq < request.seq < ages[-1].seq:
+                heappush(self._returned, (request.seq, request))
+            else:
+                request.in_line = True
+                (ages.appendleft if ages and request.seq < ages[0].seq else ages.append)(request)
         self._shift(request, 1, 0)
 
     def _leave_queue(self, request: Request) -> None:

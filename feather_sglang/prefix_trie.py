@@ -42,9 +42,9 @@ class Member:
 
 
 class Request(Member):
-    """A request in any state; ``seq`` is its rank by age."""
+    """A request in any state; ``seq`` is its rank by age, ``in_line`` whether the tree's line by age holds it."""
 
-    __slots__ = ("extra_key", "id", "priority", "seq")
+    __slots__ = ("extra_key", "id", "in_line", "priority", "seq")
 
     def __init__(self, request_id: Hashable, vector: bytes, extra_key: object, priority: int, seq: int) -> None:
         super().__init__(vector, len(vector) // DIGEST)
@@ -52,6 +52,7 @@ class Request(Member):
         self.extra_key = extra_key
         self.priority = priority
         self.seq = seq
+        self.in_line = False
 
 
 class Node(Member):
@@ -105,20 +106,13 @@ class Node(Member):
             heappop(heap)
             self.entries -= 1
             line = self.lines.get(entry[:2])
-            if line is not None and line[0] is entry:
-                self._advance(line)
+            if line is not None and line[0] is entry:  # the next in line takes its place
+                line.popleft()
+                if line:
+                    heappush(heap, line[0])
+                else:
+                    del self.lines[entry[:2]]
         return None
-
-    def _advance(self, line: deque[Entry]) -> None:
-        """Put the line's next live entry into the heap in place of its head."""
-        head = line.popleft()
-        while line and line[0][3].entry is not line[0]:
-            line.popleft()
-            self.entries -= 1
-        if line:
-            heappush(self.heap, line[0])
-        else:
-            del self.lines[head[:2]]
 
     def _drop_stale(self) -> None:
         entries = {id(entry): entry for entry in chain(self.heap, *self.lines.values()) if entry[3].entry is entry}
