@@ -1,0 +1,90 @@
+"""``dev.py``: what it refuses, and that a finished step is not done again."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def dev(tmp_path: Path) -> ModuleType:
+    """dev.py of a copy of the checkout's set-up files, so that it makes its environment elsewhere."""
+    shutil.copy(ROOT / "dev.py", tmp_path)
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    spec = importlib.util.spec_from_file_location("dev_copy", tmp_path / "dev.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_dev(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(folder / "dev.py"), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+    )
+
+
+def test_a_step_is_done_once_per_key(dev: ModuleType) -> None:
+    dev.VENV.mkdir()
+    done = []
+    for key in ("a", "a", "b", "b"):
+        dev.step("environment", key, lambda key=key: done.append(key), "working")
+    assert done == ["a", "b"]
+
+
+def test_an_interrupted_step_is_done_again(dev: ModuleType) -> None:
+    dev.VENV.mkdir()
+
+    def fail() -> None:
+        raise dev.SetupError("no network")
+
+    with pytest.raises(dev.SetupError):
+        dev.step("environment", "a", fail, "working")
+    done = []
+    dev.step("environment", "a", lambda: done.append("again"), "working")
+    assert done == ["again"]
+
+
+def test_the_key_follows_the_requirement_files(dev: ModuleType) -> None:
+    pins = dev.REQUIREMENTS / "cpu.txt"
+    before = dev.key_of("cpu", pins)
+    pins.write_text(pins.read_text() + "# changed\n")
+    assert dev.key_of("cpu", pins) != before
+
+
+def test_every_supported_release_in_the_list_has_its_pins(dev: ModuleType) -> None:
+    for release in dev.RELEASES:
+        assert f"sglang=={release}\n" in (dev.REQUIREMENTS / f"cpu-{release}.txt").read_text()
+        assert dev.OLDEST <= tuple(map(int, release.split("."))) <= dev.NEWEST
+
+
+def test_a_wrong_python_is_refused_in_one_line(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dev, "CPU_PYTHON", (3, 99))
+    with pytest.raises(dev.SetupError, match=r"needs python3\.99 .* is on the PATH: install it and run again"):
+        dev.cpu_python()
+
+
+def test_no_network_is_one_clear_line(dev: ModuleType) -> None:
+    # A pip that finds no index stands for a machine without a network.
+    ended = run_dev(dev.ROOT, "setup", PIP_NO_INDEX="1", PIP_FIND_LINKS="", PIP_CONFIG_FILE=os.devnull)
+    assert ended.returncode == 2
+    assert "check the network or pip's own configuration" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_unknown_job_is_refused(dev: ModuleType) -> None:
+    ended = run_dev(dev.ROOT, "tset")
+    assert ended.returncode == 2
+    assert "invalid choice: 'tset'" in ended.stderr
