@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -130,9 +131,7 @@ def _stock_policies() -> Any:
 
 def _print(console: Console, results: dict[str, Any]) -> None:
     calls = results["calls"]
-    table = _table(
-        "Table 5.1: 5,000 tokens a request, microseconds; paper: C++", "operation calls mean median paper ratio"
-    )
+    table = _table("Table 5.1: 5,000 tokens a request; paper: C++", "operation calls mean_us median_us paper_us ratio")
     for name in (*PAPER_US, "fresh", "repeated"):
         row, paper = calls[name], PAPER_US.get(name)
         label = name if paper else f"  {name} find_best"
@@ -141,7 +140,7 @@ def _print(console: Console, results: dict[str, Any]) -> None:
     console.print(table)
 
     first, last = map(str, SIZES)
-    table = _table("Microseconds (median) against requests waiting", f"operation {first} {last} ratio")
+    table = _table("Cost against the number waiting (median)", f"operation {first}_us {last}_us ratio")
     for name, row in results["scaling"].items():
         table.add_row(name, f"{row[first]:.2f}", f"{row[last]:.2f}", f"{row['ratio']:.2f}x")
     console.print(table)
@@ -150,13 +149,13 @@ def _print(console: Console, results: dict[str, Any]) -> None:
     title = f"Figure 5.9: a scheduling round with {results['waiting']:,} waiting"
     if results["sglang"]:
         title += f"\nSGLang {results['sglang']}, {results['cache']}"
-    table = _table(title, "tokens feather(us) worst(us) " + " ".join(f"{p}(ms) ratio worst" for p in policies))
+    table = _table(title, "tokens feather_us worst_us " + " ".join(f"{p}_ms feather_x worst_x" for p in policies))
     for tokens, row in results["rounds"].items():
         cells = [f"{row['feather_us']:.1f}", f"{row['feather_worst_us']:.1f}"]
         for policy in policies:
             cost = row[f"{policy}_us"]
             speedups = (cost / row["feather_us"], cost / row["feather_worst_us"])
-            cells += [f"{cost / 1e3:.1f}", *(f"{speedup:,.0f}x" for speedup in speedups)]
+            cells += [f"{cost / 1e3:.1f}", *(f"{speedup:,.0f}" for speedup in speedups)]
         table.add_row(f"{int(tokens):,}", *cells)
     console.print(table)
     console.print(f"feather: one insertion spread over {LOOKUPS_PER_REQUEST:.3f} rounds; worst: one in every round.")
@@ -169,9 +168,9 @@ def _print(console: Console, results: dict[str, Any]) -> None:
 
 
 def _table(title: str, columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for place, column in enumerate(columns.split()):
-        table.add_column(column, justify="right" if place else "left", no_wrap=True)
+        table.add_column(column.replace("_", "\n"), justify="right" if place else "left", no_wrap=True)
     return table
 
 
