@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import log, sqrt
 from typing import Any, ClassVar
 
-from feather_sglang.policies.estimates import FORGOTTEN, lead, learn, trials
-from feather_sglang.policies.learner import FEATURE_SET, MARGIN, Learner
+from feather_sglang.policies.estimates import FORGOTTEN, lead, learn
+from feather_sglang.policies.learner import FEATURE_SET, MARGIN, TRIAL, Learner
 from feather_sglang.policies.parameters import Number, Spec
 from feather_sglang.policies.policy_file import integer
 
@@ -26,6 +26,7 @@ class Bandit(Learner):
         "window": Number(100, 1, 1e9),
         "discount": Number(0.9999, 0.5, 1.0),
         "margin": MARGIN,
+        "trial": TRIAL,
         "features": FEATURE_SET,
     }
 
@@ -40,22 +41,24 @@ class Bandit(Learner):
         self._credited = credited
         self._confidence = self._c * sqrt(log(credited)) if credited > 1 else 0.0
 
-    def _wants_stop(self, cell: list[float], stop_code: int) -> bool:
+    def _wants_stop(self, key: int, cell: list[float]) -> bool:
+        if self._trial.running and self.explore:
+            return True
         n_add, n_stop = cell[1], cell[3]
         if n_add < FORGOTTEN:
             return False
         if n_stop < FORGOTTEN:
-            return self._c > 0 and self._may_try(stop_code)
+            return self._c > 0 and self._may_try()
         gain, proven = lead(cell, self._margin)
         if not self.explore:
             return proven
         if gain + self._confidence * (1.0 / sqrt(n_stop) - 1.0 / sqrt(n_add)) <= 0:
             return False
-        return proven or (n_stop < trials(n_add) and self._may_try(stop_code))
+        return proven or self._may_try()
 
     def _learn(self, reward: float) -> None:
         for code in self._waiting:
-            learn(self.table[code >> 1], code & 1, reward, self._window, self._discount)
+            learn(self.table[code >> 1], code & 1, reward, self._trial.settled(code & 1), self._window, self._discount)
         self._set_credited(self._credited + len(self._waiting))
 
     def _export(self) -> dict[str, Any]:

@@ -11,18 +11,23 @@ from feather_sglang.policies.estimates import NEW_CELL
 from feather_sglang.policies.parameters import Features, Number
 from feather_sglang.policies.policy_file import integer, mapping, number, sequence
 from feather_sglang.policies.protocol import ADD, STOP, Action, PolicyState
+from feather_sglang.policies.trial import Trial
 
 # By how much, relative to ADD, STOP must be better before it is preferred. Within a bin the two often tie, and the
 # reward sees neither the request that STOP keeps waiting nor the batch that shrinks by many STOPs in a row.
 MARGIN = Number(0.02, 0.0, 1.0)
 FEATURE_SET = Features()
+# Rewards that a trial lasts at most: a batch becomes homogeneous within the lifetime of its requests, hundreds of
+# steps.
+TRIAL = Number(300, 1, 1e6, integer=True)
 
 
 class Learner(Policy):
     """A table of measured throughputs by (state, action).
 
     Rules common to both learners, beyond the paper (docs/policies.md, "No regret"): an addition that costs no shared
-    prefix, or into an empty batch, is ADD and teaches nothing; in a state where ADD was never measured, ADD.
+    prefix, or into an empty batch, is ADD and teaches nothing; where ADD was never measured, ADD; STOP is explored in
+    runs (trial.py) and preferred when proven (estimates.py).
 
     A decision code is ``2 * key + (1 for STOP)``.
     """
@@ -33,8 +38,9 @@ class Learner(Policy):
         self.table: dict[int, list[float]] = {}
         self.rewards = 0
         self.free_adds = 0
-        self.explored_stops = 0
+        self.trials = 0
         self._margin: float = self.params["margin"]
+        self._trial = Trial(self.params["trial"])
         self._key = self.discretiser.key
         self._waiting: dict[int, int] = {}  # decision code -> how many such decisions wait for a reward
         self._last: int | None = None
@@ -53,7 +59,7 @@ class Learner(Policy):
             if self.explore:
                 self.table[key] = cell
         code = 2 * key
-        if self._wants_stop(cell, code + 1):
+        if self._wants_stop(key, cell):
             code += 1
             self.stops += 1
             action = STOP
@@ -83,34 +89,41 @@ class Learner(Policy):
             raise ValueError(f"a reward is a finite throughput, not {reward!r}")
         if self.explore:
             self.rewards += 1
+            known = max((self.table[code >> 1][0] for code in self._waiting), default=0.0)
+            self._trial.observe(float(reward), known)
+            if self._waiting:
+                stops = sum(count for code, count in self._waiting.items() if code & 1)
+                self._trial.decided(stops, sum(self._waiting.values()))
             self._learn(float(reward))
             self._waiting.clear()
             self._last = None
 
     def end_episode(self) -> None:
         """Drop the decisions that wait for a reward."""
+        self._trial.pause()
         self._waiting.clear()
         self._last = None
 
     def stats(self) -> dict[str, float]:
-        """Return counters: decisions by action, free additions, exploratory STOPs, rewards, states met."""
+        """Return counters: decisions by action, free additions, trials of STOP, rewards, states met."""
         return {
             **super().stats(),
             "free_adds": self.free_adds,
-            "explored_stops": self.explored_stops,
+            "trials": self.trials,
             "rewards": self.rewards,
             "states": len(self.table),
         }
 
-    def _wants_stop(self, cell: list[float], stop_code: int) -> bool:
+    def _wants_stop(self, key: int, cell: list[float]) -> bool:
         """Whether to STOP in the state of `cell`."""
         raise NotImplementedError
 
-    def _may_try(self, stop_code: int) -> bool:
-        """Count an exploratory STOP, unless one is under way in this state: the next waits for what it shows."""
-        if not self.explore or stop_code in self._waiting:
+    def _may_try(self) -> bool:
+        """Whether an exploratory STOP is in order; it starts a run."""
+        if not self.explore or not self._trial.may_start():
             return False
-        self.explored_stops += 1
+        self._trial.start()
+        self.trials += self._trial.running
         return True
 
     def _learn(self, reward: float) -> None:
@@ -122,6 +135,7 @@ class Learner(Policy):
             "discretiser": self.discretiser.describe(),
             "table": {self.discretiser.name(key): cell for key, cell in sorted(self.table.items())},
             "waiting": sorted(self._waiting.items()),
+            "trial": self._trial.export(),
         }
 
     def _restore(self, document: dict[str, Any]) -> None:
@@ -130,6 +144,7 @@ class Learner(Policy):
         for name, row in mapping(document.get("table"), "table").items():
             cell = [number(x, f"table[{name}]") for x in sequence(row, name, len(NEW_CELL))]
             self.table[self.discretiser.key_of(name)] = cell
+        self._trial.restore(document.get("trial"))
         self._waiting = dict(self._read_codes(document.get("waiting"), "waiting"))
 
     def _read_codes(self, value: Any, what: str) -> list[tuple[int, int]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any, ClassVar
 
-from feather_sglang.policies.estimates import lead, learn, trials
-from feather_sglang.policies.learner import FEATURE_SET, MARGIN, Learner
+from feather_sglang.policies.estimates import FORGOTTEN, lead, learn
+from feather_sglang.policies.learner import FEATURE_SET, MARGIN, TRIAL, Learner
 from feather_sglang.policies.parameters import Number, Spec
 from feather_sglang.policies.policy_file import integer, mapping, number, sequence
 
@@ -29,6 +29,7 @@ class QLearning(Learner):
         "eps_min": Number(0.0005, 0.0, 1.0),
         "eps_decay": Number(0.9, 0.0, 1.0),
         "margin": MARGIN,
+        "trial": TRIAL,
         "features": FEATURE_SET,
     }
 
@@ -39,25 +40,27 @@ class QLearning(Learner):
         self._eps_min: float = self.params["eps_min"]
         self._eps_decay: float = self.params["eps_decay"]
         self._random = random.Random(seed)
-        self._epsilon: dict[int, float] = {}  # exploration rate of a state, by its STOP code; 1 where not in it
+        self._epsilon: dict[int, float] = {}  # exploration rate of a state, by its key; 1 where not in it
         self._open: list[int] = []  # codes of the rewarded episode whose next state is not known yet
         self._return = 0.0  # its discounted reward so far
         self._weight = 0.0  # what the next state's value counts for
 
-    def _wants_stop(self, cell: list[float], stop_code: int) -> bool:
+    def _wants_stop(self, key: int, cell: list[float]) -> bool:
         if self._open and self.explore:
             self._close(cell)
-        if not cell[1]:
+        if self._trial.running and self.explore:
+            return True
+        if cell[1] < FORGOTTEN:
             return False
-        if self.explore:
-            epsilon = self._epsilon.get(stop_code, 1.0)
-            self._epsilon[stop_code] = max(epsilon * self._eps_decay, self._eps_min)
+        if self.explore and self._trial.may_start():  # epsilon decays with the chances to explore
+            epsilon = self._epsilon.get(key, 1.0)
+            self._epsilon[key] = max(epsilon * self._eps_decay, self._eps_min)
             if self._random.random() < epsilon:
-                return self._random.random() < 0.5 and self._may_try(stop_code)
-        if not cell[3]:  # chance alone would leave STOP untried in one state in some hundreds
-            return self._eps_min > 0 and self._may_try(stop_code)
+                return self._random.random() < 0.5 and self._may_try()
+        if cell[3] < FORGOTTEN:  # chance alone would leave STOP untried in one state in some hundreds
+            return self._eps_min > 0 and self._may_try()
         gain, proven = lead(cell, self._margin)
-        return proven or (gain > 0 and cell[3] < trials(cell[1]) and self._may_try(stop_code))
+        return proven or (gain > 0 and self._may_try())
 
     def _learn(self, reward: float) -> None:
         if self._waiting:
@@ -72,13 +75,13 @@ class QLearning(Learner):
 
     def _close(self, cell: list[float] | None) -> None:
         """Update the open episode; `cell` is its next state, None where the return is complete without one."""
-        values = [] if cell is None else [cell[i] for i in (0, 2) if cell[i + 1]]
+        values = [] if cell is None else [cell[i] for i in (0, 2) if cell[i + 1] >= FORGOTTEN]
         if values:
             target = self._return + self._weight * max(values)
         else:
             target = self._return / (1.0 - self._weight)  # an unmeasured next state: as good as what was seen
         for code in self._open:
-            learn(self.table[code >> 1], code & 1, target, 1.0 / self._alpha)
+            learn(self.table[code >> 1], code & 1, target, self._trial.settled(code & 1), 1.0 / self._alpha)
         self._open = []
 
     def end_episode(self) -> None:
@@ -94,14 +97,14 @@ class QLearning(Learner):
         self._random = random.Random(seed)
 
     def _export(self) -> dict[str, Any]:
-        rates = {self.discretiser.name(code >> 1): rate for code, rate in sorted(self._epsilon.items())}
+        rates = {self.discretiser.name(key): rate for key, rate in sorted(self._epsilon.items())}
         episode = {"codes": [(code, 1) for code in self._open], "return": self._return, "weight": self._weight}
         return {**super()._export(), "epsilon": rates, "episode": episode, "random": list(self._random.getstate()[1])}
 
     def _restore(self, document: dict[str, Any]) -> None:
         super()._restore(document)
         for state, rate in mapping(document.get("epsilon"), "epsilon").items():
-            self._epsilon[2 * self.discretiser.key_of(state) + 1] = number(rate, f"epsilon[{state}]", high=1.0)
+            self._epsilon[self.discretiser.key_of(state)] = number(rate, f"epsilon[{state}]", high=1.0)
         episode = mapping(document.get("episode"), "episode")
         self._open = [code for code, _ in self._read_codes(episode.get("codes"), "episode")]
         self._return = number(episode.get("return"), "episode return")

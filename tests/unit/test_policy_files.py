@@ -99,6 +99,7 @@ def refusal(policy, path):
         policy.load(path)
     after = policy.__dict__
     assert before.keys() == after.keys()
+    assert before.get("_trial") == after.get("_trial")
     plain = ("params", "explore", "seed", "adds", "stops", "table", "rewards", "_waiting", "_epsilon", "_open")
     assert all(before[name] == after[name] for name in plain if name in before)
     if "_random" in before:
@@ -191,6 +192,11 @@ DAMAGE = {
     "bins": lambda d: d["discretiser"].update(batch_bins=7),
     "no bins": lambda d: d.pop("discretiser"),
     "other features": lambda d: d["params"].update(features="headroom"),
+    "no trial": lambda d: d.pop("trial"),
+    "trial running": lambda d: d["trial"].update(running=1),
+    "trial share": lambda d: d["trial"].update(stopping=1.01),
+    "trial NaN": lambda d: d["trial"].update(rest=float("nan")),
+    "trial short": lambda d: d["trial"].pop("patience"),
     "waiting": lambda d: d.update(waiting={}),
     "waiting state": lambda d: d.update(waiting=[[0, 1]]),
     "waiting fraction": lambda d: d.update(waiting=[[0.5, 1]]),
