@@ -125,7 +125,7 @@ class BatchBuilder:
             return self._inside_branch()
         if batch_size == 0 or not has_room:
             return best.request_id
-        loss = max(best.tip_before - best.tip_after, self.cht.branch_loss(best.request_id))
+        loss = max(self.cht.shared_tip - best.tip_after, self.cht.branch_loss(best.request_id), 0)
         state = PolicyState(batch_size, loss, best.peers, headroom)
         if self.group_of is not None:
             batch_groups = frozenset(map(self.group_of, self.cht.active))

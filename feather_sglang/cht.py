@@ -183,6 +183,17 @@ class ChunkedHashTree:
         request = self._get(request_id, self._waiting)
         return branch.depth - agree(request.vector, branch.vector, 0, min(request.depth, branch.depth))
 
+    @property
+    def shared_tip(self) -> int:
+        """Depth of the tip that two requests at least share, active or waiting: what an addition can really cost.
+
+        A lone request's tip is its whole prompt, of which nobody may have a part.
+        """
+        node = self._tip_node()
+        while node.depth and node.active + node.waiting < 2:
+            node = node.parent
+        return node.depth
+
     def missing_count(self, request_id: Hashable) -> int:
         """Return how many chunks of a request the active requests do not cover; 0 for an active one."""
         request = self._get(request_id, self._waiting, self._active, self._held)
@@ -288,7 +299,7 @@ class ChunkedHashTree:
             return None
         branch = tip.members.get(self._branch)
         if branch not in tip.busy:
-            branch = max(tip.busy, key=attrgetter("active"))
+            branch = max(tip.busy, key=attrgetter("active", "key"))  # the key decides alike on every rank
             self._branch = branch.key
         if branch.active * _SMALLEST_BRANCH < len(self._active):
             return None

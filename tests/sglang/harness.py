@@ -15,11 +15,25 @@ from types import SimpleNamespace
 import pytest
 import sglang.srt.managers.scheduler as sglang_scheduler
 import torch
+import zmq
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.plugins import load_plugins
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
+
+
+def _socket_without_linger(context, *args, _socket=zmq.Context.socket, **kwargs):
+    socket = _socket(context, *args, **kwargs)
+    socket.linger = 0  # nobody reads what the scheduler sends: closing must not wait for it
+    _contexts.add(context)  # nor may a collected context wait for sockets that a failed start-up left open
+    return socket
+
+
+_contexts = set()
+
+
+zmq.Context.socket = _socket_without_linger
 
 try:
     from sglang.srt.distributed import bootstrap
@@ -43,11 +57,21 @@ CONFIG = {
 }
 
 
+def take_down():
+    """Undo what SGLang builds once per process, whether its start-up succeeded or not."""
+    gc.collect()
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    if bootstrap is not None:
+        bootstrap._PARALLEL_INITIALISED = False
+
+
 class Server:
     """One scheduler; ``requests`` keeps every request submitted, by id."""
 
     def __init__(self, folder, policy, **overrides):
         (folder / "config.json").write_text(json.dumps(CONFIG))
+        take_down()
         load_plugins()
         arguments = {
             "model_path": str(folder),
@@ -156,14 +180,5 @@ class Server:
             assert len(self.feather.builder.cht) == 0 and not self.feather.builder._arrivals
 
     def close(self):
-        """Take down what SGLang builds once per process, so that the next test can build it again."""
-        for name in ("recv_from_tokenizer", "recv_from_rpc"):
-            socket = getattr(self.scheduler, name, None)
-            if hasattr(socket, "close"):
-                socket.close(linger=0)
+        """Drop the scheduler; the next one takes down what this one leaves in the process."""
         del self.scheduler
-        gc.collect()
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
-        if bootstrap is not None:
-            bootstrap._PARALLEL_INITIALISED = False

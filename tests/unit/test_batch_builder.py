@@ -141,9 +141,10 @@ def test_nobody_starves_behind_a_favoured_group(bounds):
 def test_without_the_bound_it_would_starve():
     b = builder(strict(), max_wait=1e9, max_wait_rounds=10**9)
     b.arrive("a0", tokens("A"))
+    b.arrive("a1", tokens("A"))
     run_round(b)
     b.arrive("b", tokens("B"))
-    assert all(run_round(b, batch_size=1, now=float(step)) == [] for step in range(1, 50))
+    assert all(run_round(b, batch_size=2, now=float(step)) == [] for step in range(1, 50))
 
 
 def test_an_overdue_request_yields_to_a_more_urgent_class_only():
@@ -249,3 +250,25 @@ def test_a_partly_shared_branch_loses_only_what_differs():
     for name, prompt, loss in (("full", "RSTZ", 0), ("two", "RSZ", 1), ("one", "RZ", 2), ("none", "Z", 3)):
         tree.insert(name, tokens(*prompt))
         assert tree.branch_loss(name) == loss, name
+
+
+def test_a_lone_request_has_no_locality_to_lose():
+    """Without sharing nothing is at stake, however long the prompts: every addition is free, so nobody is stopped."""
+    b = builder(strict())
+    for i in range(8):
+        b.arrive(i, array("q", [i] * 500))
+    assert run_round(b) == list(range(8))
+    assert b.stops == 0
+
+
+def test_a_lone_request_guards_the_prefix_that_others_wait_to_share():
+    b = builder(strict())
+    b.arrive("a0", tokens("A", "A", "x"))
+    assert run_round(b) == ["a0"]
+    b.arrive("b0", tokens("B", "B", "y"))
+    assert run_round(b, batch_size=1) == ["b0"]  # nobody waits to share a0's prefix
+    b.leave_batch("b0")
+    b.arrive("b1", tokens("B", "B", "z"))
+    b.arrive("a1", tokens("A", "A", "z"))
+    assert run_round(b, batch_size=1) == ["a1"]
+    assert set(b.cht.waiting) == {"b1"}

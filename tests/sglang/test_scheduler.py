@@ -1,0 +1,239 @@
+"""What a feather policy promises beyond scheduling: activation, off, failure, reward, fairness, no regret."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+from harness import Server
+
+from feather_sglang.adapter import plugin
+from feather_sglang.adapter import scheduler as feather_scheduler
+from feather_sglang.errors import FeatherError
+from feather_sglang.policies import make_policy
+
+
+@pytest.fixture
+def server(tmp_path):
+    made = []
+
+    def make(policy="feather-bandit", **overrides):
+        made.append(Server(tmp_path, policy, **overrides))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def prompt(group, unique=0):
+    return [2 + group] * 130 + [20 + unique] * 4
+
+
+# Off is off -----------------------------------------------------------------------------------------------------
+
+
+def test_under_a_stock_policy_nothing_is_wrapped_on_the_hot_path(server):
+    one = server("lpm")
+    assert not hasattr(one.scheduler, "feather")
+    per_step = [name for name in vars(one.scheduler) if name.startswith(("_get_new", "_add_request", "update_running"))]
+    assert per_step == [] and "process_batch_result" not in vars(one.scheduler)
+    assert "calc_priority" not in vars(one.scheduler.policy)
+
+
+def test_in_a_process_without_feather_no_per_step_function_changes():
+    """In a process of its own: loading the plugin alone leaves every per-step function as SGLang defined it."""
+    code = """
+import pkgutil
+from feather_sglang.adapter import cpu_shims; cpu_shims.install()
+from feather_sglang.adapter.hooks import HOOKS
+resolve = lambda hook: pkgutil.resolve_name(hook.target.rpartition('.')[0]).__dict__[hook.target.rpartition('.')[2]]
+hooks = [hook for hook in HOOKS if hook.kind != 'start']
+before = [resolve(hook) for hook in hooks]
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import ServerArgs
+assert hasattr(ServerArgs.add_cli_args, '__wrapped__')
+assert [resolve(hook) for hook in hooks] == before
+print('untouched', len(hooks))
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("untouched"), done.stderr[-2000:]
+
+
+# Loud activation ------------------------------------------------------------------------------------------------
+
+
+def test_a_hook_that_does_not_fit_ends_start_up(server, monkeypatch):
+    monkeypatch.setattr(plugin, "mismatches", lambda: ["Scheduler.run: takes (self), expected (self, x, ...)"])
+    with pytest.raises(FeatherError, match=r"does not fit --schedule-policy feather-bandit: Scheduler\.run: takes"):
+        server()
+
+
+def test_a_missing_take_over_hook_is_no_silent_fcfs(server, monkeypatch):
+    monkeypatch.setattr(plugin.HookRegistry, "_patched", set())
+    with pytest.raises(FeatherError, match="could not be hooked"):
+        plugin.accept_policy(lambda *a: None, None, "feather", None)
+    assert plugin.accept_policy(lambda policy, name, cache: name, None, "lpm", None) == "lpm"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ('{"chunk_size": "x"}', "chunk_size='x'"),
+        ('{"policy_file": "/no/such/file"}', "no such file"),
+    ],
+)
+def test_bad_options_end_start_up(server, monkeypatch, options, says):
+    monkeypatch.setenv("FEATHER_OPTIONS", options)
+    with pytest.raises(FeatherError, match=says):
+        server()
+
+
+def test_the_radix_cache_is_needed(server):
+    with pytest.raises(FeatherError, match=r"does not support --disable-radix-cache; drop it or choose another policy"):
+        server(disable_radix_cache=True)
+
+
+def test_a_policy_file_of_another_kind_is_refused(server, monkeypatch, tmp_path):
+    path = tmp_path / "heuristic.json"
+    make_policy("heuristic").save(path)
+    monkeypatch.setenv("FEATHER_OPTIONS", f'{{"policy_file": "{path}"}}')
+    with pytest.raises(FeatherError, match="holds a heuristic policy, --schedule-policy feather-bandit needs bandit"):
+        server()
+
+
+# Never worse than off -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("broken", ["propose", "begin_round", "admitted", "end_round", "arrive", "row_order"])
+def test_a_failure_is_logged_once_counted_and_served_as_fcfs(server, monkeypatch, caplog, broken):
+    one = server()
+    counter = feather_scheduler.failure_counter()
+    before = counter._value.get()
+    for i in range(3):
+        one.submit(f"early{i}", prompt(i), max_new_tokens=12)
+    one.step()
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(one.feather.builder, broken, fail)
+    with caplog.at_level(logging.ERROR):
+        for i in range(12):
+            one.submit(f"r{i:02}", prompt(i % 3, i), max_new_tokens=5)
+            one.step()
+        one.drain()
+    assert all(len(tokens) in (5, 12) for tokens in one.outputs().values())
+    assert one.feather.failed and counter._value.get() == before + 1
+    assert sum("goes on as fcfs" in record.message for record in caplog.records) == 1
+    assert one.scheduler.running_batch.is_empty()
+
+
+# Stop, reward, fairness, no regret ------------------------------------------------------------------------------
+
+
+def strict():
+    return make_policy("heuristic", small_batch=1, small_batch_loss=0, max_loss=0, many_peers_loss=0)
+
+
+def test_stop_keeps_other_groups_out_and_the_batch_open(server):
+    one = server("feather-heuristic")
+    one.feather.builder.policy = strict()
+    for i in range(6):
+        one.submit(f"r{i}", prompt(i % 2, i), max_new_tokens=10)
+    one.step()
+    assert {req.rid for req in one.scheduler.waiting_queue} == {"r1", "r3", "r5"}
+    assert not one.scheduler.running_batch.batch_is_full
+    one.step()
+    one.submit("late", prompt(0, 9), max_new_tokens=2)  # the same group: admitted at once, STOP or not
+    one.step()
+    assert "late" not in {req.rid for req in one.scheduler.waiting_queue}
+    one.drain()
+    assert one.feather.builder.stops > 0
+    one.assert_nothing_left()
+
+
+def test_the_bound_ends_the_wait(server):
+    one = server("feather-heuristic")
+    one.feather.builder.policy = strict()
+    one.feather.builder.max_wait_rounds = 8
+    one.submit("a00", prompt(0), max_new_tokens=4)
+    one.submit("a01", prompt(0, 1), max_new_tokens=4)
+    one.step()
+    one.submit("b", prompt(1), max_new_tokens=4)
+    for i in range(2, 60):
+        one.submit(f"a{i:02}", prompt(0, i), max_new_tokens=4)
+        one.step()  # the prefill of the newcomer
+        one.step()  # a decode step
+        if one.requests["b"].finished():
+            break
+    assert one.requests["b"].finished() and one.feather.builder.overdue_admissions >= 1
+    one.drain()
+
+
+def test_the_reward_is_decode_tokens_over_decode_time(server):
+    """On a clock that advances 1 s per decode step and 100 s per prefill step."""
+    one = server()
+    now = [0.0]
+    one.feather.clock = lambda: now[0]
+    rewards = []
+    one.feather.policy.observe = rewards.append
+    forward = one.scheduler.run_batch
+
+    def run_batch(batch, *args, **kwargs):
+        now[0] += 1.0 if batch.forward_mode.is_decode() else 100.0
+        return forward(batch, *args, **kwargs)
+
+    one.scheduler.run_batch = run_batch
+    for i in range(4):
+        one.submit(f"r{i}", prompt(0, i), max_new_tokens=20)
+    for _ in range(6):
+        one.step()
+    one.submit("late", prompt(0, 8), max_new_tokens=20)
+    one.step()
+    assert rewards == [4.0]  # four rows, one token each per second; the prefill's 100 s do not enter
+    for _ in range(6):
+        one.step()
+    one.submit("later", prompt(0, 9), max_new_tokens=20)
+    one.step()
+    assert rewards == [4.0, 5.0]
+    one.drain()
+
+
+def test_without_sharing_requests_are_served_first_come_first_served(server):
+    """No regret: unrelated prompts of one length are admitted in arrival order and the policy never stops."""
+    one = server(max_running_requests=3)
+    for i in range(15):
+        one.submit(f"r{i:02}", [10 + i] * 70, max_new_tokens=4)
+    order = []
+    while one.step() is not None or one.scheduler.waiting_queue:
+        waiting = {req.rid for req in one.scheduler.waiting_queue}
+        order += sorted(rid for rid in one.requests if rid not in waiting and rid not in order)
+    assert order == sorted(one.requests)
+    assert one.feather.builder.stops == 0
+    assert one.feather.policy.stats()["stops"] == 0
+
+
+def test_extra_keys_isolate(server):
+    one = server("feather-heuristic")
+    one.feather.builder.policy = strict()
+    one.submit("a0", prompt(0), extra_key="tenant1", max_new_tokens=10)
+    one.submit("a1", prompt(0), extra_key="tenant1", max_new_tokens=10)
+    one.submit("b", prompt(0), extra_key="tenant2", max_new_tokens=10)
+    one.step()
+    assert {req.rid for req in one.scheduler.waiting_queue} == {"b"}  # equal tokens, nothing to share
+    one.drain()
+
+
+def test_the_debug_check_finds_a_difference(server, monkeypatch):
+    monkeypatch.setitem(os.environ, "FEATHER_DEBUG_CHECK", "1")
+    one = server()
+    one.submit("a", prompt(0))
+    one.feather.builder.leave_queue("a")
+    with pytest.raises(AssertionError, match="differ"):
+        one.step()
+    one.feather.fail("on purpose", RuntimeError())
+    with pytest.raises(AssertionError, match="went on as fcfs"):
+        one.step()
