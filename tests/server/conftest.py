@@ -43,21 +43,24 @@ def requests() -> list[Request]:
 
 
 @pytest.fixture(scope="session")
-def fcfs(model: Path, tmp_path_factory: pytest.TempPathFactory, requests: list[Request]) -> list[dict[str, Answer]]:
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the servers' output goes: the folder named by FEATHER_TEST_LOGS, which is kept, or a temporary one."""
+    kept = os.environ.get("FEATHER_TEST_LOGS")
+    return Path(kept) if kept else tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="session")
+def fcfs(model: Path, logs: Path, requests: list[Request]) -> list[dict[str, Answer]]:
     """Answers under fcfs: of all requests at once, and of the same requests, last first, eight at a time."""
-    log = tmp_path_factory.mktemp("log") / "fcfs.txt"
-    with SGLangServer(model, log, "--schedule-policy", "fcfs", *ROOMY) as server:
+    with SGLangServer(model, logs / "fcfs.txt", "--schedule-policy", "fcfs", *ROOMY) as server:
         return [stream_all(server.url, requests), stream_all(server.url, requests[::-1], concurrency=8)]
 
 
 @pytest.fixture(scope="session")
-def feather_server(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory, fcfs: object
-) -> Iterator[FeatherServer]:
+def feather_server(request: pytest.FixtureRequest, model: Path, logs: Path, fcfs: object) -> Iterator[FeatherServer]:
     """The server of one case; after every scheduling step it checks its tree against SGLang's queues."""
     case = CASES[request.param]
-    log = Path(os.environ.get("FEATHER_TEST_LOGS", tmp_path_factory.mktemp("log"))) / f"{request.param}.txt"
     flags = ("--schedule-policy", case.policy, *case.flags)
     environment = {"FEATHER_DEBUG_CHECK": "1", **case.environment}
-    with SGLangServer(model, log, *flags, serve=case.serve, **environment) as server:
+    with SGLangServer(model, logs / f"{request.param}.txt", *flags, serve=case.serve, **environment) as server:
         yield FeatherServer(case, server)

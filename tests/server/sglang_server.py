@@ -16,7 +16,7 @@ from typing import Any
 START_SECONDS = 150
 CPU_FLAGS = (
     "--device cpu --dtype float32 --attention-backend torch_native --disable-cuda-graph --mem-fraction-static 0.3 "
-    "--enable-cache-report --host 127.0.0.1"
+    "--grammar-backend llguidance --enable-cache-report --host 127.0.0.1"
 ).split()
 
 
