@@ -1,0 +1,208 @@
+"""Replay a trace in virtual time through the installed SGLang's own scheduler.
+
+Scheduler, policy, ``PrefillAdder``, prefix cache, allocator, ``Req`` and ``ScheduleBatch`` are SGLang's. Replaced are
+the model's forward pass, by a step-time model that advances a virtual clock, and the last hop of a finished token.
+The CPU time that scheduling takes is measured and charged to the same clock, so an expensive policy pays.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from feather_sglang.adapter.inprocess import build_scheduler
+from feather_sglang.errors import FeatherError
+from feather_sglang.replay.step_time import BatchSharing, StepTimeModel
+from feather_sglang.replay.traces import Trace, TraceRequest
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """What a replayed server was started with."""
+
+    kv_tokens: int
+    max_running: int = 500
+    chunked_prefill: int = 8192
+    page_size: int = 1
+    charge_scheduler: bool = True
+
+
+@dataclass
+class Served:
+    """One finished request; times in virtual seconds since the trace began."""
+
+    request: TraceRequest
+    first_token: float
+    finish: float
+    cached_tokens: int
+
+
+class Outcome:
+    """What a replay measured; ``token_gaps`` holds every time between two tokens of a request (s)."""
+
+    def __init__(self) -> None:
+        self.served: list[Served] = []
+        self.token_gaps = array("d")
+        self.batches: list[tuple[float, int, float]] = []  # (clock, rows, seconds) of each decode step
+        self.makespan = 0.0
+        self.scheduler_seconds = 0.0
+        self.retractions = 0
+        self.feather: dict[str, Any] | None = None
+
+
+class Replay:
+    """One server under one policy; ``run`` may be called again, with the policy's state kept and the cache flushed."""
+
+    def __init__(
+        self, folder: Path, policy: str, trace: Trace, model: StepTimeModel, settings: ReplaySettings
+    ) -> None:
+        longest = max((r.input_length + r.output_length for r in trace.requests), default=1)
+        if longest + 8 > settings.kv_tokens:
+            raise FeatherError(
+                f"a request of {trace.name} needs {longest} tokens, --kv-tokens is {settings.kv_tokens}; raise it"
+            )
+        self.settings = settings
+        self.model = model
+        self.clock = 0.0
+        self.scheduler = build_scheduler(
+            folder,
+            policy,
+            longest + 8,
+            max_total_tokens=settings.kv_tokens,
+            max_running_requests=settings.max_running,
+            chunked_prefill_size=settings.chunked_prefill,
+            page_size=settings.page_size,
+        )
+        self.scheduler.tp_worker.forward_batch_generation = self._forward
+        self.feather = getattr(self.scheduler, "feather", None)
+        if self.feather is not None:
+            self.feather.clock = lambda: self.clock
+        self._paths: dict[str, tuple[int, ...]] = {}
+        self._block_size = trace.block_size
+        self._rows: list[Any] | None = None
+        self._sharing: BatchSharing | None = None
+        self._fields = inspect.signature(TokenizedGenerateReqInput).parameters
+
+    # The one thing replaced: the forward pass -------------------------------------------------------------------
+
+    def _forward(self, batch: Any, *args: Any, **kwargs: Any) -> GenerationBatchResult:
+        if batch.forward_mode.is_extend():
+            seconds = self.model.prefill(batch.extend_lens, batch.prefix_lens)
+        else:
+            lengths = batch.seq_lens_cpu.numpy()
+            if batch.reqs is not self._rows:  # SGLang makes a new list whenever the composition changes
+                paths = [self._paths[req.rid] for req in batch.reqs]
+                self._sharing = BatchSharing.from_paths(paths, self._block_size, lengths.tolist())
+                self._rows = batch.reqs
+            assert self._sharing is not None
+            seconds = self.model.decode(lengths, self._sharing)
+            self._outcome.batches.append((self.clock, len(lengths), seconds))
+        self.clock += seconds
+        return GenerationBatchResult(
+            logits_output=LogitsProcessorOutput(next_token_logits=None),
+            next_token_ids=torch.full((len(batch.reqs),), 3, dtype=torch.int64),
+            can_run_cuda_graph=False,
+        )
+
+    # Requests ---------------------------------------------------------------------------------------------------
+
+    def _submit(self, trace: Trace, request: TraceRequest) -> None:
+        rid = str(request.request_id)
+        params = SamplingParams(max_new_tokens=request.output_length, temperature=0.0, ignore_eos=True)
+        params.normalize(None)
+        wanted = {
+            "rid": rid,
+            "input_text": "",
+            "input_ids": trace.tokens(request),
+            "input_embeds": None,
+            "mm_inputs": None,
+            "token_type_ids": [],
+            "sampling_params": params,
+            "return_logprob": False,
+            "logprob_start_len": -1,
+            "top_logprobs_num": 0,
+            "token_ids_logprob": [],
+            "stream": False,
+        }
+        self._paths[rid] = request.hash_ids
+        self.scheduler.handle_generate_request(
+            TokenizedGenerateReqInput(**{name: value for name, value in wanted.items() if name in self._fields})
+        )
+
+    def run(self, trace: Trace, progress: Callable[[int], None] = lambda done: None) -> Outcome:
+        """Serve the whole trace from an empty cache; ``progress`` hears the number of requests done now and then."""
+        scheduler = self.scheduler
+        self._outcome = outcome = Outcome()
+        self.clock = 0.0
+        self._first: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        by_id = {str(request.request_id): request for request in trace.requests}
+        pending, position, told = trace.requests, 0, 0.0
+        gc.collect()
+        gc.freeze()
+        with torch.no_grad():
+            while len(outcome.served) < len(by_id):
+                while position < len(pending) and pending[position].arrival_s <= self.clock:
+                    self._submit(trace, pending[position])
+                    position += 1
+                if not self._turn(by_id):
+                    if position == len(pending):
+                        waiting = [req.rid for req in scheduler.waiting_queue]
+                        raise FeatherError(f"the replay is stuck: requests {waiting[:5]} wait and nothing can run")
+                    self.clock = max(self.clock, pending[position].arrival_s)
+                if time.monotonic() - told > 0.5:
+                    told = time.monotonic()
+                    progress(len(outcome.served))
+        progress(len(outcome.served))
+        outcome.makespan = self.clock
+        outcome.feather = self.feather.stats() if self.feather is not None else None
+        self._turn(by_id)  # lets SGLang merge and drop the last batch
+        scheduler.flush_cache()
+        self._paths.clear()
+        return outcome
+
+    def _turn(self, by_id: dict[str, TraceRequest]) -> bool:
+        """One turn of SGLang's ``event_loop_normal``; False if nothing ran."""
+        scheduler = self.scheduler
+        start = time.thread_time()
+        plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
+        spent = time.thread_time() - start
+        self._outcome.scheduler_seconds += spent
+        scheduler.running_batch = plan.running_batch
+        batch = plan.batch_to_run
+        if batch is not None:
+            if self.settings.charge_scheduler:
+                self.clock += spent
+            scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+            self._note(batch, by_id)
+        scheduler.last_batch = batch
+        return batch is not None
+
+    def _note(self, batch: Any, by_id: dict[str, TraceRequest]) -> None:
+        """Book the tokens of a step that has just ended."""
+        now, first, last, outcome = self.clock, self._first, self._last, self._outcome
+        for req in batch.reqs:
+            rid = req.rid
+            if rid in last:
+                outcome.token_gaps.append(now - last[rid])
+            elif req.output_ids:
+                first[rid] = now
+            else:
+                continue  # a chunk of a prompt
+            last[rid] = now
+            if req.finished():
+                outcome.retractions += req.retraction_count
+                outcome.served.append(Served(by_id[rid], first[rid], now, req.cached_tokens))
+                del last[rid], self._paths[rid]
