@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from server.cases import ROOMY
+from server.cases import NEWEST, ROOMY
 from server.sglang_server import launch_command, server_environment
 from server.workload import Answer, Request
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("prepared")]
+newest_only = pytest.mark.skipif(metadata.version("sglang") != NEWEST, reason=f"runs on SGLang {NEWEST}")
 ENGINE = Path(__file__).with_name("engine_program.py")
 
 
@@ -34,6 +36,7 @@ def test_a_feather_policy_without_the_plugin_ends_start_up(model: Path) -> None:
     assert "invalid choice: 'feather'" in ended.stderr
 
 
+@newest_only
 def test_a_bad_flag_ends_start_up_with_one_line(model: Path) -> None:
     ended = run(launch_command(model, "--schedule-policy", "feather", "--feather-chunk-size", "0", *ROOMY))
     assert ended.returncode != 0
@@ -53,6 +56,7 @@ def test_engine_takes_a_policy_and_its_options(
     assert "feather-bandit is active" in done.stderr + done.stdout
 
 
+@newest_only
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
