@@ -9,7 +9,7 @@ from feather_sglang.policies.base import Policy
 from feather_sglang.policies.discretiser import Discretiser
 from feather_sglang.policies.estimates import NEW_CELL
 from feather_sglang.policies.parameters import Features, Number
-from feather_sglang.policies.policy_file import integer, mapping, number, sequence
+from feather_sglang.policies.policy_file import mapping, number, pairs, sequence
 from feather_sglang.policies.protocol import ADD, STOP, Action, PolicyState
 from feather_sglang.policies.trial import Trial
 
@@ -17,8 +17,7 @@ from feather_sglang.policies.trial import Trial
 # reward sees neither the request that STOP keeps waiting nor the batch that shrinks by many STOPs in a row.
 MARGIN = Number(0.02, 0.0, 1.0)
 FEATURE_SET = Features()
-# Rewards that a trial lasts at most: a batch becomes homogeneous within the lifetime of its requests, hundreds of
-# steps.
+# Rewards that a trial lasts at most: a batch becomes homogeneous within the lifetime of its requests.
 TRIAL = Number(300, 1, 1e6, integer=True)
 
 
@@ -58,18 +57,14 @@ class Learner(Policy):
             cell = list(NEW_CELL)
             if self.explore:
                 self.table[key] = cell
-        code = 2 * key
-        if self._wants_stop(key, cell):
-            code += 1
-            self.stops += 1
-            action = STOP
-        else:
-            self.adds += 1
-            action = ADD
+        stop = self._wants_stop(key, cell)
+        self.stops += stop
+        self.adds += not stop
         if self.explore:
+            code = 2 * key + stop
             self._waiting[code] = self._waiting.get(code, 0) + 1
             self._last = code
-        return action
+        return STOP if stop else ADD
 
     def cancel(self) -> None:
         """Take back the last decision; a free addition, or one already rewarded, leaves nothing to take back."""
@@ -148,11 +143,7 @@ class Learner(Policy):
         self._waiting = dict(self._read_codes(document.get("waiting"), "waiting"))
 
     def _read_codes(self, value: Any, what: str) -> list[tuple[int, int]]:
-        """Read ``[[code, count], ...]``: every code is of a state in the table."""
-        codes = []
-        for pair in sequence(value, what):
-            code, count = (integer(x, what) for x in sequence(pair, what, 2))
-            if code // 2 not in self.table or count < 1:
-                raise ValueError(f"{what} names a state that the table lacks")
-            codes.append((code, count))
+        codes = pairs(value, what)
+        if any(code // 2 not in self.table or count < 1 for code, count in codes):
+            raise ValueError(f"{what} names a state that the table lacks")
         return codes

@@ -81,3 +81,9 @@ def sequence(value: Any, what: str, length: int | None = None) -> list[Any]:
     if not isinstance(value, list) or (length is not None and len(value) != length):
         raise ValueError(f"{what} is not an array" + (f" of {length}" if length is not None else ""))
     return value
+
+
+def pairs(value: Any, what: str) -> list[tuple[int, int]]:
+    """Return `value` if it is a JSON array of pairs of whole numbers."""
+    rows = [sequence(row, what, 2) for row in sequence(value, what)]
+    return [(integer(first, what), integer(second, what)) for first, second in rows]

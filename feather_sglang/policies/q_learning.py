@@ -57,8 +57,8 @@ class QLearning(Learner):
             self._epsilon[key] = max(epsilon * self._eps_decay, self._eps_min)
             if self._random.random() < epsilon:
                 return self._random.random() < 0.5 and self._may_try()
-        if cell[3] < FORGOTTEN:  # chance alone would leave STOP untried in one state in some hundreds
-            return self._eps_min > 0 and self._may_try()
+        if cell[3] < FORGOTTEN:
+            return False
         gain, proven = lead(cell, self._margin)
         return proven or (gain > 0 and self._may_try())
 

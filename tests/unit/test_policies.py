@@ -7,6 +7,7 @@ import pytest
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.policies import POLICIES, Action, PolicyState, StopPolicy, make_policy
+from feather_sglang.policies.estimates import NEW_CELL, lead, learn
 
 ADD, STOP = Action.ADD, Action.STOP
 LEARNERS = ("bandit", "qlearning")
@@ -282,6 +283,43 @@ def test_headroom_is_told_apart_only_when_asked(name):
     policy.explore = False
     assert (policy.decide(short), policy.decide(plenty)) == (STOP, ADD)
     assert make_policy(name).discretiser.key(short) == make_policy(name).discretiser.key(plenty)
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_the_end_of_an_episode_ends_a_trial(name):
+    policy, state = make_policy(name), PolicyState(20, 40, 10)
+    while policy.stats()["trials"] == 0:
+        policy.decide(state)
+        policy.observe(100.0)
+    assert policy.decide(state) is STOP
+    policy.end_episode()
+    assert policy.decide(state) is ADD
+
+
+@pytest.mark.parametrize(
+    "rewards, proven",
+    [
+        ([100, 100, 100, 100], True),
+        ([80, 120, 80, 120], False),  # the same mean, but 125 is hardly beyond what ADD itself shows
+        ([80, 120] * 10, True),
+    ],
+)
+def test_stop_is_proven_by_three_standard_errors(rewards, proven):
+    cell = list(NEW_CELL)
+    for reward in rewards:
+        learn(cell, 0, reward, 1.0, 100.0)
+        learn(cell, 1, 1.25 * reward, 1.0, 100.0)
+    gain, answer = lead(cell, 0.02)
+    assert gain == pytest.approx(0.18)
+    assert answer is proven
+
+
+def test_rewards_weigh_as_told_and_spread_is_around_each_actions_mean():
+    cell = list(NEW_CELL)
+    for weight, reward in ((1.0, 10.0), (0.5, 40.0), (0.0, 1e9)):
+        learn(cell, 1, reward, weight, 100.0)
+    assert cell[:4] == pytest.approx([0.0, 0.0, 20.0, 1.5])
+    assert cell[4] == pytest.approx((1.0 * 10**2 + 0.5 * 20**2) / 1.5)
 
 
 def test_q_learning_credits_what_follows():
