@@ -210,7 +210,8 @@ def measure_rounds(
     Returns
     -------
     dict
-        Medians: ``insert_us``, ``decide_us``, ``feather_us``, ``feather_worst_us``, and one ``<policy>_us`` each.
+        Medians: ``insert_us``, ``decide_us``, ``feather_us``, ``feather_worst_us``. And one ``<policy>_us`` each, the
+        *least* of the repeats: other work on the machine falls into a round of 100 ms, hardly ever into one of 10 us.
     """
     prompts = Prompts(tokens)
     queue = SteadyQueue(waiting, prompts)
@@ -227,7 +228,8 @@ def measure_rounds(
             if repeat:  # the first warms up
                 for name, value in times.items():
                     measured[name].append(value)
-    result = {name: median(values) for name, values in measured.items()}
+    stock_times = {f"{policy}_us" for policy in policies}
+    result = {name: (min if name in stock_times else median)(values) for name, values in measured.items()}
     result["feather_us"] = result["decide_us"] + result["insert_us"] / LOOKUPS_PER_REQUEST
     result["feather_worst_us"] = result["decide_us"] + result["insert_us"]
     return result
