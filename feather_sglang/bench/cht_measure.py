@@ -60,7 +60,7 @@ def garbage_collection_off() -> Iterator[None]:
 class Prompts:
     """Prompts of `tokens` tokens in `groups` prefix groups; all but the last 20 tokens are a group's own prefix."""
 
-    def __init__(self, tokens: int, groups: int = 5, seed: int = 0) -> None:
+    def __init__(self, tokens: int = 5_000, groups: int = 5, seed: int = 0) -> None:
         self._random = random.Random(seed)
         self.prefixes = [self._draw(max(0, tokens - OWN_TOKENS)) for _ in range(groups)]
         self._own = min(tokens, OWN_TOKENS)
@@ -73,6 +73,19 @@ class Prompts:
 
     def _draw(self, tokens: int) -> array[int]:
         return array("q", self._random.choices(range(32_000), k=tokens))
+
+
+class MixedPrompts(Prompts):
+    """Two levels and many lengths: 20 groups of 640 tokens, 20 subgroups of 640 more in each, 1 to 2,000 own tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(tokens=640 + OWN_TOKENS, groups=20)
+        self._seconds = [[self._draw(640) for _ in range(20)] for _ in self.prefixes]
+
+    def make(self) -> array[int]:
+        """Return the next prompt, of a random subgroup and length."""
+        group, sub = self._random.randrange(20), self._random.randrange(20)
+        return self.prefixes[group] + self._seconds[group][sub] + self._draw(self._random.randint(1, 2_000))
 
 
 def measure_calls(requests: int = PAPER_CALLS["insert"], tokens: int = 5_000, batch: int = 256) -> dict[str, Any]:
@@ -164,7 +177,7 @@ class SteadyQueue:
 
 
 def measure_scaling(
-    sizes: Sequence[int] = (100, 10_000), tokens: int = 5_000, blocks: int = 15, cycles: int = 1_000
+    sizes: Sequence[int] = (100, 1_000, 10_000), prompts: type[Prompts] = Prompts, blocks: int = 15, cycles: int = 1_000
 ) -> dict[str, dict[str, float]]:
     """Measure every operation with `sizes` requests waiting, in alternating blocks of many cycles.
 
@@ -174,7 +187,7 @@ def measure_scaling(
         Per operation: its median time in us for each size (by the size as a string), and ``ratio``, the median over
         the blocks of the last size's median time over the first's. Two blocks compared ran next to each other.
     """
-    queues = {size: SteadyQueue(size, Prompts(tokens)) for size in sizes}
+    queues = {size: SteadyQueue(size, prompts()) for size in sizes}
     measured: dict[int, list[dict[str, float]]] = {size: [] for size in sizes}
     with garbage_collection_off():
         for block in range(blocks + 1):
