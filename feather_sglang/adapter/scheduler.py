@@ -261,16 +261,31 @@ class FeatherScheduler:
     # Row order and reward -------------------------------------------------------------------------------------
 
     def _update_running_batch(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        # Rows are ordered after SGLang has dropped what finished and retracted (which sorts the rest by length), and
+        # before it allocates the step's tokens row by row.
+        prepare = batch.prepare_for_decode
+
+        def order_and_prepare(*args: Any, **kwargs: Any) -> Any:
+            self._order_rows(batch)
+            return prepare(*args, **kwargs)
+
+        batch.prepare_for_decode = order_and_prepare
+        try:
+            return original(batch, *args, **kwargs)
+        finally:
+            del batch.prepare_for_decode
+
+    def _order_rows(self, batch: Any) -> None:
         # SGLang makes a new row list whenever the composition changes, so the same list is in order already.
-        if self.options.row_order and not self.failed and batch.reqs is not self._ordered:
-            with self._guard("rows could not be ordered"):
-                start = time.perf_counter()
-                order = self.builder.row_order([req.rid for req in batch.reqs])
-                if order is not None and permute_rows(batch, order):
-                    self.permutations += 1
-                self._ordered = batch.reqs
-                self.permutation_seconds += time.perf_counter() - start
-        return original(batch, *args, **kwargs)
+        if not self.options.row_order or self.failed or batch.reqs is self._ordered:
+            return
+        with self._guard("rows could not be ordered"):
+            start = time.perf_counter()
+            order = self.builder.row_order([req.rid for req in batch.reqs])
+            if order is not None and permute_rows(batch, order):
+                self.permutations += 1
+            self._ordered = batch.reqs
+            self.permutation_seconds += time.perf_counter() - start
 
     def _process_batch_result(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         is_decode = batch.forward_mode.is_decode()

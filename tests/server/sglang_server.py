@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +113,17 @@ class SGLangServer:
         (rank,) = self.get("/v1/loads")["loads"]
         return rank["num_running_reqs"], rank["num_waiting_reqs"], rank["num_used_tokens"]
 
+    def wait_until_busy(self, seconds: float = 10) -> None:
+        """Return once some request runs; fail if none comes."""
+        self._wait(seconds, lambda running, waiting: running > 0)
+
     def wait_until_idle(self, seconds: float = 20) -> None:
         """Return once nothing runs and nothing waits; fail if that does not come."""
+        self._wait(seconds, lambda running, waiting: running + waiting == 0)
+
+    def _wait(self, seconds: float, reached: Callable[[int, int], bool]) -> None:
         deadline = time.monotonic() + seconds
-        while (load := self.load())[:2] != (0, 0):
+        while not reached(*(load := self.load())[:2]):
             if time.monotonic() > deadline:
                 raise AssertionError(f"(running, waiting, tokens) is still {load} after {seconds} s")
-            time.sleep(0.1)
+            time.sleep(0.02)
