@@ -67,6 +67,7 @@ def build_scheduler(folder: Path, policy: str, context_length: int, **arguments:
         ranks = sglang_scheduler.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
         sglang_scheduler.publish(args, role="scheduler", ranks=ranks)
         scheduler = sglang_scheduler.Scheduler(args, ports)
+    scheduler.load_snapshot_writer = None  # load reports to a router: not scheduling, and dear on a long queue
     # The classes have slots: their methods are replaced, in a process that runs nothing else.
     for channel, method in (
         (scheduler.output_streamer, "stream_output"),

@@ -1,0 +1,340 @@
+"""``feather ab``: replay one trace under several scheduling policies, each in a process of its own, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from feather_sglang import __version__
+from feather_sglang.errors import FeatherError
+from feather_sglang.replay.model_shape import DEFAULT_MODEL, MODELS, load_model
+from feather_sglang.replay.profiles import list_profiles, load_profile
+from feather_sglang.replay.step_time import StepTimeModel
+from feather_sglang.replay.traces import Trace, load_trace
+from feather_sglang.replay.workloads import no_sharing, shared_prefix
+from feather_sglang.report import plots
+from feather_sglang.report.summary import RunSummary
+from feather_sglang.report.tables import comparison
+
+STOCK = ("fcfs", "lpm", "dfs-weight", "hrrn", "lof", "random")
+FEATHER = ("feather", "feather-heuristic", "feather-bandit", "feather-qlearning", "feather-order")
+DEFAULT_POLICIES = "fcfs,lpm,dfs-weight,feather-order,feather-bandit"
+RESULTS_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: everything a child process needs."""
+
+    policy: str
+    trace: Trace
+    model: StepTimeModel
+    settings: dict[str, Any]
+    options: dict[str, Any]
+
+
+@dataclass
+class RunResult:
+    """What a child process sends back."""
+
+    summary: RunSummary
+    batches: list[tuple[float, int, float]]
+    latencies: list[float]
+    feather: dict[str, Any] | None
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that say what is replayed and on what."""
+    parser.add_argument("trace", nargs="?", help="trace in Mooncake's JSON lines; none: the paper's workload, generated")
+    parser.add_argument("--requests", type=int, metavar="N", help="replay the first N requests (generated: 1000)")
+    parser.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="X times the requests per second")
+    parser.add_argument("--block-size", type=int, default=512, metavar="TOKENS", help="tokens per hash id of the trace")
+    made = parser.add_argument_group("generated workload", "used when no trace is given (paper 5.2)")
+    made.add_argument("--groups", type=int, default=5, help="prefix groups (5)")
+    made.add_argument("--prefix-tokens", type=int, default=5000, help="shared tokens of a prompt (5000)")
+    made.add_argument("--levels", type=int, default=1, help="levels of the prefix tree (1)")
+    made.add_argument("--rate", type=float, default=100.0, help="requests per second (100)")
+    made.add_argument("--output-tokens", type=int, default=200, help="output tokens per request (200)")
+    made.add_argument("--no-sharing", action="store_true", help="prompts of 1000 tokens that share nothing")
+    server = parser.add_argument_group("server and hardware")
+    server.add_argument("--profile", default="h200", help=f"hardware profile: {', '.join(list_profiles())} or a .json file")
+    server.add_argument("--model", default=DEFAULT_MODEL, choices=sorted(MODELS), help="model whose steps are timed")
+    server.add_argument("--attention", help="decode kernel of the profile (its first)")
+    server.add_argument("--kv-tokens", type=int, metavar="N", help="KV capacity in tokens (what the profile leaves)")
+    server.add_argument("--max-running", type=int, default=500, metavar="N", help="most running requests (500)")
+    server.add_argument("--chunked-prefill", type=int, default=8192, metavar="TOKENS", help="prefill chunk (8192)")
+    server.add_argument("--page-size", type=int, default=1, metavar="TOKENS", help="KV page size (1)")
+    server.add_argument("--seed", type=int, default=0, help="of the generated workload and of exploration")
+    server.add_argument(
+        "--scheduler-cost",
+        choices=("on", "off"),
+        default="on",
+        help="charge the measured CPU time of scheduling to the clock; off makes a replay fully deterministic",
+    )
+    policy = parser.add_argument_group("feather policies")
+    policy.add_argument("--feather-chunk-size", type=int, default=64, metavar="TOKENS")
+    policy.add_argument("--feather-max-wait", type=float, default=120.0, metavar="SECONDS")
+    parser.add_argument("--out", type=Path, default=Path("feather-ab-results"), help="folder for results and plots")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``feather ab``."""
+    add_workload_arguments(parser)
+    parser.add_argument("--policies", default=DEFAULT_POLICIES, help=f"comma-separated (default {DEFAULT_POLICIES})")
+    parser.add_argument("--feather-policy-file", metavar="FILE", help="policy file written by `feather train`")
+    parser.add_argument("--feather-explore", choices=("on", "off"), default="on")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="policies replayed at a time (2)")
+
+
+def workload(args: argparse.Namespace) -> Trace:
+    """The trace that the flags ask for."""
+    if args.requests is not None and args.requests < 1:
+        raise FeatherError(f"--requests {args.requests}: must be at least 1")
+    if args.trace is not None:
+        trace = load_trace(args.trace, args.block_size)
+        trace = trace.head(args.requests) if args.requests else trace
+    elif args.no_sharing:
+        trace = no_sharing(
+            output_tokens=args.output_tokens, rate=args.rate, requests=args.requests or 1000, seed=args.seed
+        )
+    else:
+        trace = shared_prefix(
+            groups=args.groups,
+            prefix_tokens=args.prefix_tokens,
+            levels=args.levels,
+            output_tokens=args.output_tokens,
+            rate=args.rate,
+            requests=args.requests or 1000,
+            seed=args.seed,
+        )
+    return trace.scaled(args.rate_scale)
+
+
+def step_model(args: argparse.Namespace) -> tuple[StepTimeModel, dict[str, Any]]:
+    """The step-time model and the replayed server's settings."""
+    profile, shape = load_profile(args.profile), load_model(args.model)
+    model = StepTimeModel(profile, shape, args.attention)
+    for flag, value in (("--max-running", args.max_running), ("--page-size", args.page_size)):
+        if value < 1:
+            raise FeatherError(f"{flag} {value}: must be at least 1")
+    settings = {
+        "kv_tokens": args.kv_tokens or profile.kv_tokens(shape),
+        "max_running": args.max_running,
+        "chunked_prefill": args.chunked_prefill,
+        "page_size": args.page_size,
+        "charge_scheduler": args.scheduler_cost == "on",
+    }
+    return model, settings
+
+
+def check_sglang() -> str:
+    """Version of the installed SGLang; one clear line if there is none, or none that fits."""
+    if importlib.util.find_spec("sglang") is None:
+        raise FeatherError("SGLang is not installed here; see README, or run `feather doctor`")
+    from feather_sglang.adapter.hooks import SUPPORTED, installed_version
+
+    version = installed_version()
+    if version not in SUPPORTED:
+        raise FeatherError(f"sglang {version} is not supported; install one of {SUPPORTED[0]} to {SUPPORTED[-1]}")
+    return version
+
+
+def check_fits(trace: Trace, kv_tokens: int) -> None:
+    """Raise ``FeatherError`` if a request could never run."""
+    longest = max((r.input_length + r.output_length for r in trace.requests), default=0) + 8
+    if longest > kv_tokens:
+        raise FeatherError(f"a request of {trace.name} needs {longest} tokens of KV, --kv-tokens is {kv_tokens}; raise it")
+
+
+def replay(job: Job, tell: Any) -> RunResult:
+    """Run one job in this process (once per process: SGLang keeps global state)."""
+    os.environ["FEATHER_OPTIONS"] = json.dumps(job.options)
+    from feather_sglang.adapter import cpu_shims
+
+    cpu_shims.install()
+    from feather_sglang.adapter.replay_engine import Replay, ReplaySettings
+
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Replay(Path(folder), job.policy, job.trace, job.model, ReplaySettings(**job.settings))
+        return result_of(job.policy, engine.run(job.trace, tell))
+
+
+def result_of(policy: str, outcome: Any) -> RunResult:
+    """Turn what the engine measured into figures."""
+    served = outcome.served
+    feather = outcome.feather
+    summary = RunSummary.from_times(
+        policy,
+        arrivals=[s.request.arrival_s for s in served],
+        first_tokens=[s.first_token for s in served],
+        finishes=[s.finish for s in served],
+        output_tokens=sum(s.request.output_length for s in served),
+        input_tokens=sum(s.request.input_length for s in served),
+        cached_tokens=sum(s.cached_tokens for s in served),
+        token_gaps=outcome.token_gaps,
+        batch_rows=[rows for _, rows, _ in outcome.batches],
+        batch_seconds=[seconds for _, _, seconds in outcome.batches],
+        makespan=outcome.makespan,
+        scheduler_seconds=outcome.scheduler_seconds,
+        retractions=outcome.retractions,
+        stops=feather["stops"] if feather else 0,
+    )
+    every = max(1, len(outcome.batches) // 4000)
+    latencies = [s.finish - s.request.arrival_s for s in served]
+    return RunResult(summary, outcome.batches[::every], latencies, feather)
+
+
+def _child(job: Job, log: Path, queue: Any) -> None:
+    """Entry point of a child process; everything it prints goes to its log."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    try:
+        queue.put((job.policy, "done", replay(job, lambda done: queue.put((job.policy, "progress", done)))))
+    except FeatherError as error:
+        queue.put((job.policy, "mistake", str(error)))
+    except BaseException as error:
+        traceback.print_exc()
+        queue.put((job.policy, "crash", f"{type(error).__name__}: {error}"))
+    queue.close()
+    queue.join_thread()
+    os._exit(0)  # nothing of SGLang's interpreter shutdown is of use here
+
+
+def run_jobs(jobs: list[Job], at_a_time: int, logs: Path, console: Console) -> dict[str, RunResult]:
+    """Run the jobs in child processes, with a progress bar each; the first failure ends them all."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    waiting, running, results = list(jobs), {}, {}
+    columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        bars = {job.policy: progress.add_task(job.policy, total=len(job.trace.requests), start=False) for job in jobs}
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_a_time:
+                    job = waiting.pop(0)
+                    process = context.Process(target=_child, args=(job, logs / f"{job.policy}.log", queue))
+                    process.start()
+                    running[job.policy] = process
+                    progress.start_task(bars[job.policy])
+                try:
+                    policy, kind, value = queue.get(timeout=1.0)
+                except Empty:
+                    dead = [name for name, process in running.items() if not process.is_alive()]
+                    if dead and queue.empty():
+                        raise FeatherError(f"the replay under {dead[0]} ended without a result; see its log") from None
+                    continue
+                if kind == "progress":
+                    progress.update(bars[policy], completed=value)
+                elif kind == "done":
+                    results[policy] = value
+                    progress.update(bars[policy], completed=len(value.latencies))
+                    progress.stop_task(bars[policy])
+                    running.pop(policy).join()
+                elif kind == "mistake":
+                    raise FeatherError(value)
+                else:
+                    raise FeatherError(f"the replay under {policy} failed ({value}); see {logs / f'{policy}.log'}")
+        finally:
+            for process in running.values():
+                process.terminate()
+    return {job.policy: results[job.policy] for job in jobs}
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    scratch.write_text(json.dumps(content, indent=1))
+    os.replace(scratch, path)
+
+
+def make_folder(path: Path) -> Path:
+    """Make the output folder, or say in one line why not."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FeatherError(f"--out {path}: cannot make the folder: {error.strerror}") from error
+    return path
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay, print the table, write results and plots."""
+    policies = [name.strip() for name in args.policies.split(",") if name.strip()]
+    unknown = [name for name in policies if name not in STOCK + FEATHER]
+    if unknown or not policies:
+        raise FeatherError(f"--policies {args.policies}: unknown {unknown or 'empty list'}; choose from {STOCK + FEATHER}")
+    if len(set(policies)) < len(policies):
+        raise FeatherError(f"--policies {args.policies}: a policy is named twice")
+    if args.jobs < 1:
+        raise FeatherError(f"--jobs {args.jobs}: must be at least 1")
+    version = check_sglang()
+    trace = workload(args)
+    model, settings = step_model(args)
+    check_fits(trace, settings["kv_tokens"])
+    options: dict[str, Any] = {
+        "seed": args.seed,
+        "chunk_size": args.feather_chunk_size,
+        "max_wait": args.feather_max_wait,
+        "explore": args.feather_explore == "on",
+    }
+    by_policy = {name: dict(options) for name in policies}
+    if args.feather_policy_file:
+        kind = check_policy_file(args.feather_policy_file)
+        takers = [name for name in policies if name in (f"feather-{kind}", "feather" if kind == "bandit" else "")]
+        if not takers:
+            raise FeatherError(f"{args.feather_policy_file} holds a {kind} policy; --policies names no feather-{kind}")
+        for name in takers:
+            by_policy[name]["policy_file"] = os.path.abspath(args.feather_policy_file)
+    out = make_folder(args.out)
+    console = Console()
+    for notice in trace.notices:
+        console.print(f"[yellow]notice:[/yellow] {notice}")
+    title = f"{trace.name}: {len(trace.requests):,} requests, {args.profile}, {settings['kv_tokens']:,} KV tokens"
+    console.print(f"feather {__version__}, sglang {version}, {title}")
+    jobs = [Job(name, trace, model, settings, by_policy[name]) for name in policies]
+    results = run_jobs(jobs, args.jobs, out, console)
+    console.print(comparison([r.summary for r in results.values()], title))
+    write_json(
+        out / "results.json",
+        {
+            "version": RESULTS_VERSION,
+            "command": shlex.join(["feather", *sys.argv[1:]]),
+            "feather": __version__,
+            "sglang": version,
+            "python": platform.python_version(),
+            "workload": {"name": trace.name, "requests": len(trace.requests), "block_size": trace.block_size},
+            "profile": args.profile,
+            "model": args.model,
+            "attention": model.attention_name,
+            "settings": settings,
+            "options": by_policy,
+            "runs": {name: {**r.summary.as_dict(), "feather": r.feather} for name, r in results.items()},
+        },
+    )
+    plots.throughput({name: r.summary.output_tok_s for name, r in results.items()}, out / "throughput.png")
+    plots.batch_size({name: r.batches for name, r in results.items()}, out / "batch_size.png")
+    plots.latency({name: r.latencies for name, r in results.items()}, out / "latency.png")
+    console.print(f"results.json, throughput.png, batch_size.png and latency.png are in {out}")
+    return 0
+
+
+def check_policy_file(path: str) -> str:
+    """Kind of policy that a policy file holds; ``FeatherError`` for a file that is none."""
+    from feather_sglang.policies import load_policy
+
+    return load_policy(path).name

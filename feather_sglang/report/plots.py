@@ -1,0 +1,68 @@
+"""Runs side by side, as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def _axes(title: str, x: str, y: str) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def throughput(rates: Mapping[str, float], path: Path) -> Path:
+    """Bars of output tokens/s by policy."""
+    figure, axes = _axes("Output throughput", "", "tokens/s")
+    bars = axes.bar(list(rates), list(rates.values()), color=[f"C{i}" for i in range(len(rates))])
+    axes.bar_label(bars, fmt="{:,.0f}")
+    axes.set_ylim(0, 1.12 * max(rates.values(), default=1))
+    return _save(figure, path)
+
+
+def batch_size(batches: Mapping[str, Sequence[tuple[float, int, float]]], path: Path) -> Path:
+    """Rows of the decode batch over time, by policy; steps are (clock s, rows, seconds)."""
+    figure, axes = _axes("Decode batch over time", "time (s)", "rows")
+    for policy, steps in batches.items():
+        every = max(1, len(steps) // 2000)
+        axes.plot([s[0] for s in steps[::every]], [s[1] for s in steps[::every]], label=policy, linewidth=1)
+    axes.legend()
+    return _save(figure, path)
+
+
+def latency(latencies: Mapping[str, Sequence[float]], path: Path) -> Path:
+    """Distribution of the end-to-end time, by policy."""
+    figure, axes = _axes("End-to-end latency", "time (s)", "share of requests")
+    for policy, values in latencies.items():
+        ordered = np.sort(np.asarray(values))
+        axes.plot(ordered, np.arange(1, len(ordered) + 1) / max(len(ordered), 1), label=policy)
+    axes.set_ylim(0, 1)
+    axes.legend()
+    return _save(figure, path)
+
+
+def learning_curve(values: Sequence[float], baseline: float, path: Path) -> Path:
+    """Output tokens/s of each training pass beside always admitting."""
+    figure, axes = _axes("Training", "pass", "output tokens/s")
+    axes.plot(range(1, len(values) + 1), values, marker="o", label="policy")
+    axes.axhline(baseline, color="C1", linestyle="--", label="never stop")
+    axes.legend()
+    return _save(figure, path)

@@ -1,0 +1,55 @@
+"""Runs side by side, in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich.table import Table
+
+from feather_sglang.report.summary import RunSummary
+
+
+class Figure(NamedTuple):
+    """A row of the table: its field, name, format, and whether more is better (None: neither)."""
+
+    field: str
+    name: str
+    form: str
+    more_is_better: bool | None
+
+
+FIGURES = (
+    Figure("output_tok_s", "output tok/s", "{:,.0f}", True),
+    Figure("ttft_mean", "TTFT mean s", "{:.2f}", False),
+    Figure("ttft_p99", "TTFT p99 s", "{:.2f}", False),
+    Figure("tbt_mean_ms", "TBT mean ms", "{:.1f}", False),
+    Figure("tbt_p99_ms", "TBT p99 ms", "{:.1f}", False),
+    Figure("e2e_mean", "end-to-end mean s", "{:.2f}", False),
+    Figure("e2e_p99", "end-to-end p99 s", "{:.2f}", False),
+    Figure("mean_batch", "mean batch", "{:.0f}", None),
+    Figure("cache_hit", "cache hit", "{:.1%}", True),
+    Figure("scheduler_share", "scheduler CPU", "{:.1%}", False),
+    Figure("max_wait", "longest wait s", "{:.1f}", False),
+    Figure("retractions", "retractions", "{:,d}", False),
+    Figure("stops", "stops", "{:,d}", None),
+)
+
+
+def comparison(summaries: Sequence[RunSummary], title: str = "") -> Table:
+    """A column per run; the best of each figure is bold, throughput also stands as a ratio to the first run."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for summary in summaries:
+        table.add_column(summary.policy, justify="right", overflow="fold")
+    base = summaries[0].output_tok_s if summaries else 0.0
+    for figure in FIGURES:
+        values = [getattr(summary, figure.field) for summary in summaries]
+        best = None if figure.more_is_better is None else (max if figure.more_is_better else min)(values, default=None)
+        cells = [figure.form.format(value) for value in values]
+        if len(set(values)) > 1:
+            cells = [f"[bold]{c}[/bold]" if v == best else c for c, v in zip(cells, values, strict=True)]
+        table.add_row(figure.name, *cells)
+        if figure.field == "output_tok_s":
+            table.add_row(f"  to {summaries[0].policy}", *[f"{v / base:.2f}x" if base else "" for v in values])
+    return table

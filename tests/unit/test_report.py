@@ -1,0 +1,75 @@
+"""Figures of a run, tables and plots, on records made by hand."""
+
+import pytest
+from rich.console import Console
+
+from feather_sglang.report import plots
+from feather_sglang.report.summary import RunSummary
+from feather_sglang.report.tables import comparison
+
+
+def summary(policy="fcfs", speed=1.0):
+    return RunSummary.from_times(
+        policy,
+        arrivals=[0.0, 1.0],
+        first_tokens=[0.5, 3.0],
+        finishes=[4.5, 5.0],
+        output_tokens=200,
+        input_tokens=1000,
+        cached_tokens=250,
+        token_gaps=[0.010, 0.030],
+        batch_rows=[1, 3],
+        batch_seconds=[1.0, 3.0],
+        makespan=5.0 / speed,
+        scheduler_seconds=0.1,
+        retractions=2,
+        stops=7,
+    )
+
+
+def test_every_figure_by_hand():
+    one = summary()
+    assert one.output_tok_s == 40.0
+    assert one.ttft_mean == pytest.approx((0.5 + 2.0) / 2) and one.max_wait == 2.0
+    assert one.ttft_p99 == pytest.approx(0.5 + 0.99 * 1.5)
+    assert one.tbt_mean_ms == pytest.approx(20.0)
+    assert one.e2e_mean == pytest.approx((4.5 + 4.0) / 2)
+    assert one.mean_batch == pytest.approx((1 * 1 + 3 * 3) / 4)  # by time
+    assert one.cache_hit == 0.25 and one.scheduler_share == pytest.approx(0.02)
+    assert (one.retractions, one.stops, one.requests) == (2, 7, 2)
+
+
+def test_an_empty_run_is_all_zeros():
+    empty = RunSummary.from_times(
+        "fcfs",
+        arrivals=[],
+        first_tokens=[],
+        finishes=[],
+        output_tokens=0,
+        input_tokens=0,
+        cached_tokens=0,
+        token_gaps=[],
+        batch_rows=[],
+        batch_seconds=[],
+        makespan=0.0,
+        scheduler_seconds=0.0,
+    )
+    assert all(value in (0, 0.0, "fcfs") for value in empty.as_dict().values())
+
+
+def test_the_table_fits_a_terminal_and_shows_ratios():
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))
+    console.print(comparison([summary(), summary("feather-bandit", speed=1.5)], "title"))
+    text = console.export_text()
+    assert "1.00x" in text and "1.50x" in text and "feather-bandit" in text
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+
+
+def test_plots_are_written(tmp_path):
+    files = [
+        plots.throughput({"a": 1.0, "b": 2.0}, tmp_path / "t.png"),
+        plots.batch_size({"a": [(0.0, 3, 0.1), (1.0, 5, 0.1)]}, tmp_path / "b.png"),
+        plots.latency({"a": [1.0, 2.0], "b": []}, tmp_path / "l.png"),
+        plots.learning_curve([1.0, 2.0], 1.5, tmp_path / "c.png"),
+    ]
+    assert all(file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 5000 for file in files)
