@@ -126,7 +126,7 @@ class Server:
             "return_logprob": logprobs is not None,
             "logprob_start_len": -1,
             "top_logprobs_num": logprobs or 0,
-            "token_ids_logprob": [],
+            "token_ids_logprob": None,
             "stream": False,
             "priority": priority,
             "extra_key": extra_key,
