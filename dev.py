@@ -188,7 +188,7 @@ def install_package(gpu: bool) -> None:
         has_setuptools = subprocess.run([str(python()), "-c", check], capture_output=True)
         isolation = ["--no-build-isolation"] if has_setuptools.returncode == 0 else []
         if gpu:
-            pip_install(*isolation, "--editable", ".[test,lint]")
+            pip_install(*isolation, "--editable", ".[test]")
         else:
             pip_install(*isolation, "--no-deps", "--editable", ".")
         run([str(python()), "-m", "feather_sglang.adapter.cpu_shims"], "could not prepare .venv for SGLang on a CPU")
