@@ -12,6 +12,7 @@ import shlex
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
@@ -39,13 +40,18 @@ RESULTS_VERSION = 1
 
 @dataclass(frozen=True)
 class Job:
-    """One run: everything a child process needs."""
+    """One run: everything a child process needs. ``label`` names it in the report; the policy's name if empty."""
 
     policy: str
     trace: Trace
     model: StepTimeModel
     settings: dict[str, Any]
     options: dict[str, Any]
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.label or self.policy
 
 
 @dataclass
@@ -171,7 +177,7 @@ def replay(job: Job, tell: Any) -> RunResult:
 
     with tempfile.TemporaryDirectory() as folder:
         engine = Replay(Path(folder), job.policy, job.trace, job.model, ReplaySettings(**job.settings))
-        return result_of(job.policy, engine.run(job.trace, tell))
+        return result_of(job.name, engine.run(job.trace, tell))
 
 
 def result_of(policy: str, outcome: Any) -> RunResult:
@@ -199,39 +205,41 @@ def result_of(policy: str, outcome: Any) -> RunResult:
     return RunResult(summary, outcome.batches[::every], latencies, feather)
 
 
-def _child(job: Job, log: Path, queue: Any) -> None:
+def _child(work: Callable[[Job, Any], Any], job: Job, log: Path, queue: Any) -> None:
     """Entry point of a child process; everything it prints goes to its log."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     try:
-        queue.put((job.policy, "done", replay(job, lambda done: queue.put((job.policy, "progress", done)))))
+        queue.put((job.name, "done", work(job, lambda done: queue.put((job.name, "progress", done)))))
     except FeatherError as error:
-        queue.put((job.policy, "mistake", str(error)))
+        queue.put((job.name, "mistake", str(error)))
     except BaseException as error:
         traceback.print_exc()
-        queue.put((job.policy, "crash", f"{type(error).__name__}: {error}"))
+        queue.put((job.name, "crash", f"{type(error).__name__}: {error}"))
     queue.close()
     queue.join_thread()
     os._exit(0)  # nothing of SGLang's interpreter shutdown is of use here
 
 
-def run_jobs(jobs: list[Job], at_a_time: int, logs: Path, console: Console) -> dict[str, RunResult]:
-    """Run the jobs in child processes, with a progress bar each; the first failure ends them all."""
+def run_jobs(
+    jobs: list[Job], at_a_time: int, logs: Path, console: Console, work: Callable[[Job, Any], Any] = replay, passes: int = 1
+) -> dict[str, Any]:
+    """Run ``work`` on the jobs in child processes, with a progress bar each; the first failure ends them all."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     waiting, running, results = list(jobs), {}, {}
     columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        bars = {job.policy: progress.add_task(job.policy, total=len(job.trace.requests), start=False) for job in jobs}
+        bars = {job.name: progress.add_task(job.name, total=passes * len(job.trace.requests), start=False) for job in jobs}
         try:
             while waiting or running:
                 while waiting and len(running) < at_a_time:
                     job = waiting.pop(0)
-                    process = context.Process(target=_child, args=(job, logs / f"{job.policy}.log", queue))
+                    process = context.Process(target=_child, args=(work, job, logs / f"{job.name}.log", queue))
                     process.start()
-                    running[job.policy] = process
-                    progress.start_task(bars[job.policy])
+                    running[job.name] = process
+                    progress.start_task(bars[job.name])
                 try:
                     policy, kind, value = queue.get(timeout=1.0)
                 except Empty:
@@ -243,7 +251,7 @@ def run_jobs(jobs: list[Job], at_a_time: int, logs: Path, console: Console) -> d
                     progress.update(bars[policy], completed=value)
                 elif kind == "done":
                     results[policy] = value
-                    progress.update(bars[policy], completed=len(value.latencies))
+                    progress.update(bars[policy], completed=progress.tasks[bars[policy]].total)
                     progress.stop_task(bars[policy])
                     running.pop(policy).join()
                 elif kind == "mistake":
@@ -253,7 +261,7 @@ def run_jobs(jobs: list[Job], at_a_time: int, logs: Path, console: Console) -> d
         finally:
             for process in running.values():
                 process.terminate()
-    return {job.policy: results[job.policy] for job in jobs}
+    return {job.name: results[job.name] for job in jobs}
 
 
 def write_json(path: Path, content: Any) -> None:

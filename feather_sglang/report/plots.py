@@ -60,8 +60,8 @@ def latency(latencies: Mapping[str, Sequence[float]], path: Path) -> Path:
 
 
 def learning_curve(values: Sequence[float], baseline: float, path: Path) -> Path:
-    """Output tokens/s of each training pass beside always admitting."""
-    figure, axes = _axes("Training", "pass", "output tokens/s")
+    """Output tokens/s of the policy after each training round beside never stopping."""
+    figure, axes = _axes("Training", "round", "output tokens/s")
     axes.plot(range(1, len(values) + 1), values, marker="o", label="policy")
     axes.axhline(baseline, color="C1", linestyle="--", label="never stop")
     axes.legend()

@@ -1,0 +1,154 @@
+"""``feather train``: replay the first part of a trace until the policy settles, then report it on the rest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from feather_sglang.errors import FeatherError
+from feather_sglang.policies.rehearsal import RULES, Rehearsal
+from feather_sglang.replay import ab
+from feather_sglang.report import plots
+from feather_sglang.report.tables import comparison
+
+SETTLED = 0.01  # change of the policy's throughput from one round to the next
+
+
+@dataclass(frozen=True)
+class TrainJob(ab.Job):
+    """A training run."""
+
+    rounds: int = 4
+    out: str = ""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over the training part: under a fixed rule, or (``rule`` None) under the policy as it was by then."""
+
+    rule: int | None
+    rate: float  # output tokens/s
+    stops: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``feather train``."""
+    ab.add_workload_arguments(parser)
+    parser.set_defaults(out=Path("policy.json"))
+    parser.add_argument("--policy", required=True, choices=("bandit", "qlearning"), help="learner to train")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="most rounds over the training part (4)")
+    parser.add_argument("--split", type=float, default=0.5, metavar="SHARE", help="share trained on (0.5)")
+
+
+def settled(passes: list[Pass]) -> bool:
+    """Whether the policy's throughput stayed the same from the last round but one to the last."""
+    own = [one.rate for one in passes if one.rule is None]
+    return len(own) >= 2 and abs(own[-1] - own[-2]) <= SETTLED * own[-2]
+
+
+def teach(job: TrainJob, tell: Any) -> list[Pass]:
+    """Train in this process and write the policy file.
+
+    A round replays the training part once under each fixed rule and then under the policy that has learnt from them.
+    """
+    os.environ["FEATHER_OPTIONS"] = json.dumps(job.options)
+    from feather_sglang.adapter import cpu_shims
+
+    cpu_shims.install()
+    from feather_sglang.adapter.replay_engine import Replay, ReplaySettings
+
+    passes: list[Pass] = []
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Replay(Path(folder), job.policy, job.trace, job.model, ReplaySettings(**job.settings))
+        builder = engine.feather.builder
+        learner = builder.policy
+        learner.explore = False
+
+        def replay(rule: int | None) -> float:
+            stops = builder.stops
+            done = len(passes) * len(job.trace.requests)
+            outcome = engine.run(job.trace, lambda n: tell(done + n))
+            rate = sum(s.request.output_length for s in outcome.served) / outcome.makespan
+            passes.append(Pass(rule, rate, builder.stops - stops))
+            return rate
+
+        for _ in range(job.rounds):
+            for rule in RULES:
+                rehearsal = Rehearsal(learner, rule)
+                builder.policy = rehearsal
+                rehearsal.teach(replay(rule))
+            builder.policy = learner
+            replay(None)
+            if settled(passes):
+                break
+        learner.explore = True
+        learner.save(job.out)
+    return passes
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, show the learning curve, write the policy file, report on the held-out part."""
+    if not 0.1 <= args.split <= 0.9:
+        raise FeatherError(f"--split {args.split:g}: must lie between 0.1 and 0.9")
+    if args.rounds < 2:
+        raise FeatherError(f"--rounds {args.rounds}: must be at least 2, to see whether the policy settles")
+    if args.out.suffix != ".json":
+        raise FeatherError(f"--out {args.out}: must be a .json file, the policy file to write")
+    ab.check_sglang()
+    first, rest = ab.workload(args).split(args.split)
+    if not first.requests or not rest.requests:
+        raise FeatherError(f"{first.name}: too few requests to train on one part and report on another")
+    model, settings = ab.step_model(args)
+    for part in (first, rest):
+        ab.check_fits(part, settings["kv_tokens"])
+    folder = ab.make_folder(args.out.parent / f"{args.out.stem}-training")
+    name = f"feather-{args.policy}"
+    options = {"seed": args.seed, "chunk_size": args.feather_chunk_size, "max_wait": args.feather_max_wait}
+    console = Console()
+    console.print(f"training {name} on {len(first.requests):,} requests of {first.name}, {args.profile}")
+    job = TrainJob(name, first, model, settings, options, "training", rounds=args.rounds, out=str(args.out.absolute()))
+    most = args.rounds * (len(RULES) + 1)
+    passes: list[Pass] = ab.run_jobs([job], 1, folder, console, teach, passes=most)["training"]
+
+    never = next(one.rate for one in passes if one.rule == RULES[-1])
+    own = [one.rate for one in passes if one.rule is None]
+    curve = Table("pass", "rule", "output tok/s", "to never", "stops", title="learning curve", title_justify="left")
+    for number, one in enumerate(passes, 1):
+        rule = "[bold]the policy[/bold]" if one.rule is None else f"stop from {one.rule}" if one.rule < RULES[-1] else "never"
+        curve.add_row(str(number), rule, f"{one.rate:,.0f}", f"{one.rate / never:.3f}x", f"{one.stops:,d}")
+    console.print(curve)
+    plots.learning_curve(own, never, folder / "learning_curve.png")
+    if not settled(passes):
+        console.print(f"[yellow]notice:[/yellow] not settled after {len(own)} rounds; raise --rounds")
+    if own[-1] < (1 - SETTLED) * never:
+        console.print("[yellow]notice:[/yellow] the policy loses to never stopping on this trace: do not serve with it")
+
+    frozen = {**options, "policy_file": str(args.out.absolute()), "explore": False}
+    base = ab.Job("fcfs", rest, model, settings, options)
+    jobs = [
+        base,
+        replace(base, policy="feather-order"),
+        replace(base, policy=name, label=f"{name} untrained"),
+        replace(base, policy=name, label=f"{name} trained", options=frozen),
+    ]
+    results = ab.run_jobs(jobs, 2, folder, console)
+    title = f"held out: {len(rest.requests):,} requests of {rest.name}, {args.profile}"
+    console.print(comparison([r.summary for r in results.values()], title))
+    ab.write_json(
+        folder / "results.json",
+        {
+            "version": ab.RESULTS_VERSION,
+            "training": [asdict(one) for one in passes],
+            "held_out": {label: r.summary.as_dict() for label, r in results.items()},
+        },
+    )
+    console.print(f"wrote {args.out}; learning_curve.png and results.json are in {folder}")
+    return 0
