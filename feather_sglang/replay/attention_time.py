@@ -79,17 +79,24 @@ class RowByRow:
 
 @dataclass(frozen=True)
 class Packed:
-    """A kernel that packs the queries of a shared prefix and reads each prefix once."""
+    """A kernel that packs the queries of a shared prefix and reads each prefix once.
+
+    The work of all rows and the way along the longest row, which one processor goes, overlap partly as above.
+    """
 
     launch_s: float
     dram_bytes_per_s: float
     row_byte_s: float  # per byte of KV and row that attends to it
+    path_byte_s: float  # per byte of one head of the longest row
+    overlap: float
 
     def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int) -> float:
         total = float(lengths.sum())
         token_bytes = kv_heads * head_bytes
         unique = sharing.unique_tokens + total - sharing.total_tokens
-        return self.launch_s + token_bytes * (unique / self.dram_bytes_per_s + total * self.row_byte_s)
+        work = token_bytes * (unique / self.dram_bytes_per_s + total * self.row_byte_s)
+        path = float(lengths.max()) * head_bytes * self.path_byte_s
+        return self.launch_s + (work**self.overlap + path**self.overlap) ** (1 / self.overlap)
 
 
 @dataclass(frozen=True)

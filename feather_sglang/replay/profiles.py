@@ -25,9 +25,13 @@ class HardwareProfile:
     Attributes
     ----------
     memory_bytes, memory_share : device memory, and the share of it for weights and KV cache.
-    dram_bytes_per_s : what a kernel that only streams gets.
-    gemm_flop_per_s, prefill_attention_flop_per_s : what large matrix products and prefill attention get.
-    decode_overhead_s, prefill_overhead_s : per step, whatever the batch.
+    copy_bytes_per_s : what a copy gets, reading and writing counted.
+    weight_bytes_per_s, gemm_flop_per_s : what matrix products of few and of many rows get.
+    products_overlap : exponent p of (weights^p + flop^p)^(1/p), the time of products in between.
+    prefill_attention_flop_per_s, prefill_tile_rows : rate of prefill attention, in whole tiles of query rows;
+    prefill_tile_keys : a tile takes as long to set up as this many keys.
+    elementwise_vectors : hidden vectors that a token moves per layer outside products and attention.
+    step_overhead_s : per step, whatever the batch.
     attention : decode attention kernels by name; the first is the default.
     sources : parameter -> where its value is from.
     """
@@ -36,11 +40,15 @@ class HardwareProfile:
     title: str
     memory_bytes: float
     memory_share: float
-    dram_bytes_per_s: float
+    copy_bytes_per_s: float
+    weight_bytes_per_s: float
     gemm_flop_per_s: float
+    products_overlap: float
     prefill_attention_flop_per_s: float
-    decode_overhead_s: float
-    prefill_overhead_s: float
+    prefill_tile_rows: float
+    prefill_tile_keys: float
+    elementwise_vectors: float
+    step_overhead_s: float
     attention: dict[str, AttentionTime]
     sources: dict[str, str]
 

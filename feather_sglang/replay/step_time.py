@@ -42,19 +42,26 @@ class StepTimeModel:
         self.model = model
         self.attention_name = attention if attention is not None else next(iter(kernels))
         self._attention = kernels[self.attention_name]
-        self._weights_s = model.weight_bytes / profile.dram_bytes_per_s
+        self._weights_s = model.weight_bytes / profile.weight_bytes_per_s
         self._body_flop = 2.0 * (model.params - model.head_params)  # per token
         self._head_flop = 2.0 * model.head_params  # per token that is sampled from
         self._pair_flop = 4.0 * model.layers * model.heads * model.head_dim  # per query and key
+        # Query heads of one KV head stand side by side in a tile, so a tile holds this many tokens.
+        self._tile_tokens = max(profile.prefill_tile_rows * model.kv_heads / model.heads, 1.0)
+        moved = profile.elementwise_vectors * model.hidden * model.element_bytes * model.layers
+        self._token_s = moved / profile.copy_bytes_per_s
 
     def prefill(self, extend_lens: Sequence[int], prefix_lens: Sequence[int]) -> float:
         """Return the time to compute `extend_lens` new tokens per row after `prefix_lens` cached ones."""
         new, cached = np.asarray(extend_lens, dtype=np.float64), np.asarray(prefix_lens, dtype=np.float64)
-        flop = self._body_flop * float(new.sum()) + self._head_flop * len(new)
-        products = max(flop / self.profile.gemm_flop_per_s, self._weights_s)
-        pairs = float((new * cached + new * (new + 1) / 2).sum())  # each new token sees itself and all before
+        tokens = float(new.sum())
+        if not tokens:
+            return 0.0
+        padded = np.ceil(new / self._tile_tokens) * self._tile_tokens
+        keys = cached + (new + 1) / 2 + self.profile.prefill_tile_keys  # a new token sees all before it, and itself
+        pairs = float((padded * keys).sum())
         attention = self._pair_flop * pairs / self.profile.prefill_attention_flop_per_s
-        return self.profile.prefill_overhead_s + products + attention
+        return self.profile.step_overhead_s + self._products(tokens, len(new)) + attention
 
     def decode(self, seq_lens: Sequence[int] | np.ndarray, sharing: BatchSharing) -> float:
         """Return the time of one decode step.
@@ -68,7 +75,11 @@ class StepTimeModel:
         rows = len(lengths)
         if not rows:
             return 0.0
-        flop = (self._body_flop + self._head_flop) * rows
-        products = max(flop / self.profile.gemm_flop_per_s, self._weights_s)
         layer = self._attention.seconds(lengths, sharing, self.model.kv_heads, self.model.head_bytes)
-        return self.profile.decode_overhead_s + products + self.model.layers * layer
+        return self.profile.step_overhead_s + self._products(rows, rows) + self.model.layers * layer
+
+    def _products(self, tokens: float, sampled: int) -> float:
+        """Return the time of all matrix products, and of the elementwise work between them."""
+        overlap = self.profile.products_overlap
+        flop_s = (self._body_flop * tokens + self._head_flop * sampled) / self.profile.gemm_flop_per_s
+        return (self._weights_s**overlap + flop_s**overlap) ** (1 / overlap) + tokens * self._token_s
