@@ -15,7 +15,6 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import sglang
 import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import SchedulePolicy
@@ -27,6 +26,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+import sglang
 
 STOCK_POLICIES = ("lpm", "dfs-weight")
 

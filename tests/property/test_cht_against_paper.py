@@ -3,9 +3,9 @@
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from oracles.paper_cht import PaperTree
 
 from feather_sglang.cht import ChunkedHashTree
+from oracles.paper_cht import PaperTree
 
 # Two tokens and a few shared stems give prefixes of several levels, duplicates and empty prompts in every history.
 STEMS = ([], [0] * 4, [0] * 8, [0] * 8 + [1] * 4, [1] * 6)
