@@ -23,11 +23,11 @@ from feather_sglang.errors import FeatherError
 MOONCAKE_BLOCK = 512  # tokens in a block of the published traces
 VOCABULARY = 32_000  # made tokens are below this,
 FIRST_TOKEN = 10  # and at least this: smaller ids are control tokens in most vocabularies
+LONGEST = 10_000_000  # tokens; a longer prompt or output is a mistake
 
 _KINDS = VOCABULARY - FIRST_TOKEN
 _LEAD = 5  # a block opens with its id in base _KINDS: five digits hold any id below 2**63
 _PLACES = np.array([_KINDS**digit for digit in range(_LEAD)], dtype=np.uint64)
-_LONGEST = 10_000_000  # tokens; a longer request is a mistake
 _LATEST_MS = 1e13  # ms from the first request, 300 years
 
 
@@ -155,7 +155,7 @@ def _lines(trace: Trace) -> Iterable[str]:
             "hash_ids": request.hash_ids,
             **extra,
         }
-        yield json.dumps(row)
+        yield json.dumps(row, allow_nan=False)
 
 
 def _rows(source: Path, stream: Iterable[bytes]) -> list[tuple[int, dict[str, Any]]]:
@@ -223,8 +223,8 @@ def _whole(row: dict[str, Any], name: str, where: str, least: int) -> int:
     value = _field(row, name, where)
     if isinstance(value, bool) or not isinstance(value, int):
         raise FeatherError(f"{where}: {name}: must be a whole number, not {_shown(value)}")
-    if not least <= value <= _LONGEST:
-        raise FeatherError(f"{where}: {name}: must lie between {least} and {_LONGEST}, not {_shown(value)}")
+    if not least <= value <= LONGEST:
+        raise FeatherError(f"{where}: {name}: must lie between {least} and {LONGEST}, not {_shown(value)}")
     return value
 
 

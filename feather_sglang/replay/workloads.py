@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from itertools import count
 
 import numpy as np
 
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay.traces import Trace, TraceRequest
+from feather_sglang.replay.traces import LONGEST, Trace, TraceRequest
 
 
 def shared_prefix(
@@ -33,27 +32,21 @@ def shared_prefix(
     rate : requests per second, on average.
     jitter : 0 to 1; unique and output lengths are drawn evenly from (1 - jitter) to (1 + jitter) times their figure.
     """
-    for name, value, least in [
-        ("groups", groups, 1),
-        ("prefix_tokens", prefix_tokens, 1),
-        ("unique_tokens", unique_tokens, 0),
-        ("levels", levels, 1),
-    ]:
-        _at_least(name, value, least)
-    if levels > 16:
-        raise FeatherError(f"levels {levels}: at most 16")
+    _within("groups", groups, 1)
+    _within("prefix_tokens", prefix_tokens, 1, LONGEST // 4)
+    _within("levels", levels, 1, 16)
     parts = 1 if levels == 1 else max(4, levels)
     if prefix_tokens % parts:
         raise FeatherError(f"prefix_tokens {prefix_tokens}: must be a multiple of {parts} for {levels} levels")
     block_size = prefix_tokens // parts
     last_level = parts - levels + 1  # blocks in the deepest level
 
-    draw = np.random.default_rng(seed)
+    draw = _generator(seed)
     arrivals = _poisson(draw, rate, requests)
     group = draw.integers(groups, size=requests)
     leaf = draw.integers(2 ** (levels - 1), size=requests)
-    unique = _lengths(draw, unique_tokens, jitter, requests, least=0)
-    output = _lengths(draw, output_tokens, jitter, requests, least=1)
+    unique = _lengths(draw, "unique_tokens", unique_tokens, jitter, requests, least=0)
+    output = _lengths(draw, "output_tokens", output_tokens, jitter, requests, least=1)
 
     fresh = count()
     blocks: dict[tuple[int, ...], int] = {}  # (group, level, branch, block within the level) -> hash id
@@ -64,7 +57,9 @@ def shared_prefix(
             branch = int(leaf[i]) >> (levels - 1 - level)
             for block in range(last_level if level == levels - 1 else 1):
                 key = (int(group[i]), level, branch, block)
-                path.append(blocks[key] if key in blocks else blocks.setdefault(key, next(fresh)))
+                if key not in blocks:
+                    blocks[key] = next(fresh)
+                path.append(blocks[key])
         path += [next(fresh) for _ in range(-(-int(unique[i]) // block_size))]
         made.append(TraceRequest(i, arrivals[i], prefix_tokens + int(unique[i]), int(output[i]), tuple(path)))
     name = f"{groups} groups x {prefix_tokens} tokens" + (f", {levels} levels" if levels > 1 else "")
@@ -80,34 +75,38 @@ def no_sharing(
     jitter: float = 0.0,
 ) -> Trace:
     """Make a workload in which no two prompts share a block (paper, section 5.3.7)."""
-    _at_least("prompt_tokens", prompt_tokens, 1)
-    draw = np.random.default_rng(seed)
+    draw = _generator(seed)
     arrivals = _poisson(draw, rate, requests)
-    prompt = _lengths(draw, prompt_tokens, jitter, requests, least=1)
-    output = _lengths(draw, output_tokens, jitter, requests, least=1)
-    block_size = max(int(prompt.max()), 1)
+    prompt = _lengths(draw, "prompt_tokens", prompt_tokens, jitter, requests, least=1)
+    output = _lengths(draw, "output_tokens", output_tokens, jitter, requests, least=1)
+    block_size = int(prompt.max())
     made = [TraceRequest(i, arrivals[i], int(prompt[i]), int(output[i]), (i,)) for i in range(requests)]
     return Trace(f"no sharing, {prompt_tokens} tokens", block_size, made)
 
 
+def _generator(seed: int) -> np.random.Generator:
+    _within("seed", seed, 0, 2**63)
+    return np.random.default_rng(seed)
+
+
 def _poisson(draw: np.random.Generator, rate: float, requests: int) -> list[float]:
     """Return arrival times in seconds, to the microsecond, the first at 0."""
-    _at_least("requests", requests, 1)
-    if not (math.isfinite(rate) and rate > 0):
-        raise FeatherError(f"rate {rate:g}: must be a positive number of requests per second")
+    _within("requests", requests, 1)
+    if not 1e-6 <= rate <= 1e9:  # false for NaN too
+        raise FeatherError(f"rate {rate:g}: must lie between 1e-6 and 1e9 requests per second")
     gaps = draw.exponential(1 / rate, size=requests)
     gaps[0] = 0.0
     return [round(float(t), 6) for t in np.cumsum(gaps)]
 
 
-def _lengths(draw: np.random.Generator, mean: int, jitter: float, requests: int, least: int) -> np.ndarray:
-    _at_least("tokens", mean, least)
+def _lengths(draw: np.random.Generator, name: str, mean: int, jitter: float, requests: int, least: int) -> np.ndarray:
+    _within(name, mean, least, LONGEST // 4)
     if not 0 <= jitter <= 1:
         raise FeatherError(f"jitter {jitter:g}: must lie between 0 and 1")
     spread = int(mean * jitter)
     return np.maximum(draw.integers(mean - spread, mean + spread + 1, size=requests), least)
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise FeatherError(f"{name} {value}: must be at least {least}")
+def _within(name: str, value: int, least: int, most: int = 10_000_000) -> None:
+    if not least <= value <= most:
+        raise FeatherError(f"{name} {value}: must lie between {least} and {most}")
