@@ -17,6 +17,16 @@ from feather_sglang.replay.model_shape import ModelShape
 FORMAT = "feather-profile"
 VERSION = 1
 
+_MAY_BE_ZERO = {
+    "step_overhead_s",
+    "elementwise_vectors",
+    "prefill_tile_keys",
+    "launch_s",
+    "item_s",
+    "split_rows",
+    "split_below",
+}
+
 
 @dataclass(frozen=True)
 class HardwareProfile:
@@ -128,8 +138,10 @@ def _numbers(entries: Any, names: list[str], where: str, sources: dict[str, str]
         if not isinstance(entry, dict):
             raise ValueError(f'{key}: missing, or not an object with "value" and "source"')
         value, source = entry.get("value"), entry.get("source")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-            raise ValueError(f"{key}.value: must be a finite number of at least 0, not {str(value)[:40]!r}")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
+            least = "at least 0" if name in _MAY_BE_ZERO else "more than 0"
+            raise ValueError(f"{key}.value: must be a finite number of {least}, not {str(value)[:40]!r}")
         if not isinstance(source, str) or not source.strip():
             raise ValueError(f"{key}.source: must say where the value is from")
         values[name] = value

@@ -1,0 +1,84 @@
+"""Hardware profiles: capacity, sources, and files that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import feather_sglang.replay
+from feather_sglang.errors import FeatherError
+from feather_sglang.replay.step_time import MODELS, StepTimeModel, list_profiles, load_model, load_profile
+
+PROFILES = Path(feather_sglang.replay.__file__).parent / "profiles"
+
+
+def test_capacity_follows_memory_and_model():
+    assert load_profile("rtx6000ada").kv_tokens(load_model()) == 199_000  # a 48 GB card with an 8B model
+    assert load_profile("h200").kv_tokens(load_model()) > 4 * 199_000
+    assert load_profile("h200").kv_tokens(MODELS["qwen2.5-0.5b"]) > 9_000_000
+
+
+@pytest.mark.parametrize("name", list_profiles())
+def test_every_parameter_says_where_it_is_from(name):
+    profile = load_profile(name)
+    document = json.loads((PROFILES / f"{name}.json").read_text())
+    count = len(document["parameters"]) + sum(len(k["parameters"]) for k in document["attention"].values())
+    assert len(profile.sources) == count and all(len(source) > 10 for source in profile.sources.values())
+    # The model must never be fitted to what policies achieve in the end: the paper's chapter 5.
+    assert not any("figure 5" in source or "table 5" in source for source in profile.sources.values())
+
+
+def changed(tmp_path, change):
+    document = json.loads((PROFILES / "h200.json").read_text())
+    change(document)
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_a_profile_of_ones_own_is_read_by_path(tmp_path):
+    def faster(document):
+        document["name"] = "mine"
+        document["parameters"]["step_overhead_s"]["value"] = 0.5
+
+    mine = load_profile(changed(tmp_path, faster))
+    assert mine.name == "mine" and mine.step_overhead_s == 0.5
+    assert StepTimeModel(mine, load_model()).prefill([1], [0]) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda d: d.pop("format"), "not a hardware profile"),
+        (lambda d: d.update(version=9), "version is 9"),
+        (lambda d: d.update(name=None), "name and title must be strings"),
+        (lambda d: d["parameters"].pop("memory_bytes"), "parameters.memory_bytes: missing"),
+        (lambda d: d["parameters"].update(speed=1), "parameters.speed: no such parameter"),
+        (lambda d: d["parameters"]["memory_bytes"].update(value=-1), "parameters.memory_bytes.value: must be"),
+        (lambda d: d["parameters"]["memory_bytes"].update(value=float("nan")), "memory_bytes.value: must be"),
+        (lambda d: d["parameters"]["memory_bytes"].update(value=True), "memory_bytes.value: must be"),
+        (lambda d: d["parameters"]["memory_bytes"].update(source=" "), "memory_bytes.source: must say"),
+        (lambda d: d["parameters"]["copy_bytes_per_s"].update(value=0), "copy_bytes_per_s.value: must be"),
+        (lambda d: d.update(attention={}), "attention: must be"),
+        (lambda d: d["attention"]["fa3"].update(kind="magic"), "attention.fa3.kind: must be one of"),
+        (lambda d: d["attention"]["fa3"]["parameters"].pop("overlap"), "attention.fa3.overlap: missing"),
+        (lambda d: d["attention"]["fa3"]["parameters"]["overlap"].update(value=0), "fa3.overlap.value: must be"),
+    ],
+)
+def test_a_damaged_profile_is_refused_in_one_line(tmp_path, change, reason):
+    path = changed(tmp_path, change)
+    with pytest.raises(FeatherError) as caught:
+        load_profile(path)
+    assert reason in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_no_profile_is_refused(tmp_path):
+    (tmp_path / "text.json").write_text("not json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(FeatherError, match="choose from h200, rtx6000ada, or give"):
+        load_profile("a100")
+    for name in ("text.json", "list.json", "none.json"):
+        with pytest.raises(FeatherError, match=name):
+            load_profile(tmp_path / name)
