@@ -10,6 +10,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from feather_sglang import __version__
 from feather_sglang.errors import FeatherError
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"feather-sglang {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((word for word in argv if word in COMMANDS), None)
-    module = None
+    module: Any = None
     try:
         for name, (path, summary) in COMMANDS.items():
             sub = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")

@@ -41,7 +41,9 @@ HOOKS = (
     Hook(_ARGS + "check_server_args", "start", ("self",), "priority scheduling together with a feather policy"),
     Hook(_POLICY + "_validate_and_adjust_policy", "start", ("self", "policy", "tree_cache"), "accept the policy names"),
     Hook(_SCHEDULER + "init_schedule_policy", "start", ("self",), "take over a scheduler started with them"),
-    Hook(_POLICY + "calc_priority", "scheduler", ("self", "waiting_queue", "running_batch"), "an admission round opens"),
+    Hook(
+        _POLICY + "calc_priority", "scheduler", ("self", "waiting_queue", "running_batch"), "an admission round opens"
+    ),
     Hook(_SCHEDULER + "_add_request_to_queue", "scheduler", ("self", "req"), "a request arrives or comes back"),
     Hook(
         _SCHEDULER + "_get_new_batch_prefill_raw",
@@ -58,7 +60,9 @@ HOOKS = (
         ("can_run_list",),
     ),
     Hook(_SCHEDULER + "update_running_batch", "scheduler", ("self", "batch"), "prefix row order before a decode step"),
-    Hook(_SCHEDULER + "process_batch_result", "scheduler", ("self", "batch", "result"), "decode throughput, the reward"),
+    Hook(
+        _SCHEDULER + "process_batch_result", "scheduler", ("self", "batch", "result"), "decode throughput, the reward"
+    ),
     Hook(_SCHEDULER + "get_next_batch_to_run", "scheduler", ("self", "running_batch", "last_batch"), "the debug check"),
     Hook(_SCHEDULER + "get_num_allocatable_reqs", "calls", ("self", "running_bs"), "free slots of the batch"),
     Hook(_BATCH + "filter_batch", "calls", ("self",), "permutes all state that SGLang keeps per row", ("reqs",)),

@@ -78,7 +78,9 @@ class FeatherOptions:
     row_order: bool = _option(
         True, _switch, "on|off", "Keep the rows of the running batch in depth-first prefix order."
     )
-    features: str = _option("paper", _features, "paper|headroom", "State the learner sees: the paper's, or with memory.")
+    features: str = _option(
+        "paper", _features, "paper|headroom", "State the learner sees: the paper's, or with memory."
+    )
 
     @classmethod
     def from_environment(cls, environment: Any = os.environ) -> FeatherOptions:
@@ -95,9 +97,9 @@ class FeatherOptions:
         try:
             given = json.loads(text)
         except ValueError as error:
-            raise FeatherError(f"{VARIABLE}: not JSON ({error}); write it as {{\"max_wait\": 30}}") from None
+            raise FeatherError(f'{VARIABLE}: not JSON ({error}); write it as {{"max_wait": 30}}') from None
         if not isinstance(given, dict):
-            raise FeatherError(f"{VARIABLE}: expected a JSON object such as {{\"max_wait\": 30}}, found {text!r}")
+            raise FeatherError(f'{VARIABLE}: expected a JSON object such as {{"max_wait": 30}}, found {text!r}')
         known = {f.name: f for f in fields(cls)}
         values = {}
         for name, value in given.items():
@@ -143,7 +145,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add one ``--feather-*`` flag per option to SGLang's server parser."""
     group = parser.add_argument_group("feather", "options of the feather schedule policies")
     for spec in fields(FeatherOptions):
-        default = {True: "on", False: "off"}.get(spec.default, spec.default)
+        default = ("on" if spec.default else "off") if isinstance(spec.default, bool) else spec.default
         group.add_argument(
             f"--feather-{spec.name.replace('_', '-')}",
             dest=f"feather_{spec.name}",

@@ -23,6 +23,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from feather_sglang.adapter.inprocess import build_scheduler
+from feather_sglang.cht import ChunkedHashTree
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.step_time import BatchSharing, StepTimeModel
 from feather_sglang.replay.traces import Trace, TraceRequest
@@ -65,9 +66,7 @@ class Outcome:
 class Replay:
     """One server under one policy; ``run`` may be called again, with the policy's state kept and the cache flushed."""
 
-    def __init__(
-        self, folder: Path, policy: str, trace: Trace, model: StepTimeModel, settings: ReplaySettings
-    ) -> None:
+    def __init__(self, folder: Path, policy: str, trace: Trace, model: StepTimeModel, settings: ReplaySettings) -> None:
         longest = max((r.input_length + r.output_length for r in trace.requests), default=1)
         if longest + 8 > settings.kv_tokens:
             raise FeatherError(
@@ -89,6 +88,8 @@ class Replay:
         self.feather = getattr(self.scheduler, "feather", None)
         if self.feather is not None:
             self.feather.clock = lambda: self.clock
+            # A fixed hash seed, where a server draws a secret one: the same replay permutes the same rows.
+            self.feather.builder.cht = ChunkedHashTree(self.feather.options.chunk_size, seed=0)
         self._paths: dict[str, tuple[int, ...]] = {}
         self._block_size = trace.block_size
         self._rows: list[Any] | None = None

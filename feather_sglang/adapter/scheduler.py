@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from prometheus_client import Counter
@@ -111,7 +111,7 @@ class FeatherScheduler:
         self.failed = False
         self.permutations = 0
         self.permutation_seconds = 0.0
-        self._requests: dict[str, Any] = {}  # every request the tree knows, by id
+        self._requests: dict[Hashable, Any] = {}  # every request the tree knows, by id
         self._ordered: list[Any] | None = None  # the row list last seen in order
         self._meter = DecodeMeter()
         self._adder: Any = None

@@ -66,7 +66,9 @@ class RunResult:
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that say what is replayed and on what."""
-    parser.add_argument("trace", nargs="?", help="trace in Mooncake's JSON lines; none: the paper's workload, generated")
+    parser.add_argument(
+        "trace", nargs="?", help="trace in Mooncake's JSON lines; none: the paper's workload, generated"
+    )
     parser.add_argument("--requests", type=int, metavar="N", help="replay the first N requests (generated: 1000)")
     parser.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="X times the requests per second")
     parser.add_argument("--block-size", type=int, default=512, metavar="TOKENS", help="tokens per hash id of the trace")
@@ -78,7 +80,9 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     made.add_argument("--output-tokens", type=int, default=200, help="output tokens per request (200)")
     made.add_argument("--no-sharing", action="store_true", help="prompts of 1000 tokens that share nothing")
     server = parser.add_argument_group("server and hardware")
-    server.add_argument("--profile", default="h200", help=f"hardware profile: {', '.join(list_profiles())} or a .json file")
+    server.add_argument(
+        "--profile", default="h200", help=f"hardware profile: {', '.join(list_profiles())} or a .json file"
+    )
     server.add_argument("--model", default=DEFAULT_MODEL, choices=sorted(MODELS), help="model whose steps are timed")
     server.add_argument("--attention", help="decode kernel of the profile (its first)")
     server.add_argument("--kv-tokens", type=int, metavar="N", help="KV capacity in tokens (what the profile leaves)")
@@ -164,7 +168,9 @@ def check_fits(trace: Trace, kv_tokens: int) -> None:
     """Raise ``FeatherError`` if a request could never run."""
     longest = max((r.input_length + r.output_length for r in trace.requests), default=0) + 8
     if longest > kv_tokens:
-        raise FeatherError(f"a request of {trace.name} needs {longest} tokens of KV, --kv-tokens is {kv_tokens}; raise it")
+        raise FeatherError(
+            f"a request of {trace.name} needs {longest} tokens of KV, --kv-tokens is {kv_tokens}; raise it"
+        )
 
 
 def replay(job: Job, tell: Any) -> RunResult:
@@ -223,15 +229,24 @@ def _child(work: Callable[[Job, Any], Any], job: Job, log: Path, queue: Any) -> 
 
 
 def run_jobs(
-    jobs: list[Job], at_a_time: int, logs: Path, console: Console, work: Callable[[Job, Any], Any] = replay, passes: int = 1
+    jobs: list[Job],
+    at_a_time: int,
+    logs: Path,
+    console: Console,
+    work: Callable[[Any, Any], Any] = replay,
+    passes: int = 1,
 ) -> dict[str, Any]:
     """Run ``work`` on the jobs in child processes, with a progress bar each; the first failure ends them all."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    waiting, running, results = list(jobs), {}, {}
+    waiting = list(jobs)
+    running: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        bars = {job.name: progress.add_task(job.name, total=passes * len(job.trace.requests), start=False) for job in jobs}
+        bars = {
+            job.name: progress.add_task(job.name, total=passes * len(job.trace.requests), start=False) for job in jobs
+        }
         try:
             while waiting or running:
                 while waiting and len(running) < at_a_time:
@@ -285,7 +300,9 @@ def run(args: argparse.Namespace) -> int:
     policies = [name.strip() for name in args.policies.split(",") if name.strip()]
     unknown = [name for name in policies if name not in STOCK + FEATHER]
     if unknown or not policies:
-        raise FeatherError(f"--policies {args.policies}: unknown {unknown or 'empty list'}; choose from {STOCK + FEATHER}")
+        raise FeatherError(
+            f"--policies {args.policies}: unknown {unknown or 'empty list'}; choose from {STOCK + FEATHER}"
+        )
     if len(set(policies)) < len(policies):
         raise FeatherError(f"--policies {args.policies}: a policy is named twice")
     if args.jobs < 1:

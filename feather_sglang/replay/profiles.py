@@ -137,7 +137,8 @@ def _numbers(entries: Any, names: list[str], where: str, sources: dict[str, str]
         entry = entries.get(name)
         if not isinstance(entry, dict):
             raise ValueError(f'{key}: missing, or not an object with "value" and "source"')
-        value, source = entry.get("value"), entry.get("source")
+        value: Any = entry.get("value")
+        source = entry.get("source")
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if not number or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
             least = "at least 0" if name in _MAY_BE_ZERO else "more than 0"

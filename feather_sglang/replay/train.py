@@ -68,7 +68,7 @@ def teach(job: TrainJob, tell: Any) -> list[Pass]:
     passes: list[Pass] = []
     with tempfile.TemporaryDirectory() as folder:
         engine = Replay(Path(folder), job.policy, job.trace, job.model, ReplaySettings(**job.settings))
-        builder = engine.feather.builder
+        builder: Any = engine.feather.builder  # type: ignore[union-attr]
         learner = builder.policy
         learner.explore = False
 
@@ -122,7 +122,13 @@ def run(args: argparse.Namespace) -> int:
     own = [one.rate for one in passes if one.rule is None]
     curve = Table("pass", "rule", "output tok/s", "to never", "stops", title="learning curve", title_justify="left")
     for number, one in enumerate(passes, 1):
-        rule = "[bold]the policy[/bold]" if one.rule is None else f"stop from {one.rule}" if one.rule < RULES[-1] else "never"
+        rule = (
+            "[bold]the policy[/bold]"
+            if one.rule is None
+            else f"stop from {one.rule}"
+            if one.rule < RULES[-1]
+            else "never"
+        )
         curve.add_row(str(number), rule, f"{one.rate:,.0f}", f"{one.rate / never:.3f}x", f"{one.stops:,d}")
     console.print(curve)
     plots.learning_curve(own, never, folder / "learning_curve.png")

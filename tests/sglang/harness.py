@@ -110,7 +110,9 @@ class Server:
     def feather(self):
         return self.scheduler.feather
 
-    def submit(self, rid, tokens, max_new_tokens=8, priority=None, extra_key=None, logprobs=None, ignore_eos=True, **sampling):
+    def submit(
+        self, rid, tokens, max_new_tokens=8, priority=None, extra_key=None, logprobs=None, ignore_eos=True, **sampling
+    ):
         """Queue a request as the tokenizer would send it; False if the scheduler turned it away."""
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=ignore_eos, **sampling)
         params.normalize(None)

@@ -1,4 +1,4 @@
-"""A request's whole life under the feather policies, in the real scheduler; the tree equals the queues at every step."""
+"""A request's whole life under the feather policies, in the real scheduler; the tree equals its queues throughout."""
 
 import random
 

@@ -1,5 +1,7 @@
 """Prefix row order in the real scheduler: every per-row state moves with its request."""
 
+from itertools import pairwise
+
 import pytest
 from harness import Server
 
@@ -48,7 +50,7 @@ def run(tmp_path):
 
 def runs(groups):
     """Number of maximal runs of equal neighbours."""
-    return sum(a != b for a, b in zip(groups, groups[1:], strict=False)) + 1
+    return sum(a != b for a, b in pairwise(groups)) + 1
 
 
 def test_outputs_are_those_of_arrival_order_and_rows_are_grouped(run):
@@ -63,7 +65,7 @@ def test_outputs_are_those_of_arrival_order_and_rows_are_grouped(run):
 
 def test_a_batch_is_permuted_only_when_its_composition_changed(run):
     _, _, rows, figures = run("feather-order")
-    changes = sum(len(a) != len(b) for a, b in zip(rows, rows[1:], strict=False)) + 18
+    changes = sum(len(a) != len(b) for a, b in pairwise(rows)) + 18
     assert figures["permutations"] <= changes < len(rows) + 18
     assert figures["permutation_seconds"] < 0.5
 

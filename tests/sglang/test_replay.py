@@ -1,0 +1,151 @@
+"""Replay through the installed SGLang's own scheduler, in processes of its own, by the commands a user types."""
+
+import json
+
+import pytest
+
+from feather_sglang.adapter.hooks import SUPPORTED, installed_version
+from feather_sglang.cli import main
+from feather_sglang.replay.traces import save_trace
+from feather_sglang.replay.workloads import shared_prefix
+
+newest_only = pytest.mark.skipif(
+    installed_version() != SUPPORTED[-1], reason=f"long: runs on the newest supported SGLang, {SUPPORTED[-1]}, only"
+)
+SMALL = ["--requests", "60", "--rate", "50", "--prefix-tokens", "400", "--output-tokens", "12", "--groups", "3"]
+
+
+def ab(out, *flags):
+    assert main(["ab", *flags, "--out", str(out)]) == 0
+    return json.loads((out / "results.json").read_text())
+
+
+def without_cpu_time(results):
+    del results["command"]
+    for run in results["runs"].values():
+        for name in [name for name in run if name.startswith("scheduler")]:
+            del run[name]
+        if run["feather"]:
+            del run["feather"]["permutation_seconds"]
+    return results
+
+
+def test_every_policy_serves_the_workload_and_writes_everything(tmp_path, capsys):
+    policies = "fcfs,lpm,dfs-weight,feather-order,feather-bandit"
+    results = ab(tmp_path / "out", *SMALL, "--policies", policies)
+    assert list(results["runs"]) == policies.split(",")
+    for run in results["runs"].values():
+        assert run["requests"] == 60 and run["retractions"] == 0
+        # Three prefixes are computed once each at best; a cache that never hits would give 0.
+        assert 0.7 < run["cache_hit"] <= 1 - 3 / 60 + 0.01
+        assert 0 < run["ttft_mean"] <= run["ttft_p99"] <= run["max_wait"] < run["makespan"]
+        assert 0 < run["scheduler_share"] < 1
+        assert not (run["feather"] or {}).get("failed", False)
+    assert results["version"] == 1 and results["sglang"].startswith("0.5.")
+    assert all(
+        (tmp_path / "out" / f"{name}.png").stat().st_size > 5000 for name in ("throughput", "batch_size", "latency")
+    )
+    table = capsys.readouterr().out
+    assert "output tok/s" in table and "TTFT p99 s" in table
+
+
+@newest_only
+def test_the_same_seed_gives_the_same_results(tmp_path):
+    flags = [*SMALL, "--policies", "fcfs,feather-bandit", "--scheduler-cost", "off", "--seed", "3"]
+    first, second = ab(tmp_path / "a", *flags), ab(tmp_path / "b", *flags)
+    assert without_cpu_time(first) == without_cpu_time(second)
+    other = ab(tmp_path / "c", *flags[:-1], "4")
+    assert without_cpu_time(other)["runs"]["fcfs"] != first["runs"]["fcfs"]
+
+
+@newest_only
+def test_an_expensive_scheduler_pays(tmp_path):
+    flags = [*SMALL, "--policies", "fcfs"]
+    free, charged = ab(tmp_path / "a", *flags, "--scheduler-cost", "off"), ab(tmp_path / "b", *flags)
+    assert charged["runs"]["fcfs"]["makespan"] > free["runs"]["fcfs"]["makespan"]
+
+
+def test_memory_pressure_chunks_and_retractions(tmp_path):
+    """A pool of three prefixes' size with long outputs: evictions and chunked prompts, and yet everybody is served."""
+    flags = ["--requests", "60", "--rate", "200", "--prefix-tokens", "400", "--output-tokens", "60", "--groups", "6"]
+    results = ab(
+        tmp_path, *flags, "--kv-tokens", "1500", "--chunked-prefill", "128", "--policies", "fcfs,feather-bandit"
+    )
+    roomy = ab(tmp_path / "roomy", *flags, "--policies", "fcfs")["runs"]["fcfs"]
+    for run in results["runs"].values():
+        assert run["requests"] == 60
+        assert run["cache_hit"] < roomy["cache_hit"] and run["mean_batch"] < roomy["mean_batch"]
+
+
+@newest_only
+def test_without_sharing_feather_is_within_one_percent_of_fcfs(tmp_path):
+    runs = ab(
+        tmp_path,
+        *("--no-sharing", "--requests", "150", "--rate", "60", "--output-tokens", "60"),
+        *("--scheduler-cost", "off", "--policies", "fcfs,feather-bandit,feather-heuristic,feather-qlearning"),
+    )["runs"]
+    for name, run in runs.items():
+        assert run["output_tok_s"] >= 0.99 * runs["fcfs"]["output_tok_s"], name
+        assert run["stops"] == 0
+
+
+@newest_only
+def test_on_an_h200_the_bandit_does_not_stop_for_locality(tmp_path):
+    """Ordered mixed batches cost no more there, so it may not lose more than 1% to row order alone."""
+    runs = ab(tmp_path, "--requests", "400", "--policies", "feather-order,feather-bandit", "--scheduler-cost", "off")[
+        "runs"
+    ]
+    assert runs["feather-bandit"]["output_tok_s"] >= 0.99 * runs["feather-order"]["output_tok_s"]
+
+
+@newest_only
+def test_train_writes_a_policy_that_ab_loads(tmp_path, capsys):
+    """On the paper's card, where mixing costs, the trained policy stops and beats fcfs on the held-out part."""
+    trace = tmp_path / "trace.jsonl"
+    save_trace(shared_prefix(requests=3000, rate=100), trace)
+    card = ["--profile", "rtx6000ada", "--kv-tokens", "200000", "--feather-max-wait", "600"]
+    policy = tmp_path / "policy.json"
+    flags = [str(trace), "--policy", "bandit", "--rounds", "2", "--out", str(policy), *card]
+    assert main(["train", *flags]) == 0
+    assert "learning curve" in capsys.readouterr().out
+    written = json.loads((tmp_path / "policy-training" / "results.json").read_text())
+    held_out = written["held_out"]
+    assert held_out["feather-bandit trained"]["output_tok_s"] > 1.1 * held_out["fcfs"]["output_tok_s"]
+    assert held_out["feather-bandit trained"]["mean_batch"] < held_out["fcfs"]["mean_batch"]
+    assert (tmp_path / "policy-training" / "learning_curve.png").exists()
+    frozen = ["--feather-policy-file", str(policy), "--feather-explore", "off", "--policies", "fcfs,feather-bandit"]
+    runs = ab(tmp_path / "ab", str(trace), *card, *frozen)["runs"]
+    assert runs["feather-bandit"]["stops"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--policies", "fcfs,fifo"], "--policies fcfs,fifo: unknown ['fifo']; choose from"),
+        (["--policies", "fcfs,fcfs"], "a policy is named twice"),
+        (["--kv-tokens", "300"], "needs 436 tokens of KV, --kv-tokens is 300; raise it"),
+        (["--profile", "h100"], "unknown hardware profile 'h100'"),
+        (["--requests", "0"], "--requests 0: must be at least 1"),
+        (["no-such-trace.jsonl"], "no-such-trace.jsonl: no such trace file"),
+        (["--feather-policy-file", "missing.json"], "missing.json"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_long_starts(tmp_path, capsys, flags, says):
+    base = ["--prefix-tokens", "400", "--output-tokens", "8", "--out", str(tmp_path / "out")]
+    assert main(["ab", *flags[:1], *base, *flags[1:]] if not flags[0].startswith("-") else ["ab", *base, *flags]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("feather: error: ") and says in error and "\n" not in error
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_trace_make_and_inspect(tmp_path, capsys):
+    path = tmp_path / "t.jsonl"
+    make = ["trace", "make", "--groups", "4", "--levels", "2", "--requests", "200", "--prefix-tokens", "800"]
+    assert main([*make, "--out", str(path)]) == 0
+    capsys.readouterr()
+    assert main(["trace", "inspect", str(path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["requests"] == 200 and facts["first_level_groups"] == 4
+    # 4 x 200 tokens at the first level, 8 x 600 at the second, 20 of its own per request.
+    assert facts["unique_prompt_tokens"] == 4 * 200 + 8 * 600 + 200 * 20
+    assert facts["levels"] == 3  # groups, branches within a group, requests
