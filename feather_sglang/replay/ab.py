@@ -216,8 +216,15 @@ def _child(work: Callable[[Job, Any], Any], job: Job, log: Path, queue: Any) -> 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    parent = multiprocessing.parent_process()
+
+    def tell(done: int) -> None:
+        if parent is not None and not parent.is_alive():
+            os._exit(1)  # the command was killed: nobody waits for this replay
+        queue.put((job.name, "progress", done))
+
     try:
-        queue.put((job.name, "done", work(job, lambda done: queue.put((job.name, "progress", done)))))
+        queue.put((job.name, "done", work(job, tell)))
     except FeatherError as error:
         queue.put((job.name, "mistake", str(error)))
     except BaseException as error:
