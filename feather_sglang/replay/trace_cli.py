@@ -87,13 +87,17 @@ def table(facts: TraceFacts) -> Table:
     result.add_column(no_wrap=True)
     result.add_column()
     own = f"; {facts.alone:,} requests have a first block of their own" if facts.alone else ""
-    groups = f"{facts.groups:,}, the largest of {facts.largest_group:,} requests" if facts.groups else "none"
+    groups = (
+        f"{facts.first_level_groups:,}, the largest of {facts.largest_group:,} requests"
+        if facts.first_level_groups
+        else "none"
+    )
     for name, value in [
         ("requests", f"{facts.requests:,} in {facts.duration_s:,.1f} s, {facts.rate:,.2f} a second"),
         ("prompt tokens", _shown(facts.input_length, facts.input_tokens)),
         ("output tokens", _shown(facts.output_length, facts.output_tokens)),
         ("sharing ratio", f"{facts.sharing_ratio:.1%} of prompt tokens hit a cache of unlimited size"),
-        ("unique tokens", f"{facts.unique_tokens:,} must be computed at least once"),
+        ("unique tokens", f"{facts.unique_prompt_tokens:,} must be computed at least once"),
         ("first-level groups", groups + own),
         ("shared levels", f"mean {facts.levels_mean:.1f}, largest {facts.levels_max}"),
         ("block", f"{facts.block_size:,} tokens"),

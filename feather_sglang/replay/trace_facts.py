@@ -29,11 +29,11 @@ class TraceFacts:
     Attributes
     ----------
     sharing_ratio : share of prompt tokens that a cache of unlimited size would hit.
-    groups : distinct first blocks that at least two requests have; `alone` counts requests with a first block of
+    first_level_groups : distinct first blocks that at least two requests have; `alone` counts requests with a first block of
         their own.
     levels_mean, levels_max : prefixes of different reach that a prompt shares with others: 0 for one that shares
         nothing, 1 for a common system prompt, one more for every further branching above it.
-    unique_tokens : prompt tokens that must be computed at least once.
+    unique_prompt_tokens : prompt tokens that must be computed at least once.
     """
 
     name: str
@@ -46,8 +46,8 @@ class TraceFacts:
     input_length: Lengths
     output_length: Lengths
     sharing_ratio: float
-    unique_tokens: int
-    groups: int
+    unique_prompt_tokens: int
+    first_level_groups: int
     largest_group: int
     alone: int
     levels_mean: float
@@ -78,8 +78,8 @@ def describe(trace: Trace) -> TraceFacts:
         input_length=_lengths(inputs),
         output_length=_lengths(outputs),
         sharing_ratio=1 - unique / sum(inputs),
-        unique_tokens=unique,
-        groups=len(shared),
+        unique_prompt_tokens=unique,
+        first_level_groups=len(shared),
         largest_group=max(shared, default=0),
         alone=len(groups) - len(shared),
         levels_mean=float(np.mean(levels)),

@@ -148,4 +148,4 @@ def test_trace_make_and_inspect(tmp_path, capsys):
     assert facts["requests"] == 200 and facts["first_level_groups"] == 4
     # 4 x 200 tokens at the first level, 8 x 600 at the second, 20 of its own per request.
     assert facts["unique_prompt_tokens"] == 4 * 200 + 8 * 600 + 200 * 20
-    assert facts["levels"] == 3  # groups, branches within a group, requests
+    assert facts["levels_max"] == 2  # the group, the branch within it

@@ -19,10 +19,10 @@ from feather_sglang.replay.workloads import no_sharing, shared_prefix
 def test_the_default_is_the_papers_workload():
     trace = shared_prefix()
     facts = describe(trace)
-    assert (facts.requests, facts.groups, facts.alone) == (1000, 5, 0)
+    assert (facts.requests, facts.first_level_groups, facts.alone) == (1000, 5, 0)
     assert facts.input_length.mean == facts.input_length.largest == 5020
     assert facts.output_length.mean == facts.output_length.largest == 200
-    assert facts.unique_tokens == 5 * 5000 + 1000 * 20
+    assert facts.unique_prompt_tokens == 5 * 5000 + 1000 * 20
     assert facts.sharing_ratio == pytest.approx(1 - 45_000 / 5_020_000)
     assert (facts.levels_mean, facts.levels_max) == (1, 1)
 
@@ -48,12 +48,12 @@ def test_arrivals_are_a_poisson_process(rate):
 def test_levels_keep_the_prefix_length_and_branch_in_two(levels):
     trace = shared_prefix(groups=2, prefix_tokens=4800, unique_tokens=30, levels=levels, requests=600)
     facts = describe(trace)
-    assert (facts.groups, facts.levels_max, facts.levels_mean) == (2, levels, levels)
+    assert (facts.first_level_groups, facts.levels_max, facts.levels_mean) == (2, levels, levels)
     assert {r.input_length for r in trace.requests} == {4830}
     part = 4800 // max(4, levels) if levels > 1 else 4800
     lengths = [part] * (levels - 1) + [4800 - part * (levels - 1)]  # paper, figure 3.7
     shared = sum(2 * 2**level * length for level, length in enumerate(lengths))
-    assert facts.unique_tokens == shared + 600 * 30
+    assert facts.unique_prompt_tokens == shared + 600 * 30
 
 
 def test_tokens_share_exactly_the_prefix():
@@ -67,12 +67,12 @@ def test_unique_parts_may_be_longer_than_the_prefix_or_absent():
     long = shared_prefix(prefix_tokens=100, unique_tokens=250, requests=10)
     assert {len(r.hash_ids) for r in long.requests} == {4} and describe(long).input_length.largest == 350
     none = shared_prefix(prefix_tokens=100, unique_tokens=0, requests=200)
-    assert describe(none).unique_tokens == 500
+    assert describe(none).unique_prompt_tokens == 500
 
 
 def test_no_sharing_shares_nothing():
     facts = describe(no_sharing(prompt_tokens=300, requests=50, jitter=0.5))
-    assert facts.sharing_ratio == 0 and facts.groups == 0 and facts.alone == 50 and facts.levels_max == 0
+    assert facts.sharing_ratio == 0 and facts.first_level_groups == 0 and facts.alone == 50 and facts.levels_max == 0
     assert facts.input_length.mean == pytest.approx(300, rel=0.15)
 
 
@@ -145,8 +145,8 @@ def test_make_then_inspect(tmp_path, capsys):
     assert "3 groups x 400 tokens, 2 levels, 200 requests" in capsys.readouterr().out
     assert main(["trace", "inspect", "--json", str(path)]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["requests"], facts["groups"], facts["levels_max"]) == (200, 3, 2)
-    assert facts["unique_tokens"] == 3 * (100 + 2 * 300) + 200 * 20
+    assert (facts["requests"], facts["first_level_groups"], facts["levels_max"]) == (200, 3, 2)
+    assert facts["unique_prompt_tokens"] == 3 * (100 + 2 * 300) + 200 * 20
     assert facts["output_length"]["largest"] == 7 and facts["rate"] == pytest.approx(10, rel=0.2)
     assert main(["trace", "inspect", str(path)]) == 0
     shown = capsys.readouterr().out
