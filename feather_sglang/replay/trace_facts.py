@@ -29,8 +29,8 @@ class TraceFacts:
     Attributes
     ----------
     sharing_ratio : share of prompt tokens that a cache of unlimited size would hit.
-    first_level_groups : distinct first blocks that at least two requests have; `alone` counts requests with a first block of
-        their own.
+    first_level_groups : distinct first blocks that at least two requests have; `alone` counts the requests whose
+        first block no other has.
     levels_mean, levels_max : prefixes of different reach that a prompt shares with others: 0 for one that shares
         nothing, 1 for a common system prompt, one more for every further branching above it.
     unique_prompt_tokens : prompt tokens that must be computed at least once.
