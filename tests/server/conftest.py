@@ -17,7 +17,7 @@ from server.workload import Answer, Request, grouped_requests, stream_all
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "feather_server" in metafunc.fixturenames:
-        metafunc.parametrize("feather_server", list(CASES), indirect=True, scope="session")
+        metafunc.parametrize("feather_server", list(CASES), indirect=True, scope="module")
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +56,7 @@ def fcfs(model: Path, logs: Path, requests: list[Request]) -> list[dict[str, Ans
         return [stream_all(server.url, requests), stream_all(server.url, requests[::-1], concurrency=8)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def feather_server(request: pytest.FixtureRequest, model: Path, logs: Path, fcfs: object) -> Iterator[FeatherServer]:
     """The server of one case; after every scheduling step it checks its tree against SGLang's queues."""
     case = CASES[request.param]

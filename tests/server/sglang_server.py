@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 150
+START_SECONDS = 240
 CPU_FLAGS = (
     "--device cpu --dtype float32 --attention-backend torch_native --disable-cuda-graph --mem-fraction-static 0.3 "
-    "--grammar-backend llguidance --enable-cache-report --host 127.0.0.1"
+    "--grammar-backend llguidance --sleep-on-idle --enable-cache-report --host 127.0.0.1"
 ).split()
 
 

@@ -10,7 +10,7 @@ import pytest
 from server.cases import FeatherServer
 from server.workload import Answer, Request
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_fcfs_answers_do_not_depend_on_the_batch(fcfs: list[dict[str, Answer]], requests: list[Request]) -> None:

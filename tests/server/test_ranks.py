@@ -12,7 +12,7 @@ from server.sglang_server import SGLangServer
 from server.workload import Answer, Request, stream_all
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(metadata.version("sglang") != NEWEST, reason=f"runs on SGLang {NEWEST}")
 def test_two_ranks_form_the_same_batches(
     model: Path, logs: Path, requests: list[Request], fcfs: list[dict[str, Answer]]

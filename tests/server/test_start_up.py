@@ -14,13 +14,13 @@ from server.cases import NEWEST, ROOMY
 from server.sglang_server import launch_command, server_environment
 from server.workload import Answer, Request
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("prepared")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("prepared")]
 newest_only = pytest.mark.skipif(metadata.version("sglang") != NEWEST, reason=f"runs on SGLang {NEWEST}")
 ENGINE = Path(__file__).with_name("engine_program.py")
 
 
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, env=server_environment(**environment), timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=server_environment(**environment), timeout=240)
 
 
 def test_help_lists_the_policies_and_flags() -> None:

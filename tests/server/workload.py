@@ -102,7 +102,7 @@ async def _stream_all(
     url: str, requests: list[Request], concurrency: int, stop_after: dict[str, int]
 ) -> dict[str, Answer]:
     gate = asyncio.Semaphore(concurrency)
-    timeout = aiohttp.ClientTimeout(total=120)
+    timeout = aiohttp.ClientTimeout(total=240)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def one(request: Request) -> tuple[str, Answer]:
