@@ -7,11 +7,12 @@ The files (default: tests/data) hold decode attention by row order and by number
 leaving names, kinds and sources as they are. Needs SciPy.
 
     decode attention fa3         108 points   mean error   1.5%   largest   5.0%
-    decode attention flashinfer  54 points   mean error   2.6%   largest   7.5%
+    decode attention flashinfer   54 points   mean error   2.6%   largest   7.5%
     decode attention pat          27 points   mean error  13.6%   largest  35.6%
-    matrix products               13 points   mean error   2.1%   largest   4.8%
-    prefill attention             39 points   mean error   6.6%   largest  24.4%
-    whole steps                   26 points   mean error   3.1%   largest  10.2%
+    fa3, unequal rows (a check)   21 points   mean error   8.1%   largest  25.8%
+    matrix products               13 points   mean error   1.6%   largest   3.9%
+    prefill attention             39 points   mean error   6.5%   largest  24.4%
+    whole steps                   26 points   mean error   3.1%   largest   9.9%
 """
 
 from __future__ import annotations
@@ -78,6 +79,17 @@ def decode_points(row_order: Path, groups: Path) -> dict[str, list[Point]]:
     return points
 
 
+def mixed_points(table: Sequence[dict[str, Any]]) -> list[Point]:
+    """Read decode attention of rows of unequal length that share nothing."""
+    points = []
+    for row in table:
+        lengths = row["lengths"]
+        sharing = BatchSharing.from_paths([(i,) for i in range(len(lengths))], max(lengths), lengths)
+        label = f"{len(lengths):4d} rows, {sum(lengths):7d} tokens, longest {max(lengths):6d}"
+        points.append(Point(label, row["us"], np.array(lengths, dtype=float), sharing))
+    return points
+
+
 def relative(predicted: Sequence[float], measured: Sequence[float]) -> np.ndarray:
     """Return predicted / measured - 1."""
     return np.asarray(predicted) / np.asarray(measured) - 1
@@ -99,7 +111,7 @@ def fit_row_by_row(points: Sequence[Point], known: RowByRow) -> RowByRow:
             byte_s=x[2] * 1e-11,
             processors=known.processors,
             split_rows=known.split_rows,
-            split_below=known.split_below,
+            longest_share=known.longest_share,
             window_rows=x[3],
             l2_bytes=x[4] * 1e6,
             dram_bytes_per_s=known.dram_bytes_per_s,
@@ -234,6 +246,10 @@ def main() -> None:
         elif isinstance(known, Packed):
             kernels[name] = fit_packed(points, known)
         report(f"decode attention {name}", [p.label for p in points], attention_errors(points, kernels[name]), each)
+
+    mixed = mixed_points(steps["decode_attention_mixed"])
+    errors = attention_errors(mixed, kernels["fa3"])
+    report("fa3, unequal rows (a check)", [p.label for p in mixed], errors, each)
 
     values = {"copy_bytes_per_s": steps["copy"]["bytes"] / steps["copy"]["us"] * 1e6}
     products, errors = fit_products(steps["products"])

@@ -1,4 +1,5 @@
-"""Measure on a GPU what `fit_step_time.py` needs besides decode attention: copy, matrix products, prefill attention.
+"""Measure on a GPU what `fit_step_time.py` needs besides decode attention of equal rows: copy, matrix products,
+prefill attention, and decode attention of rows of mixed lengths.
 
     python benchmarks/measure_steps.py --out steps.json [--one-batch result.jsonl]
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,47 @@ def prefill_attention() -> list[dict[str, float]]:
     return table
 
 
+def mixed_lengths() -> list[list[int]]:
+    """Return batches of unequal rows: one long row among short ones, and lengths spread as in conversations."""
+    batches = [[long, *[short] * rest] for long in (30_000, 100_000) for short in (1000, 5000) for rest in (7, 31, 99)]
+    draw = random.Random(0)
+    for rows in (4, 16, 32, 64, 128):
+        for spread in (0.5, 1.2):
+            batches.append([min(int(draw.lognormvariate(8.7, spread)) + 1, 120_000) for _ in range(rows)])
+    return [batch for batch in batches if sum(batch) < SLOTS]
+
+
+def decode_attention() -> list[dict[str, Any]]:
+    """Time FlashAttention-3 decode over a paged pool (page size 1), rows of mixed lengths that share nothing."""
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+    keys = torch.randn(SLOTS, 1, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    values = torch.randn_like(keys)
+    table = []
+    for lengths in mixed_lengths():
+        slots = torch.randperm(SLOTS, device="cuda", dtype=torch.int32)
+        pages = torch.zeros(len(lengths), max(lengths), device="cuda", dtype=torch.int32)
+        start = 0
+        for row, length in enumerate(lengths):
+            pages[row, :length] = slots[start : start + length]
+            start += length
+        steps = torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32)
+        queries = torch.randn(len(lengths), HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        arguments = {
+            "page_table": pages,
+            "cache_seqlens": torch.tensor(lengths, device="cuda", dtype=torch.int32),
+            "cu_seqlens_q": steps,
+            "max_seqlen_q": 1,
+            "causal": True,
+        }
+
+        def attend(q: torch.Tensor = queries, rest: dict[str, Any] = arguments) -> None:
+            flash_attn_with_kvcache(q, keys, values, **rest)
+
+        table.append({"lengths": lengths, "us": microseconds(attend)})
+    return table
+
+
 def whole_steps(path: Path) -> list[dict[str, float]]:
     """Read the result file of SGLang's one-batch benchmark; of repeated settings the last."""
     table = {}
@@ -130,6 +173,7 @@ def main() -> None:
         "copy": copy(),
         "products": products(),
         "prefill_attention": prefill_attention(),
+        "decode_attention_mixed": decode_attention(),
         "whole_steps": whole_steps(args.one_batch) if args.one_batch else [],
     }
     rounded = json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.5g}"))

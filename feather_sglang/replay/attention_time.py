@@ -42,8 +42,8 @@ class RowByRow:
     item_s: float  # per work item
     byte_s: float  # per byte that an item reads, at one processor
     processors: float
-    split_rows: float  # 1: items are cut so that all processors finish together; 0: an item is never cut
-    split_below: float  # share of busy processors below which an item is cut all the same
+    split_rows: float  # 1: items are cut so that all processors finish together; 0: only very long ones are cut
+    longest_share: float  # an item of more than this many times a processor's even share of the work is cut
     window_rows: float  # rows at this distance no longer run at the same time
     l2_bytes: float
     dram_bytes_per_s: float
@@ -59,11 +59,12 @@ class RowByRow:
         token_s = self.byte_s * head_bytes
         items = len(lengths) * kv_heads
         even = (items * self.item_s + float(lengths.sum()) * kv_heads * token_s) / self.processors
-        if self.split_rows or items < self.split_below * self.processors:
+        if self.split_rows:
             return even
         # Of the k longest rows some processor gets ceil(k * kv_heads / processors) items, each at least as long as
         # the k-th row: the longest such bound. For rows of one length it is exact.
-        descending = np.sort(lengths)[::-1]
+        longest = self.longest_share * float(lengths.sum()) * kv_heads / self.processors
+        descending = np.minimum(np.sort(lengths)[::-1], longest)
         waves = np.ceil(np.arange(1, len(lengths) + 1) * kv_heads / self.processors)
         return max(even, float((waves * (self.item_s + descending * token_s)).max()))
 

@@ -24,7 +24,7 @@ _MAY_BE_ZERO = {
     "launch_s",
     "item_s",
     "split_rows",
-    "split_below",
+    "longest_share",
 }
 
 
