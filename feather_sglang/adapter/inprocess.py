@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,16 @@ _MODEL = {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
+
+
+def free_port() -> int:
+    """A port that the operating system gives to nobody else just now.
+
+    SGLang draws ports from the generator that it seeds, so two replays side by side would draw the same.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def build_scheduler(folder: Path, policy: str, context_length: int, **arguments: Any) -> Any:
@@ -56,6 +67,7 @@ def build_scheduler(folder: Path, policy: str, context_length: int, **arguments:
         context_length=context_length,
         schedule_policy=policy,
         random_seed=0,
+        nccl_port=free_port(),
         log_level="error",
         **arguments,
     )

@@ -244,7 +244,8 @@ def run_jobs(
     passes: int = 1,
 ) -> dict[str, Any]:
     """Run ``work`` on the jobs in child processes, with a progress bar each; the first failure ends them all."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["feather_sglang.adapter.preload"])
     queue = context.Queue()
     waiting = list(jobs)
     running: dict[str, Any] = {}

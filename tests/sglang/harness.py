@@ -22,6 +22,8 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from feather_sglang.adapter.inprocess import free_port
+
 
 def _socket_without_linger(context, *args, _socket=zmq.Context.socket, **kwargs):
     socket = _socket(context, *args, **kwargs)
@@ -86,6 +88,7 @@ class Server:
             "max_total_tokens": 4096,
             "schedule_policy": policy,
             "random_seed": 1,
+            "nccl_port": free_port(),
             "log_level": "error",
             **overrides,
         }

@@ -60,8 +60,10 @@ def test_the_same_seed_gives_the_same_results(tmp_path):
 
 @newest_only
 def test_an_expensive_scheduler_pays(tmp_path):
-    flags = [*SMALL, "--policies", "fcfs"]
+    # All at once: the batches are the same then, and the clock shows nothing but their cost.
+    flags = [*SMALL, "--rate-scale", "100000", "--policies", "fcfs"]
     free, charged = ab(tmp_path / "a", *flags, "--scheduler-cost", "off"), ab(tmp_path / "b", *flags)
+    assert charged["runs"]["fcfs"]["mean_batch"] == free["runs"]["fcfs"]["mean_batch"]
     assert charged["runs"]["fcfs"]["makespan"] > free["runs"]["fcfs"]["makespan"]
 
 

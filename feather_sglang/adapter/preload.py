@@ -1,0 +1,21 @@
+"""Imported by the fork server of `feather ab`: SGLang is imported once, and every replay starts from that process.
+
+Whatever goes wrong here goes wrong again in the replay's own process, which reports it.
+"""
+
+import contextlib
+import os
+
+from feather_sglang.adapter import cpu_shims
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a replay runs on the CPU; a process forked after CUDA started cannot use it
+_kept = os.dup(1), os.dup(2)
+with open(os.devnull, "w") as silence, contextlib.suppress(Exception):
+    os.dup2(silence.fileno(), 1)
+    os.dup2(silence.fileno(), 2)
+    cpu_shims.install()
+    import feather_sglang.adapter.replay_engine  # noqa: F401
+os.dup2(_kept[0], 1)
+os.dup2(_kept[1], 2)
+os.close(_kept[0])
+os.close(_kept[1])
