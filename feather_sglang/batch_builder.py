@@ -8,12 +8,17 @@ Source: Feather, algorithm 7. The fairness bound, the row order and the way back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, KeysView, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from feather_sglang.cht import ChunkedHashTree
 from feather_sglang.policies import Action, PolicyState, StopPolicy
+
+
+# Waiting for a prefix that is being computed pays from here on: less, and the batch had better be filled. More than a
+# page and a chunk, which two equal prompts always compute anew.
+_WORTH_WAITING = 256
 
 
 class Arrival(NamedTuple):
@@ -64,6 +69,7 @@ class BatchBuilder:
         self._unseen: dict[Hashable, int] = {}  # priority of those that arrived since the last round
         self._arrivals: dict[Hashable, Arrival] = {}
         self._undone: Hashable | None = None  # the last ADD, until the scheduler has carried it out
+        self._computing: dict[Hashable, int] = {}  # in prefill: depth from which sharing its prompt is worth a wait
 
     # Life cycle -----------------------------------------------------------------------------------------------
 
@@ -75,6 +81,7 @@ class BatchBuilder:
     def requeue(self, request_id: Hashable, token_ids: Any) -> None:
         """Put a retracted or preempted request back among the waiting, at its original age."""
         self.cht.requeue(request_id, token_ids)
+        self._computing.pop(request_id, None)
 
     def leave_queue(self, request_id: Hashable) -> None:
         """Forget a waiting request that was aborted or timed out."""
@@ -85,6 +92,7 @@ class BatchBuilder:
     def leave_batch(self, request_id: Hashable) -> None:
         """Forget a running request that finished or was aborted."""
         self.cht.finish(request_id)
+        self._computing.pop(request_id, None)
         del self._arrivals[request_id]
 
     # One admission round --------------------------------------------------------------------------------------
@@ -97,6 +105,8 @@ class BatchBuilder:
         for request_id, priority in self._unseen.items():
             self._arrivals[request_id] = Arrival(now, self.round, priority)
         self._unseen.clear()
+        for request_id, depth in self._computing.items():
+            self.cht.defer(request_id, depth)
         if reward is not None and self.policy is not None:
             self.policy.observe(reward)
 
@@ -115,12 +125,12 @@ class BatchBuilder:
         """
         assert self.policy is not None
         best = self.cht.find_best()
-        if best is None:
-            return None
-        overdue = self._overdue(best.request_id)
+        overdue = self._overdue(best and best.request_id)
         if overdue is not None:
             self.overdue_admissions += 1
             return overdue
+        if best is None:
+            return None
         if self._stopped:
             return self._inside_branch()
         if batch_size == 0 or not has_room:
@@ -142,11 +152,29 @@ class BatchBuilder:
         inside = self.cht.best_in_branch()
         return None if inside is None else inside.request_id
 
-    def admitted(self, request_id: Hashable) -> None:
-        """The scheduler took the proposed request into the batch."""
+    def admitted(self, request_id: Hashable, cached_tokens: int | None = None) -> None:
+        """The scheduler took the proposed request into the batch and will compute all but its cached tokens.
+
+        Waiting requests that share a good part of what it computes stay waiting until ``computed``: they will find it
+        in the prefix cache, where otherwise each of them would compute it again beside this one. None: nothing is left
+        to compute.
+        """
         self.cht.add_to_batch(request_id)
+        depth = 0 if cached_tokens is None else -(-(cached_tokens + _WORTH_WAITING) // self.cht.chunk_size)
+        if 0 < depth <= self.cht.depth(request_id):
+            self._computing[request_id] = depth
+            self.cht.defer(request_id, depth)
         self._undone = None
         self.longest_wait = max(self.longest_wait, self._now - self._arrivals[request_id].time)
+
+    @property
+    def computing(self) -> KeysView[Hashable]:
+        """Admitted requests whose prompts others wait for."""
+        return self._computing.keys()
+
+    def computed(self, request_id: Hashable) -> None:
+        """The prompt of an admitted request is in the prefix cache."""
+        del self._computing[request_id]
 
     def skipped(self, request_id: Hashable) -> None:
         """The scheduler passed over the proposed request (an adapter not loaded, say): not again this round."""
@@ -161,16 +189,19 @@ class BatchBuilder:
     def end_round(self) -> None:
         """Close the round: requests passed over compete again in the next, an ADD not carried out teaches nothing."""
         self._cancel_undone()
+        self.cht.resume()
         for request_id in list(self.cht.held):
             self.cht.requeue(request_id)
 
-    def _overdue(self, best: Hashable) -> Hashable | None:
+    def _overdue(self, best: Hashable | None) -> Hashable | None:
         """The oldest waiting request once it is past the bound, unless a more urgent priority class waits."""
         oldest = self.cht.oldest()
+        if oldest is None:
+            return None
         arrival = self._arrivals[oldest]
         if self._now - arrival.time < self.max_wait and self.round - arrival.round < self.max_wait_rounds:
             return None
-        return oldest if arrival.priority <= self._arrivals[best].priority else None
+        return oldest if best is None or arrival.priority <= self._arrivals[best].priority else None
 
     # Row order ------------------------------------------------------------------------------------------------
 

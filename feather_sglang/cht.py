@@ -18,7 +18,7 @@ from operator import attrgetter, index
 from typing import NamedTuple
 
 from feather_sglang.chunk_hash import DIGEST, PROCESS_SEED, TokenIds, hash_vector
-from feather_sglang.prefix_trie import SLACK, Node, Request, agree, attach, check, detach, shift
+from feather_sglang.prefix_trie import SLACK, Node, Request, agree, attach, check, detach, mute, shift
 
 _SMALLEST_BRANCH = 64  # a main branch holds at least one in so many of the active requests
 
@@ -82,6 +82,7 @@ class ChunkedHashTree:
         self._ages: deque[Request] = deque()  # the waiting requests by age, with some that have left ...
         self._returned: list[tuple[int, Request]] = []  # ... and a heap of those that came back into their midst
         self._arrivals = 0
+        self._muted: list[Node] = []  # above the deferred requests
         self._best: Candidate | None = None
         self._tip: Node | None = None  # the deepest node on every active request's path; None: to be found again
         self._branch: bytes | int = b""  # first hash of the main branch below the tip
@@ -103,6 +104,7 @@ class ChunkedHashTree:
         if request_id in self:
             raise RequestStateError(f"request {request_id!r} is already in the tree ({self._state(request_id)})")
         vector = hash_vector(token_ids, self.chunk_size, self._seed, extra_key)
+        self.resume()
         request = Request(request_id, vector, extra_key, index(priority), self._arrivals)
         self._arrivals += 1
         attach(self._root, request)
@@ -121,12 +123,14 @@ class ChunkedHashTree:
     def finish(self, request_id: Hashable) -> None:
         """Forget an active request."""
         request = self._get(request_id, self._active)
+        self.resume()
         self._leave_batch(request)
         detach(request)
 
     def remove(self, request_id: Hashable) -> None:
         """Forget a waiting or held request."""
         request = self._get(request_id, self._waiting, self._held)
+        self.resume()
         self._leave_queue(request)
         self._held.pop(request_id, None)
         detach(request)
@@ -143,6 +147,7 @@ class ChunkedHashTree:
         vector = request.vector
         if token_ids is not None:
             vector = hash_vector(token_ids, self.chunk_size, self._seed, request.extra_key)
+        self.resume()
         if self._held.pop(request_id, None) is None:
             self._leave_batch(request)
         if vector is not request.vector:
@@ -151,10 +156,37 @@ class ChunkedHashTree:
             attach(self._root, request)
         self._wait(request)
 
+    def defer(self, request_id: Hashable, depth: int) -> None:
+        """Pass over the waiting requests that share at least ``depth`` chunks with an active one.
+
+        For a prefix that the active request is about to compute: who comes after it finds it in the cache. Deferred
+        requests still wait: ``peers``, the tips and ``oldest`` count them. Lasts until ``resume``, or until a request
+        enters or leaves the tree.
+        """
+        request = self._get(request_id, self._active)
+        if not 1 <= depth:
+            raise ValueError(f"depth must be at least 1, got {depth}")
+        top = None
+        node = request.parent
+        while node.depth >= depth:
+            top, node = node, node.parent
+        if top is not None and not top.muted:
+            mute(top, True)
+            self._muted.append(top)
+            self._best = None
+
+    def resume(self) -> None:
+        """End every ``defer``."""
+        if self._muted:
+            for node in self._muted:
+                mute(node, False)
+            self._muted = []
+            self._best = None
+
     # -- questions ---------------------------------------------------------------------------------------------
 
     def find_best(self) -> Candidate | None:
-        """Return the waiting request first in (priority, missing chunks, age); None when nothing waits."""
+        """Return the waiting request first in (priority, missing chunks, age), but for the deferred; None without one."""
         if self._best is None and (best := self._root.best()):
             self._best = self._describe(best[4])
         return self._best
@@ -166,7 +198,7 @@ class ChunkedHashTree:
     def best_in_branch(self) -> Candidate | None:
         """Return the best waiting request inside the main branch; None without one, or when nothing waits there."""
         branch = self._main_branch()
-        entry = None if branch is None else branch.best()
+        entry = None if branch is None or self._is_muted(branch) else branch.best()
         return None if entry is None else self._describe(entry[4])
 
     def branch_loss(self, request_id: Hashable) -> int:
@@ -198,6 +230,10 @@ class ChunkedHashTree:
         """Return how many chunks of a request the active requests do not cover; 0 for an active one."""
         request = self._get(request_id, self._waiting, self._active, self._held)
         return 0 if request.active else request.depth - self._matched(request).depth
+
+    def depth(self, request_id: Hashable) -> int:
+        """Return the length of a request's prompt in chunks."""
+        return self._get(request_id, self._waiting, self._active, self._held).depth
 
     def order_key(self, request_id: Hashable) -> bytes:
         """Return the packed hash vector: sorting by it brings requests into a depth-first prefix order."""
@@ -308,6 +344,13 @@ class ChunkedHashTree:
         return branch
 
     @staticmethod
+    def _is_muted(node: Node) -> bool:
+        """Return whether a node or one above it is muted."""
+        while not node.muted and node.depth:
+            node = node.parent
+        return node.muted
+
+    @staticmethod
     def _matched(request: Request) -> Node:
         """Return the deepest node of the working set above a request that is not active (the root if none)."""
         node = request.parent
@@ -351,7 +394,8 @@ class ChunkedHashTree:
         oldest = min(self._waiting.values(), key=attrgetter("seq"), default=None)
         assert self.oldest() == (oldest and oldest.id), "oldest is not the oldest"
         assert len(self._ages) + len(self._returned) <= 2 * len(self._waiting) + SLACK, "the ages grow"
-        order = [(r.priority, self.missing_count(r.id), r.seq, r.id) for r in self._waiting.values()]
+        ranked = [request for request in self._waiting.values() if not self._is_muted(request.parent)]
+        order = [(r.priority, self.missing_count(r.id), r.seq, r.id) for r in ranked]
         best = self.find_best()
         assert (best and best.request_id) == (min(order)[3] if order else None), "find_best is not the best"
         assert best is None or best == self.candidate(best.request_id), "the cached candidate is stale"

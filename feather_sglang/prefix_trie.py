@@ -66,7 +66,7 @@ class Node(Member):
     the heap; so the heap grows with the number of different lengths, not with the number of requests.
     """
 
-    __slots__ = ("busy", "entries", "heap", "lines", "members")
+    __slots__ = ("busy", "entries", "heap", "lines", "members", "muted")
 
     def __init__(self, vector: bytes, depth: int) -> None:
         super().__init__(vector, depth)
@@ -75,6 +75,7 @@ class Node(Member):
         self.heap: list[Entry] = []
         self.lines: dict[tuple[int, int], deque[Entry]] = {}  # by priority and count; a line's head is also in the heap
         self.entries = 0  # in the heap and the lines, live or stale
+        self.muted = False  # its parent does not rank it, though requests wait below it
 
     def put(self, key: bytes | int, member: Member) -> None:
         """Hang a member below this node."""
@@ -159,10 +160,21 @@ def shift(request: Request, waiting: int, active: int) -> None:
         if waiting > 0:
             request.entry = (request.priority, request.depth, request.seq, request, request)
             node.push(request.entry)
+    _climb(node, waiting, active)
+
+
+def mute(node: Node, muted: bool) -> None:
+    """Take a node out of its parent's ranking, or bring it back; the counts stay."""
+    node.muted = muted
+    _climb(node, 0, 0)
+
+
+def _climb(node: Node, waiting: int, active: int) -> None:
+    """Change the counts of a node and of all above it, and rank each anew."""
     while True:
         node.waiting += waiting
         node.active += active
-        best = node.best()
+        best = None if node.muted else node.best()
         if not node.depth:
             return
         parent = node.parent
@@ -213,7 +225,8 @@ def _check_node(node: Node) -> None:
     for key, member in node.members.items():
         assert member.parent is node and member.key == key
         assert member.vector.startswith(node.vector[: node.depth * DIGEST]), "a member on a foreign path"
-        assert (member.entry is None) == (member.waiting == 0)
+        silent = member.muted or member.best() is None if isinstance(member, Node) else member.waiting == 0
+        assert (member.entry is None) == silent
         if isinstance(member, Request) and member.depth == node.depth:
             assert key == member.seq
         else:
@@ -224,7 +237,7 @@ def _check_node(node: Node) -> None:
     live = [entry for entry in (*node.heap, *followers) if entry[3].entry is entry]
     assert sorted(live) == sorted(member.entry for member in members if member.entry is not None)
     for member in members:
-        if isinstance(member, Node) and (best := member.best()):
+        if isinstance(member, Node) and not member.muted and (best := member.best()):
             priority, count, seq, _, first = best
             count += node.depth - member.depth if member.active else 0
             assert member.entry == (priority, count, seq, member, first), "a stale place among its parent's members"

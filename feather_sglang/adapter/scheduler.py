@@ -116,6 +116,7 @@ class FeatherScheduler:
         self._meter = DecodeMeter()
         self._adder: Any = None
         self._running_rows = 0
+        self._outputs: dict[Hashable, int] = {}  # tokens that requests in prefill had when they were admitted
         self._agreement = Agreement(scheduler.tp_cpu_group)
         self.builder = BatchBuilder(
             ChunkedHashTree(options.chunk_size, seed=self._agreement.secret()),
@@ -193,6 +194,15 @@ class FeatherScheduler:
                 builder.leave_queue(rid)
                 del self._requests[rid]
 
+    def _note_computed(self) -> None:
+        """A request's first new token says that its prompt is computed and in the cache."""
+        for rid, outputs in list(self._outputs.items()):
+            if rid not in self.builder.computing:
+                del self._outputs[rid]
+            elif len(self._requests[rid].output_ids) > outputs:
+                self.builder.computed(rid)
+                del self._outputs[rid]
+
     # One admission round --------------------------------------------------------------------------------------
 
     def _calc_priority(
@@ -202,6 +212,7 @@ class FeatherScheduler:
             with self._guard("an admission round could not be opened"):
                 self._running_rows = len(running_batch.reqs)
                 self._synchronise(running_batch.reqs)
+                self._note_computed()
                 self.builder.begin_round(*self._agreement.readings(self.clock(), self._meter.take()))
                 if self.policy is not None:
                     self.scheduler.waiting_queue = AdmissionQueue(waiting_queue, self._admissions, self._loop_code)
@@ -240,7 +251,9 @@ class FeatherScheduler:
         self._adder = adder
         if not self.failed and adder.can_run_list and adder.can_run_list[-1] is req:
             with self._guard("an admission could not be noted"):
-                self.builder.admitted(req.rid)
+                cached = req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices)  # since 0.5.23
+                self.builder.admitted(req.rid, cached)
+                self._outputs[req.rid] = len(req.output_ids)
 
     def _get_new_batch_prefill_raw(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         global _admitting
@@ -338,6 +351,7 @@ class FeatherScheduler:
         assert type(scheduler.waiting_queue) is list
         assert set(tree.waiting) == {req.rid for req in scheduler.waiting_queue}, "waiting requests differ"
         assert set(tree.active) == alive, f"running requests differ: {set(tree.active) ^ alive}"
+        assert self.builder.computing <= tree.active, "a request is being computed that does not run"
         assert not tree.held and set(self._requests) == set(tree.waiting) | set(tree.active)
         if self.options.row_order and plan.batch_to_run is not None and plan.batch_to_run.forward_mode.is_decode():
             rows = [req.rid for req in plan.batch_to_run.reqs if req.rid in tree]

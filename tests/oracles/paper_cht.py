@@ -12,7 +12,7 @@ Where the pseudocode contradicts the prose, the prose is followed:
 - algorithm 4, line 7, skips when the set `active` is not empty; meant is a request that is active;
 - algorithm 6 returns at lines 13 and 17 before it cleans up (line 27); here it always cleans up.
 
-A serving system adds what the paper leaves out: `requeue`, `hold`, priorities, `extra_key`, ties by age.
+A serving system adds what the paper leaves out: `requeue`, `hold`, `defer`, priorities, `extra_key`, ties by age.
 """
 
 import heapq
@@ -24,7 +24,7 @@ class PaperTree:
     def __init__(self, chunk_size):
         self.chunk_size = chunk_size
         self.request_hashes, self.extra_keys, self.priority, self.age = {}, {}, {}, {}
-        self.waiting_requests, self.active, self.held = set(), set(), set()
+        self.waiting_requests, self.active, self.held, self.deferred = set(), set(), set(), set()
         self.waiting = {}  # hash -> waiting requests that contain it
         self.working_set, self.ref, self.miss = set(), {}, {}
         self.waiting_heap = []
@@ -40,9 +40,14 @@ class PaperTree:
         self.request_hashes[request] = self.compute_hashes(tokens, extra_key)
         self.extra_keys[request], self.priority[request], self.age[request] = extra_key, priority, self.clock
         self.clock += 1
+        self.resume()
         self._enter_queue(request)
 
     def find_best(self):  # algorithm 4
+        if self.deferred:
+            ranked = self.waiting_requests - self.deferred
+            best = min(ranked, key=lambda r: (self.priority[r], self.miss[r], self.age[r]), default=None)
+            return None if best is None else self.candidate(best)
         while self.waiting_heap:
             _, missing, _, request = self.waiting_heap[0]
             if request in self.waiting_requests and self.miss[request] == missing:
@@ -69,10 +74,12 @@ class PaperTree:
             self.ref[chunk] = self.ref.get(chunk, 0) + 1
 
     def finish(self, request):  # algorithm 6
+        self.resume()
         self._leave_batch(request)
         self._forget(request)
 
     def remove(self, request):
+        self.resume()
         if request in self.waiting_requests:
             self._leave_queue(request)
         self.held.discard(request)
@@ -82,7 +89,16 @@ class PaperTree:
         self._leave_queue(request)
         self.held.add(request)
 
+    def defer(self, request, depth):
+        stem = self.request_hashes[request][:depth]
+        if len(stem) == depth:
+            self.deferred |= {other for other in self.waiting_requests if self.request_hashes[other][:depth] == stem}
+
+    def resume(self):
+        self.deferred = set()
+
     def requeue(self, request, tokens=None):
+        self.resume()
         if request in self.active:
             self._leave_batch(request)
         self.held.discard(request)

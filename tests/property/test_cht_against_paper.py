@@ -27,7 +27,7 @@ class TreeAgainstPaper(RuleBasedStateMachine):
         self.both("insert", self.made, prompt, extra_key, priority)
         self.made += 1
 
-    @precondition(lambda self: self.paper.waiting_requests)
+    @precondition(lambda self: self.paper.waiting_requests - self.paper.deferred)
     @rule()
     def add_best(self):
         self.both("add_to_batch", self.tree.find_best().request_id)
@@ -51,6 +51,15 @@ class TreeAgainstPaper(RuleBasedStateMachine):
     @rule(data=st.data(), tokens=st.none() | prompts)
     def requeue(self, data, tokens):
         self.both("requeue", data.draw(st.sampled_from(sorted(self.paper.active | self.paper.held))), tokens)
+
+    @precondition(lambda self: self.paper.active)
+    @rule(data=st.data(), depth=st.integers(1, 6))
+    def defer(self, data, depth):
+        self.both("defer", data.draw(st.sampled_from(sorted(self.paper.active))), depth)
+
+    @rule()
+    def resume(self):
+        self.both("resume")
 
     @invariant()
     def same_state(self):
@@ -76,7 +85,7 @@ class TreeAgainstPaper(RuleBasedStateMachine):
         tree, paper = self.tree, self.paper
         loss = {request: tree.branch_loss(request) for request in paper.waiting_requests}
         if any(loss.values()):  # a main branch exists, and somebody waits outside it
-            inside = [request for request in loss if not loss[request]]
+            inside = [request for request in loss if not loss[request] and request not in paper.deferred]
             best = min(inside, key=lambda r: (paper.priority[r], paper.miss[r], paper.age[r]), default=None)
             assert tree.best_in_branch() == (None if best is None else paper.candidate(best))
 

@@ -64,3 +64,9 @@ def feather_server(request: pytest.FixtureRequest, model: Path, logs: Path, fcfs
     environment = {"FEATHER_DEBUG_CHECK": "1", **case.environment}
     with SGLangServer(model, logs / f"{request.param}.txt", *flags, serve=case.serve, **environment) as server:
         yield FeatherServer(case, server)
+
+
+@pytest.fixture(scope="module")
+def served(feather_server: FeatherServer, requests: list[Request]) -> dict[str, Answer]:
+    """Answers of one server to all requests at once, the first that it is asked."""
+    return feather_server.answers(requests)

@@ -22,26 +22,24 @@ def test_fcfs_answers_do_not_depend_on_the_batch(fcfs: list[dict[str, Answer]], 
     assert len({answer.text for answer in at_once.values()}) > 0.9 * len(requests)
 
 
-def test_same_greedy_tokens_as_fcfs(
-    feather_server: FeatherServer, fcfs: list[dict[str, Answer]], requests: list[Request]
-) -> None:
-    answers = feather_server.answers(requests)
-    assert {name: answer.finish_reason for name, answer in answers.items()} == {
+def test_same_greedy_tokens_as_fcfs(served: dict[str, Answer], fcfs: list[dict[str, Answer]]) -> None:
+    assert {name: answer.finish_reason for name, answer in served.items()} == {
         name: answer.finish_reason for name, answer in fcfs[0].items()
     }
-    assert {name: answer.text for name, answer in answers.items()} == {
+    assert {name: answer.text for name, answer in served.items()} == {
         name: answer.text for name, answer in fcfs[0].items()
     }
-    for name, answer in answers.items():
+    for name, answer in served.items():
         assert answer.completion_tokens == fcfs[0][name].completion_tokens
         assert answer.logprobs == pytest.approx(fcfs[0][name].logprobs, abs=1e-3)
 
 
-def test_prefixes_are_reused(feather_server: FeatherServer, requests: list[Request]) -> None:
-    answers = feather_server.answers(requests).values()
-    prompts, cached = sum(a.prompt_tokens for a in answers), sum(a.cached_tokens for a in answers)
-    # All but one request of each group could reuse about 600 of 630 tokens; a policy may admit some of them together.
-    assert cached > 0.6 * prompts
+def test_prefixes_are_reused(feather_server: FeatherServer, served: dict[str, Answer]) -> None:
+    prompts = sum(answer.prompt_tokens for answer in served.values())
+    cached = sum(answer.cached_tokens for answer in served.values())
+    # All but the first request of each group can reuse about 600 of 630 tokens. feather-order admits as fcfs does,
+    # which computes a new prefix as often as it stands in the round; and a small pool evicts.
+    assert cached > (0.6 if feather_server.case.retracts else 0.85) * prompts
 
 
 def test_disconnects_and_aborts_leave_nothing_behind(
@@ -85,9 +83,8 @@ def test_pause_and_resume(
     }
 
 
-def test_the_log_tells_of_no_failure(feather_server: FeatherServer, requests: list[Request]) -> None:
+def test_the_log_tells_of_no_failure(feather_server: FeatherServer) -> None:
     """Runs last on each server: the debug check has seen all of the above."""
-    feather_server.answers(requests)
     server, log = feather_server.server, feather_server.server.text()
     assert server.alive()
     assert f"{feather_server.case.policy} is active" in log

@@ -57,16 +57,8 @@ def test_engine_takes_a_policy_and_its_options(
 
 
 @newest_only
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        ({"SGLANG_PLUGINS": "none-such"}, "feather-bandit"),
-        ({"FEATHER_OPTIONS": '{"chunk_sise": 32}'}, "FEATHER_OPTIONS: unknown option 'chunk_sise'"),
-    ],
-    ids=["plugin-disabled", "bad-option"],
-)
-def test_engine_refuses(model: Path, environment: dict[str, str], said: str) -> None:
+def test_engine_refuses_an_unknown_option(model: Path) -> None:
     work = json.dumps({"model": str(model), "policy": "feather-bandit", "requests": []})
-    ended = run([sys.executable, str(ENGINE), work], **environment)
+    ended = run([sys.executable, str(ENGINE), work], FEATHER_OPTIONS='{"chunk_sise": 32}')
     assert ended.returncode != 0
-    assert said in ended.stderr + ended.stdout
+    assert "FEATHER_OPTIONS: unknown option 'chunk_sise'" in ended.stderr + ended.stdout

@@ -185,12 +185,12 @@ def test_flush_cache_and_pause(server, expected):
     one.assert_nothing_left()
 
 
-def test_a_thousand_random_events(server):
+def test_five_hundred_random_events(server):
     """Arrivals, aborts of anything, retractions and chunks in random order; the debug check holds after each step."""
     rng = random.Random(3)
     one = server(max_total_tokens=900, schedule_conservativeness=0.05, chunked_prefill_size=64, max_running_requests=12)
     born = 0
-    for _ in range(1000):
+    for _ in range(500):
         event = rng.random()
         if event < 0.35 and len(one.scheduler.waiting_queue) < 40:
             length = rng.choice([0, 20, 100, 150])
@@ -202,5 +202,5 @@ def test_a_thousand_random_events(server):
         else:
             one.step()
     one.drain()
-    assert born > 250
+    assert born > 120
     one.assert_nothing_left()

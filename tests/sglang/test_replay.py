@@ -92,11 +92,11 @@ def test_without_sharing_feather_is_within_one_percent_of_fcfs(tmp_path):
 
 
 @newest_only
-def test_on_an_h200_the_bandit_does_not_stop_for_locality(tmp_path):
+@pytest.mark.parametrize("groups", ["5", "20"])
+def test_on_an_h200_the_bandit_does_not_stop_for_locality(tmp_path, groups):
     """Ordered mixed batches cost no more there, so it may not lose more than 1% to row order alone."""
-    runs = ab(tmp_path, "--requests", "400", "--policies", "feather-order,feather-bandit", "--scheduler-cost", "off")[
-        "runs"
-    ]
+    flags = ["--requests", "400", "--groups", groups, "--scheduler-cost", "off"]
+    runs = ab(tmp_path, *flags, "--policies", "feather-order,feather-bandit")["runs"]
     assert runs["feather-bandit"]["output_tok_s"] >= 0.99 * runs["feather-order"]["output_tok_s"]
 
 
@@ -104,7 +104,7 @@ def test_on_an_h200_the_bandit_does_not_stop_for_locality(tmp_path):
 def test_train_writes_a_policy_that_ab_loads(tmp_path, capsys):
     """On the paper's card, where mixing costs, the trained policy stops and beats fcfs on the held-out part."""
     trace = tmp_path / "trace.jsonl"
-    save_trace(shared_prefix(requests=3000, rate=100), trace)
+    save_trace(shared_prefix(requests=1600, rate=100), trace)
     card = ["--profile", "rtx6000ada", "--kv-tokens", "200000", "--feather-max-wait", "600"]
     policy = tmp_path / "policy.json"
     flags = [str(trace), "--policy", "bandit", "--rounds", "2", "--out", str(policy), *card]

@@ -237,3 +237,18 @@ def test_the_debug_check_finds_a_difference(server, monkeypatch):
     one.feather.fail("on purpose", RuntimeError())
     with pytest.raises(AssertionError, match="went on as fcfs"):
         one.step()
+
+
+def computed_tokens(server, policy):
+    one = server(policy)
+    for i in range(6):
+        one.submit(f"r{i}", [2 + i % 2] * 500 + [20 + i] * 4, max_new_tokens=3)
+    one.drain()
+    one.assert_nothing_left()
+    return sum(len(req.origin_input_ids) - req.cached_tokens for req in one.requests.values())
+
+
+def test_a_prefix_that_arrives_many_times_at_once_is_computed_once(server):
+    once = 2 * 500 + 6 * 4
+    assert once <= computed_tokens(server, "feather-bandit") < once + 6 * 4
+    assert computed_tokens(server, "feather-order") > 2 * once

@@ -103,6 +103,56 @@ def test_an_add_that_was_not_carried_out_is_cancelled():
     assert policy.cancelled == 1 and set(b.cht.waiting) == {"a"}
 
 
+def long_prompt(*groups, tail):
+    """256 tokens per group, then four of one's own."""
+    return array("q", [token for group in groups for token in [group] * 256] + [1000 + tail] * 4)
+
+
+def propose_all(b, cached, batch_size=0):
+    """One open round: everything proposed is admitted, with so many tokens in the cache."""
+    b.begin_round(0.0, None)
+    admitted = []
+    while (r := b.propose(batch_size + len(admitted), 1.0)) is not None:
+        b.admitted(r, cached)
+        admitted.append(r)
+    b.end_round()
+    return admitted
+
+
+def test_who_shares_a_prefix_that_is_being_computed_comes_after_it():
+    b = builder()
+    for i in range(3):
+        b.arrive(f"a{i}", long_prompt(1, tail=i))
+        b.arrive(f"b{i}", long_prompt(2, tail=i))
+    assert propose_all(b, cached=0) == ["a0", "b0"]
+    assert set(b.computing) == {"a0", "b0"} and b.cht.find_best().request_id == "a1"
+    assert propose_all(b, cached=256, batch_size=2) == []  # both are still at it
+    b.computed("a0")
+    assert propose_all(b, cached=256, batch_size=2) == ["a1", "a2"]
+    assert set(b.computing) == {"b0"}  # the rest of theirs is not worth a wait
+    b.leave_batch("b0")  # aborted: the next one computes it
+    assert propose_all(b, cached=0, batch_size=3) == ["b1"]
+
+
+def test_who_shares_only_what_is_cached_already_is_not_deferred():
+    b = builder()
+    for name, groups in (("a0", (1, 2)), ("a1", (1, 2)), ("c0", (1, 3)), ("c1", (1, 3))):
+        b.arrive(name, long_prompt(*groups, tail=int(name[1])))
+    assert propose_all(b, cached=256) == ["a0", "c0"]  # both levels of 1, the second of 2 and 3
+
+
+def test_requests_deferred_still_count_as_peers_and_can_be_overdue():
+    policy = Scripted()
+    b = builder(policy, max_wait=5.0)
+    for name, group in (("a0", 1), ("a1", 1), ("a2", 1), ("b0", 2)):
+        b.arrive(name, long_prompt(group, tail=int(name[1])))
+    assert propose_all(b, cached=0) == ["a0", "b0"]
+    assert policy.states[0].tip_loss == 128 and policy.states[0].peers == 2  # a1 and a2 still wait
+    b.begin_round(5.0, None)
+    assert b.propose(2, 1.0) == "a1"
+    b.end_round()
+
+
 def test_a_skipped_request_waits_for_the_next_round_at_its_age():
     b = builder()
     b.arrive("old", tokens("A"))
