@@ -136,7 +136,8 @@ class BatchBuilder:
         if batch_size == 0 or not has_room:
             return best.request_id
         loss = max(self.cht.shared_tip - best.tip_after, self.cht.branch_loss(best.request_id), 0)
-        state = PolicyState(batch_size, loss, best.peers, headroom)
+        # The deferred will join as soon as their prefix is computed: the batch is as good as theirs.
+        state = PolicyState(batch_size + self.cht.deferred, loss, best.peers, headroom)
         if self.group_of is not None:
             batch_groups = frozenset(map(self.group_of, self.cht.active))
             state = state._replace(group=(self.group_of(best.request_id), batch_groups))

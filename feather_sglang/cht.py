@@ -183,6 +183,11 @@ class ChunkedHashTree:
             self._muted = []
             self._best = None
 
+    @property
+    def deferred(self) -> int:
+        """How many waiting requests are deferred."""
+        return sum(node.waiting for node in self._muted if not self._is_muted(node.parent))
+
     # -- questions ---------------------------------------------------------------------------------------------
 
     def find_best(self) -> Candidate | None:

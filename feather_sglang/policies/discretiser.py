@@ -8,6 +8,8 @@ thresholds. `features="headroom"` adds a coarse bin of free KV memory, so that a
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from itertools import product
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.policies.protocol import PolicyState
@@ -56,6 +58,16 @@ class Discretiser:
         if self._with_headroom:
             return key * _HEADROOM_BINS + bisect_right(HEADROOM_EDGES, headroom)
         return key
+
+    def corners(self) -> Iterator[tuple[int, PolicyState]]:
+        """Every key, with the smallest state of its bins."""
+        batches = [0, *(1 << i for i in range(BATCH_BINS - 1))]
+        losses = [0, *(edge + 1 for edge in LOSS_EDGES)]
+        peers = [0, *(1 << i for i in range(PEER_BINS - 1))]
+        headrooms = [0.0, *HEADROOM_EDGES] if self._with_headroom else [1.0]
+        for corner in product(batches, losses, peers, headrooms):
+            state = PolicyState(*corner)
+            yield self.key(state), state
 
     def name(self, key: int) -> str:
         """Name of a state in policy files: its bins (batch size, tip loss, peers, headroom), joined by dots."""

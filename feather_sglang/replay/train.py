@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from feather_sglang.errors import FeatherError
-from feather_sglang.policies.rehearsal import RULES, Rehearsal
+from feather_sglang.policies.rehearsal import FIRST_RULES, NEVER, Rehearsal, Rule, neighbours
+from feather_sglang.policies.rehearsal import teach as credit
 from feather_sglang.replay import ab
 from feather_sglang.report import plots
 from feather_sglang.report.tables import comparison
@@ -34,7 +35,7 @@ class TrainJob(ab.Job):
 class Pass:
     """One pass over the training part: under a fixed rule, or (``rule`` None) under the policy as it was by then."""
 
-    rule: int | None
+    rule: Rule | None
     rate: float  # output tokens/s
     stops: int
 
@@ -57,7 +58,8 @@ def settled(passes: list[Pass]) -> bool:
 def teach(job: TrainJob, tell: Any) -> list[Pass]:
     """Train in this process and write the policy file.
 
-    A round replays the training part once under each fixed rule and then under the policy that has learnt from them.
+    A round replays the training part under each rule that is new, the first the same few, then the neighbours of the
+    best so far, and then under the policy that has learnt from them.
     """
     os.environ["FEATHER_OPTIONS"] = json.dumps(job.options)
     from feather_sglang.adapter import cpu_shims
@@ -72,7 +74,8 @@ def teach(job: TrainJob, tell: Any) -> list[Pass]:
         learner = builder.policy
         learner.explore = False
 
-        def replay(rule: int | None) -> float:
+        def replay(policy: Any, rule: Rule | None) -> float:
+            builder.policy = policy
             stops = builder.stops
             done = len(passes) * len(job.trace.requests)
             outcome = engine.run(job.trace, lambda n: tell(done + n))
@@ -80,13 +83,13 @@ def teach(job: TrainJob, tell: Any) -> list[Pass]:
             passes.append(Pass(rule, rate, builder.stops - stops))
             return rate
 
+        rates: dict[Rule, float] = {}
         for _ in range(job.rounds):
-            for rule in RULES:
-                rehearsal = Rehearsal(learner, rule)
-                builder.policy = rehearsal
-                rehearsal.teach(replay(rule))
-            builder.policy = learner
-            replay(None)
+            for rule in neighbours(max(rates, key=rates.__getitem__)) if rates else FIRST_RULES:
+                if rule not in rates:
+                    rates[rule] = replay(Rehearsal(rule), rule)
+                    credit(learner, rule, rates[rule])
+            replay(learner, None)
             if settled(passes):
                 break
         learner.explore = True
@@ -115,20 +118,14 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     console.print(f"training {name} on {len(first.requests):,} requests of {first.name}, {args.profile}")
     job = TrainJob(name, first, model, settings, options, "training", rounds=args.rounds, out=str(args.out.absolute()))
-    most = args.rounds * (len(RULES) + 1)
+    most = len(FIRST_RULES) + 1 + (args.rounds - 1) * (len(neighbours(FIRST_RULES[-1])) + 1)
     passes: list[Pass] = ab.run_jobs([job], 1, folder, console, teach, passes=most)["training"]
 
-    never = next(one.rate for one in passes if one.rule == RULES[-1])
+    never = next(one.rate for one in passes if one.rule == NEVER)
     own = [one.rate for one in passes if one.rule is None]
     curve = Table("pass", "rule", "output tok/s", "to never", "stops", title="learning curve", title_justify="left")
     for number, one in enumerate(passes, 1):
-        rule = (
-            "[bold]the policy[/bold]"
-            if one.rule is None
-            else f"stop from {one.rule}"
-            if one.rule < RULES[-1]
-            else "never"
-        )
+        rule = "[bold]the policy[/bold]" if one.rule is None else str(one.rule)
         curve.add_row(str(number), rule, f"{one.rate:,.0f}", f"{one.rate / never:.3f}x", f"{one.stops:,d}")
     console.print(curve)
     plots.learning_curve(own, never, folder / "learning_curve.png")

@@ -70,6 +70,7 @@ class TreeAgainstPaper(RuleBasedStateMachine):
         assert tree.find_best() == paper.find_best()
         assert (tree.waiting, tree.active, tree.held) == (paper.waiting_requests, paper.active, paper.held)
         assert tree.tip == paper.tip
+        assert tree.deferred == len(paper.deferred & paper.waiting_requests)
         assert tree.oldest() == paper.oldest()
         assert len(tree) == len(paper.request_hashes)
         for request in paper.request_hashes:

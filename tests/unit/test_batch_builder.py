@@ -147,7 +147,8 @@ def test_requests_deferred_still_count_as_peers_and_can_be_overdue():
     for name, group in (("a0", 1), ("a1", 1), ("a2", 1), ("b0", 2)):
         b.arrive(name, long_prompt(group, tail=int(name[1])))
     assert propose_all(b, cached=0) == ["a0", "b0"]
-    assert policy.states[0].tip_loss == 128 and policy.states[0].peers == 2  # a1 and a2 still wait
+    first = policy.states[0]  # b0's: a1 and a2 still wait, and will be in the batch before long
+    assert (first.batch_size, first.tip_loss, first.peers) == (3, 128, 2)
     b.begin_round(5.0, None)
     assert b.propose(2, 1.0) == "a1"
     b.end_round()
