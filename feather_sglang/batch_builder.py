@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from feather_sglang.cht import ChunkedHashTree
 from feather_sglang.policies import Action, PolicyState, StopPolicy
 
-
 # Waiting for a prefix that is being computed pays from here on: less, and the batch had better be filled. More than a
 # page and a chunk, which two equal prompts always compute anew.
 _WORTH_WAITING = 256

@@ -29,11 +29,14 @@ class Case:
     every_release: bool = False  # else on the newest release only, which keeps the suite within its time
 
 
+# feather-bandit, which is feather by another name, serves in test_ranks.py and test_start_up.py.
 _CASES = {
     "plain": Case("feather", every_release=True),
-    "chunked-prefill": Case("feather-heuristic", (*ROOMY, "--chunked-prefill-size", "256"), serve=True),
-    "no-overlap-priorities": Case(
-        "feather-bandit", (*ROOMY, "--disable-overlap-schedule", "--enable-priority-scheduling"), priorities=True
+    "chunks-priorities": Case(
+        "feather-heuristic",
+        (*ROOMY, "--chunked-prefill-size", "256", "--disable-overlap-schedule", "--enable-priority-scheduling"),
+        serve=True,
+        priorities=True,
     ),
     "retraction": Case("feather-qlearning", TIGHT, OVERCOMMIT, retracts=True),
     "order-retraction": Case("feather-order", TIGHT, OVERCOMMIT, retracts=True, every_release=True),
