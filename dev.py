@@ -223,7 +223,8 @@ def run_tests(arguments: list[str]) -> int:
         name = "the installed SGLang" if gpu else f"SGLang {release}"
         say(f"testing {'everything' if first else 'tests/sglang and tests/server'} on {name}")
         extra = {} if first else {"PYTHONPATH": str(overlay(release))}
-        chosen = [] if first or arguments else ["tests/sglang", "tests/server"]
+        # Two processes: one for the servers, which mostly start and wait, one for all other tests.
+        chosen = [] if arguments else ["-n", "2", "--dist", "loadgroup", *([] if first else ["tests/server", "tests/sglang"])]
         command = [str(python()), "-m", "pytest", *chosen, *arguments]
         if subprocess.run(command, cwd=ROOT, env=environment(**extra)).returncode:
             failed.append(name)

@@ -191,7 +191,7 @@ class ChunkedHashTree:
     # -- questions ---------------------------------------------------------------------------------------------
 
     def find_best(self) -> Candidate | None:
-        """Return the first waiting request by (priority, missing chunks, age), but for the deferred; None without one."""
+        """Return the first waiting request by priority, missing chunks, age, but for the deferred; None without one."""
         if self._best is None and (best := self._root.best()):
             self._best = self._describe(best[4])
         return self._best
