@@ -224,8 +224,9 @@ def run_tests(arguments: list[str]) -> int:
         say(f"testing {'everything' if first else 'tests/sglang and tests/server'} on {name}")
         extra = {} if first else {"PYTHONPATH": str(overlay(release))}
         # Two processes: one for the servers, which mostly start and wait, one for all other tests.
-        chosen = [] if arguments else ["-n", "2", "--dist", "loadgroup", *([] if first else ["tests/server", "tests/sglang"])]
-        command = [str(python()), "-m", "pytest", *chosen, *arguments]
+        processes = ["-n", "2", "--dist", "loadgroup"]
+        folders = [] if first else ["tests/server", "tests/sglang"]
+        command = [str(python()), "-m", "pytest", *(arguments or [*processes, *folders])]
         if subprocess.run(command, cwd=ROOT, env=environment(**extra)).returncode:
             failed.append(name)
     say(f"FAILED on {', '.join(failed)}" if failed else "all tests passed")

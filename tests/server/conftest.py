@@ -20,6 +20,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("feather_server", list(CASES), indirect=True, scope="module")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the tests of this folder in one process where tests run in several: they share servers and answers."""
     for item in items:
