@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+import pytest
+
 from server.sglang_server import SGLangServer
 from server.workload import Answer, Request, stream_all
 
 NEWEST = "0.5.23"
+newest_only = pytest.mark.skipif(metadata.version("sglang") != NEWEST, reason=f"runs on SGLang {NEWEST}")
 ROOMY = ("--max-total-tokens", "8192", "--max-running-requests", "32")
 # Estimating one token of output a request admits far too many, so the KV pool runs full and SGLang retracts.
 TIGHT = ("--max-total-tokens", "3600", "--max-running-requests", "32")
@@ -29,7 +32,7 @@ class Case:
     every_release: bool = False  # else on the newest release only, which keeps the suite within its time
 
 
-# feather-bandit, which is feather by another name, serves in test_ranks.py and test_start_up.py.
+# feather-bandit, which is feather by another name, serves on two ranks and in sglang.Engine.
 _CASES = {
     "plain": Case("feather", every_release=True),
     "chunks-priorities": Case(

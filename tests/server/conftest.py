@@ -20,14 +20,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("feather_server", list(CASES), indirect=True, scope="module")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of this folder in one process where tests run in several: they share servers and answers."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("server"))
-
-
 @pytest.fixture(scope="session")
 def prepared() -> None:
     """SGLang can start without a GPU in this environment."""

@@ -28,6 +28,11 @@ def server_environment(**extra: str) -> dict[str, str]:
     return variables
 
 
+def run_to_end(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that ends by itself, in that environment."""
+    return subprocess.run(command, capture_output=True, text=True, env=server_environment(**environment), timeout=240)
+
+
 def launch_command(model: Path, *flags: str, serve: bool = False) -> list[str]:
     """``python -m sglang.launch_server``, or ``sglang serve``, with the flags that a CPU needs."""
     script = [str(Path(sys.executable).with_name("sglang")), "serve"]

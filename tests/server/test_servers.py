@@ -1,16 +1,24 @@
-"""A real server under each feather policy: the same answers as under fcfs, and nothing left behind."""
+"""A real server under each feather policy: the same answers as under fcfs, and nothing left behind.
+
+One file, as its tests share the answers under fcfs: a file's tests run in one process.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from server.cases import FeatherServer
-from server.workload import Answer, Request
+from server.cases import ROOMY, FeatherServer, newest_only
+from server.sglang_server import SGLangServer, run_to_end
+from server.workload import Answer, Request, stream_all
 
 pytestmark = pytest.mark.timeout(600)
+ENGINE = Path(__file__).with_name("engine_program.py")
 
 
 def test_fcfs_answers_do_not_depend_on_the_batch(fcfs: list[dict[str, Answer]], requests: list[Request]) -> None:
@@ -90,3 +98,35 @@ def test_the_log_tells_of_no_failure(feather_server: FeatherServer) -> None:
     assert f"{feather_server.case.policy} is active" in log
     assert "Traceback" not in log and "goes on as fcfs" not in log
     assert ("Retract requests" in log) == feather_server.case.retracts or not feather_server.case.retracts
+
+
+@newest_only
+def test_two_ranks_form_the_same_batches(
+    model: Path, logs: Path, requests: list[Request], fcfs: list[dict[str, Answer]]
+) -> None:
+    # Batches that differ between the ranks hang in the next collective operation, or mix the rows of the answers.
+    chosen = requests[:40]
+    flags = ("--tp", "2", "--schedule-policy", "feather-bandit", *ROOMY)
+    environment = {"FEATHER_DEBUG_CHECK": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with SGLangServer(model, logs / "ranks.txt", *flags, **environment) as server:
+        answers = stream_all(server.url, chosen)
+        server.wait_until_idle()
+        log = server.text()
+    assert {name: answer.text for name, answer in answers.items()} == {
+        request.name: fcfs[0][request.name].text for request in chosen
+    }
+    assert log.count("feather-bandit is active") == 2
+    assert "Traceback" not in log
+
+
+def test_engine_takes_a_policy_and_its_options(
+    model: Path, requests: list[Request], fcfs: list[dict[str, Answer]]
+) -> None:
+    chosen = [request for request in requests if set(request.body) == {"prompt", "max_tokens", "ignore_eos"}]
+    work = json.dumps({"model": str(model), "policy": "feather-bandit", "requests": [r.body for r in chosen]})
+    done = run_to_end(
+        [sys.executable, str(ENGINE), work], FEATHER_OPTIONS='{"chunk_size": 32, "seed": 5}', FEATHER_DEBUG_CHECK="1"
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [fcfs[0][request.name].text for request in chosen]
+    assert "feather-bandit is active" in done.stderr + done.stdout
