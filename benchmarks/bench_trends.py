@@ -22,6 +22,8 @@ WORKLOADS = {
     "5/s": ["--rate", "5"],
     "2 groups": ["--groups", "2"],
     "20 groups": ["--groups", "20"],
+    "50 groups (prefixes exceed the KV)": ["--groups", "50"],
+    "100 groups": ["--groups", "100"],
     "20 output tokens": ["--output-tokens", "20"],
     "1K prefix": ["--prefix-tokens", "1000"],
     "10K prefix": ["--prefix-tokens", "10000"],
@@ -33,7 +35,7 @@ WORKLOADS = {
 def measure(flags: list[str], requests: int, folder: Path) -> dict[str, dict[str, float]]:
     """Held-out figures of one workload."""
     out = folder / "policy.json"
-    command = [sys.executable, "-m", "feather_sglang.cli", "train", "--policy", "bandit", "--rounds", "2"]
+    command = [sys.executable, "-m", "feather_sglang.cli", "train", "--policy", "bandit"]
     command += ["--requests", str(requests), "--out", str(out), *CARD, *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -45,11 +47,14 @@ def main() -> None:
     """Print the table and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=3000, help="half to train on, half to report (3000)")
+    parser.add_argument("--only", help="workloads whose name contains this")
     parser.add_argument("--out", type=Path, default=Path("trends.json"))
     args = parser.parse_args()
     table = Table("workload", "fcfs tok/s", "feather-order", "bandit, trained", "batch: fcfs", "bandit", "p99 TTFT")
     figures = {}
     for name, flags in WORKLOADS.items():
+        if args.only and args.only not in name:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             held_out = measure(flags, args.requests, Path(folder))
         fcfs, order, trained = (held_out[run] for run in ("fcfs", "feather-order", "feather-bandit trained"))

@@ -92,6 +92,8 @@ def mismatch(hook: Hook) -> str | None:
         found = _resolve(hook.target)
     except (ImportError, AttributeError) as error:
         return f"{hook.target}: not found ({error})"
+    except Exception as error:  # an SGLang that does not import raises whatever it likes
+        return f"{hook.target}: cannot be imported ({type(error).__name__}: {error})"
     function = found.__func__ if isinstance(found, classmethod | staticmethod) else found
     try:
         parameters = tuple(inspect.signature(function).parameters)
