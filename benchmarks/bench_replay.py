@@ -46,9 +46,8 @@ def main() -> int:
             most = max(most, memory_gib(process.pid))
             time.sleep(0.5)
         seconds = time.monotonic() - begun
-    print(
-        f"{args.requests} requests, {args.policies}: {seconds:.0f} s (at most {SECONDS}), {most:.1f} GiB (at most {GIB})"
-    )
+    print(f"{args.requests} requests under {args.policies}:")
+    print(f"{seconds:.0f} s (at most {SECONDS}), {most:.1f} GiB (at most {GIB:.1f})")
     return int(process.returncode != 0 or seconds > SECONDS or most > GIB)
 
 

@@ -1,6 +1,7 @@
 """A request's whole life under the feather policies, in the real scheduler; the tree equals its queues throughout."""
 
 import random
+import time
 
 import pytest
 from harness import Server
@@ -131,6 +132,33 @@ def test_aborts_waiting_and_running(server):
     assert one.outputs()[waiting[0]] == one.outputs()[waiting[-1]] == []
     survivors = set(one.requests) - {running[0], waiting[0], waiting[-1]}
     assert all(len(one.outputs()[rid]) == one.requests[rid].sampling_params.max_new_tokens for rid in survivors)
+    one.assert_nothing_left()
+
+
+def expire(server):
+    """Let SGLang drop what is past its time limit: in the loop that receives requests, up to 0.5.17 in the step."""
+    for abort in getattr(server.scheduler, "_poll_timeout_aborts", list)():
+        server.scheduler.abort_request(abort)
+    server.step()
+
+
+def test_timeouts_waiting_and_running(server, monkeypatch):
+    one = server(max_running_requests=2)
+    for i in range(6):
+        one.submit(f"r{i}", prompt(i % 2, i), max_new_tokens=200)
+    for _ in range(2):
+        one.step()
+    running = {req.rid for req in one.scheduler.running_batch.reqs} | {req.rid for req in one.scheduler.last_batch.reqs}
+    assert len(running) == 2 and len(one.scheduler.waiting_queue) == 4
+    monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", "0.01")
+    time.sleep(0.02)
+    expire(one)
+    assert not one.scheduler.waiting_queue and set(one.feather.builder.cht.active) == running
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "0.01")
+    time.sleep(0.02)
+    expire(one)
+    one.drain()
+    assert all(0 < len(one.outputs()[rid]) < 20 for rid in running)
     one.assert_nothing_left()
 
 
