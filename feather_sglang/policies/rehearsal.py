@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from feather_sglang.policies.base import Policy
+from feather_sglang.policies.estimates import NEW_CELL
 from feather_sglang.policies.learner import Learner
 from feather_sglang.policies.protocol import ADD, STOP, Action, PolicyState
 
@@ -71,6 +72,6 @@ def teach(learner: Learner, rule: Rule, throughput: float) -> None:
     for key, state in learner.discretiser.corners():
         if state.tip_loss <= 0 or state.batch_size <= 0:
             continue  # additions that cost nothing are not decided
-        cell = learner.table.setdefault(key, [0.0] * 5)
+        cell = learner.table.setdefault(key, list(NEW_CELL))
         mean, count = (2, 3) if rule.action(state) is STOP else (0, 1)
         cell[mean], cell[count] = max(cell[mean], throughput), WEIGHT
