@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import socket
 from pathlib import Path
 from typing import Any
 
 import sglang.srt.managers.scheduler as sglang_scheduler
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import PortArgs, ServerArgs
+
+from feather_sglang.adapter.ports import free_port
 
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -31,16 +32,6 @@ _MODEL = {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
-
-
-def free_port() -> int:
-    """A port that the operating system gives to nobody else just now.
-
-    SGLang draws ports from the generator that it seeds, so two replays side by side would draw the same.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def build_scheduler(folder: Path, policy: str, context_length: int, **arguments: Any) -> Any:

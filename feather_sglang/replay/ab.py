@@ -23,11 +23,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from feather_sglang import __version__
 from feather_sglang.errors import FeatherError
+from feather_sglang.replay import workloads
 from feather_sglang.replay.model_shape import DEFAULT_MODEL, MODELS, load_model
 from feather_sglang.replay.profiles import list_profiles, load_profile
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace, load_trace
-from feather_sglang.replay.workloads import no_sharing, shared_prefix
 from feather_sglang.report import plots
 from feather_sglang.report.summary import RunSummary
 from feather_sglang.report.tables import comparison
@@ -73,12 +73,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="X times the requests per second")
     parser.add_argument("--block-size", type=int, default=512, metavar="TOKENS", help="tokens per hash id of the trace")
     made = parser.add_argument_group("generated workload", "used when no trace is given (paper 5.2)")
-    made.add_argument("--groups", type=int, default=5, help="prefix groups (5)")
-    made.add_argument("--prefix-tokens", type=int, default=5000, help="shared tokens of a prompt (5000)")
-    made.add_argument("--levels", type=int, default=1, help="levels of the prefix tree (1)")
-    made.add_argument("--rate", type=float, default=100.0, help="requests per second (100)")
-    made.add_argument("--output-tokens", type=int, default=200, help="output tokens per request (200)")
-    made.add_argument("--no-sharing", action="store_true", help="prompts of 1000 tokens that share nothing")
+    workloads.add_arguments(made)
     server = parser.add_argument_group("server and hardware")
     server.add_argument(
         "--profile", default="h200", help=f"hardware profile: {', '.join(list_profiles())} or a .json file"
@@ -119,11 +114,11 @@ def workload(args: argparse.Namespace) -> Trace:
         trace = load_trace(args.trace, args.block_size)
         trace = trace.head(args.requests) if args.requests else trace
     elif args.no_sharing:
-        trace = no_sharing(
+        trace = workloads.no_sharing(
             output_tokens=args.output_tokens, rate=args.rate, requests=args.requests or 1000, seed=args.seed
         )
     else:
-        trace = shared_prefix(
+        trace = workloads.shared_prefix(
             groups=args.groups,
             prefix_tokens=args.prefix_tokens,
             levels=args.levels,

@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from feather_sglang.replay import workloads
 from feather_sglang.replay.trace_facts import Lengths, TraceFacts, describe
 from feather_sglang.replay.traces import MOONCAKE_BLOCK, Trace, load_trace, save_trace
-from feather_sglang.replay.workloads import no_sharing, shared_prefix
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,15 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     make.add_argument("--out", required=True, type=Path, metavar="FILE", help="file to write")
-    make.add_argument("--groups", type=int, default=5, help="prefixes that have nothing in common")
-    make.add_argument("--prefix-tokens", type=int, default=5000, help="shared tokens of a prompt, all levels together")
-    make.add_argument("--levels", type=int, default=1, help="levels of the prefix tree within a group (paper 3.7)")
+    workloads.add_arguments(make)
     make.add_argument("--unique-tokens", type=int, default=20, help="tokens of a prompt's own")
-    make.add_argument("--output-tokens", type=int, default=200, help="tokens to generate")
-    make.add_argument("--rate", type=float, default=100.0, help="requests per second, a Poisson process")
     make.add_argument("--requests", type=int, default=1000, help="number of requests")
     make.add_argument("--jitter", type=float, default=0.0, help="spread of unique and output lengths, 0 to 1")
-    make.add_argument("--no-sharing", action="store_true", help="prompts that share nothing")
     make.add_argument("--prompt-tokens", type=int, default=1000, help="length of a prompt under --no-sharing")
     make.add_argument("--seed", type=int, default=0, help="the same seed gives the same trace")
     inspect = actions.add_parser(
@@ -69,8 +64,8 @@ def make(args: argparse.Namespace) -> Trace:
     """Make the trace that the arguments describe."""
     common = {"output_tokens": args.output_tokens, "requests": args.requests, "seed": args.seed}
     if args.no_sharing:
-        return no_sharing(prompt_tokens=args.prompt_tokens, rate=args.rate, jitter=args.jitter, **common)
-    return shared_prefix(
+        return workloads.no_sharing(prompt_tokens=args.prompt_tokens, rate=args.rate, jitter=args.jitter, **common)
+    return workloads.shared_prefix(
         groups=args.groups,
         prefix_tokens=args.prefix_tokens,
         unique_tokens=args.unique_tokens,

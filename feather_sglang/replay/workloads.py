@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from itertools import count
 
 import numpy as np
@@ -82,6 +83,22 @@ def no_sharing(
     block_size = int(prompt.max())
     made = [TraceRequest(i, arrivals[i], int(prompt[i]), int(output[i]), (i,)) for i in range(requests)]
     return Trace(f"no sharing, {prompt_tokens} tokens", block_size, made)
+
+
+def add_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the flags that describe a generated workload, the paper's by default."""
+    parser.add_argument("--groups", type=int, default=5, help="prefixes that have nothing in common (%(default)s)")
+    parser.add_argument(
+        "--prefix-tokens", type=int, default=5000, help="shared tokens of a prompt, all levels together (%(default)s)"
+    )
+    parser.add_argument(
+        "--levels", type=int, default=1, help="levels of the prefix tree within a group, paper 3.7 (%(default)s)"
+    )
+    parser.add_argument("--output-tokens", type=int, default=200, help="tokens to generate (%(default)s)")
+    parser.add_argument(
+        "--rate", type=float, default=100.0, help="requests per second, a Poisson process (%(default)s)"
+    )
+    parser.add_argument("--no-sharing", action="store_true", help="prompts that share nothing instead")
 
 
 def _generator(seed: int) -> np.random.Generator:

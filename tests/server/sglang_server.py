@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from feather_sglang.adapter.ports import free_port
 
 START_SECONDS = 240
 CPU_FLAGS = (
@@ -38,12 +39,6 @@ def launch_command(model: Path, *flags: str, serve: bool = False) -> list[str]:
     script = [str(Path(sys.executable).with_name("sglang")), "serve"]
     entry = script if serve else [sys.executable, "-m", "sglang.launch_server"]
     return [*entry, "--model-path", str(model), *CPU_FLAGS, *flags]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class SGLangServer:

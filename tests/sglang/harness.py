@@ -22,7 +22,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-from feather_sglang.adapter.inprocess import free_port
+from feather_sglang.adapter.ports import free_port
 
 
 def _socket_without_linger(context, *args, _socket=zmq.Context.socket, **kwargs):
