@@ -1,0 +1,217 @@
+"""Compile the planner and the kernels: ahead of time (``python -m feather_kernels.build``) or at first use.
+
+A library is cached by its sources, its flags, the toolkit and the architecture, so that an edit, a new compiler or another
+GPU never meets a stale build. Nothing is compiled at import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from feather_kernels.errors import BuildError
+
+ARCHITECTURES = {80: "80", 86: "86", 89: "89", 90: "90a"}  # compute capability x 10 -> code generation target
+DTYPES = {"float16": "half", "bfloat16": "bfloat16"}
+HEAD_DIMS = (64, 128, 256)
+
+
+def source_dir() -> Path:
+    """Where the C++ sources lie: inside the installed package, or beside it in a checkout."""
+    here = Path(__file__).resolve().parent
+    for folder in (here / "csrc", here.parent / "csrc"):
+        if (folder / "plan.cpp").is_file():
+            return folder
+    raise BuildError(f"the C++ sources are missing beside {here}: reinstall feather-sglang")
+
+
+def cache_dir() -> Path:
+    """``$FEATHER_KERNELS_CACHE``, or a folder of the user's cache."""
+    given = os.environ.get("FEATHER_KERNELS_CACHE")
+    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return Path(given) if given else base / "feather_kernels"
+
+
+@functools.cache
+def load_planner() -> Any:
+    """The planner's module; needs a C++17 compiler at first use, and no GPU."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise BuildError("no C++ compiler for the planner: install g++ (13 or later is tested) or set CXX")
+    flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra"]
+    return _load(_compile("plan", source_dir() / "plan.cpp", [compiler, *flags], toolkit=_version(compiler)))
+
+
+@functools.cache
+def load_kernel(dtype: str, head_dim: int, capability: int) -> Any:
+    """The forward and merge kernels of one configuration.
+
+    Parameters
+    ----------
+    dtype : {"float16", "bfloat16"}
+    head_dim : {64, 128, 256}
+    capability : int
+        Compute capability times ten (90 for an H100 or H200).
+
+    Raises
+    ------
+    BuildError
+        Unsupported configuration or GPU, no library built ahead and no nvcc, missing headers, or a failed compilation.
+    """
+    return _load(kernel_library(dtype, head_dim, capability))
+
+
+def kernel_library(dtype: str, head_dim: int, capability: int) -> Path:
+    """The path of one configuration's library, compiled if it is not there yet (see `load_kernel`)."""
+    if dtype not in DTYPES:
+        raise BuildError(f"dtype {dtype} is not supported: use float16 or bfloat16")
+    if head_dim not in HEAD_DIMS:
+        raise BuildError(f"head_dim {head_dim} is not supported: use one of {', '.join(map(str, HEAD_DIMS))}")
+    target = _target(capability)
+    name = f"packed_decode_{dtype}_d{head_dim}_sm{target}"
+    flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "--use_fast_math", "-shared", "-Xcompiler=-fPIC"]
+    flags += ["-Xptxas=-v", f"-gencode=arch=compute_{target},code=sm_{target}"]
+    flags += [f"-DFEATHER_DTYPE_{DTYPES[dtype].upper()}=1", f"-DFEATHER_HEAD_DIM={head_dim}"]
+    source = source_dir() / "packed_decode.cu"
+    prebuilt = os.environ.get("FEATHER_KERNELS_PREBUILT")
+    if prebuilt:
+        library = Path(prebuilt) / f"{name}-{_source_key(source, flags)}.so"
+        if library.is_file():
+            return library
+    compiler = find_nvcc()
+    return _compile(name, source, [compiler, *flags, *_header_flags()], toolkit=_version(compiler))
+
+
+def find_nvcc() -> str:
+    """The CUDA compiler: ``$CUDA_HOME/bin/nvcc``, then the PATH, then /usr/local/cuda."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    places = [*(Path(home) / "bin" / "nvcc" for home in homes if home), shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
+    for place in places:
+        if place and Path(place).is_file():
+            return str(place)
+    raise BuildError(
+        "no nvcc to compile the attention kernels: install the CUDA toolkit (12.4 or later), set CUDA_HOME, or point "
+        "FEATHER_KERNELS_PREBUILT at libraries built ahead with `python -m feather_kernels.build --out DIR`"
+    )
+
+
+def cutlass_include() -> Path:
+    """CUTLASS and CuTe headers: ``$CUTLASS_HOME/include``, or those that flashinfer-python ships."""
+    places = []
+    if os.environ.get("CUTLASS_HOME"):
+        places.append(Path(os.environ["CUTLASS_HOME"]) / "include")
+    flashinfer = importlib.util.find_spec("flashinfer")
+    if flashinfer and flashinfer.submodule_search_locations:
+        places.append(Path(next(iter(flashinfer.submodule_search_locations))) / "data" / "cutlass" / "include")
+    for place in places:
+        if (place / "cute" / "tensor.hpp").is_file():
+            return place
+    raise BuildError("no CUTLASS headers: install flashinfer-python (it ships them) or set CUTLASS_HOME to a checkout")
+
+
+def _target(capability: int) -> str:
+    if capability in ARCHITECTURES:
+        return ARCHITECTURES[capability]
+    have = ", ".join(f"{key / 10:.1f}" for key in ARCHITECTURES)
+    raise BuildError(f"compute capability {capability / 10:.1f} is not supported: these kernels are built for {have}")
+
+
+def _header_flags() -> list[str]:
+    return [f"-I{cutlass_include()}", "-DNDEBUG"]
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    answer = subprocess.run([compiler, "--version"], capture_output=True, text=True)
+    if answer.returncode:
+        raise BuildError(f"{compiler} --version failed: {answer.stderr.strip().splitlines()[-1:]}")
+    return answer.stdout
+
+
+def _source_key(source: Path, flags: list[str]) -> str:
+    """A key of every source file and flag: a header's edit rebuilds what may include it."""
+    digest = hashlib.sha256(" ".join(flags).encode())
+    suffixes = {".cpp": (".cpp", ".h"), ".cu": (".cu", ".cuh", ".h")}[source.suffix]
+    for file in sorted(source.parent.rglob("*")):
+        if file.suffix in suffixes:
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(name: str, source: Path, command: list[str], toolkit: str) -> Path:
+    """Compile one source to a shared library in the cache, unless it is there; returns its path."""
+    from tvm_ffi import libinfo
+
+    flags = [word for word in command[1:] if not word.startswith("-I")]
+    key = hashlib.sha256((_source_key(source, flags) + toolkit).encode()).hexdigest()[:16]
+    library = cache_dir() / f"{name}-{key}.so"
+    if library.is_file():
+        return library
+    ffi = Path(libinfo.find_libtvm_ffi())
+    includes = [f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"]
+    library.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(suffix=".so", prefix=name, dir=library.parent)
+    os.close(handle)
+    full = [*command, *includes, str(source), "-o", scratch, f"-L{ffi.parent}", "-ltvm_ffi"]
+    try:
+        answer = subprocess.run(full, capture_output=True, text=True)
+        log = library.with_suffix(".log")
+        log.write_text(" ".join(full) + "\n" + answer.stdout + answer.stderr)
+        if answer.returncode:
+            errors = [line for line in answer.stderr.splitlines() if "error" in line] or ["unknown error"]
+            raise BuildError(f"could not compile {source.name} ({errors[0].strip()}); the full log is {log}")
+        os.replace(scratch, library)  # whole or not at all: another process may be loading it
+    finally:
+        Path(scratch).unlink(missing_ok=True)
+    return library
+
+
+def _load(library: Path) -> Any:
+    import tvm_ffi
+
+    return tvm_ffi.load_module(str(library))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Build ahead of time; prints each library's path."""
+    parser = argparse.ArgumentParser(prog="python -m feather_kernels.build", description=main.__doc__)
+    parser.add_argument("--arch", type=int, nargs="+", default=[90], choices=sorted(ARCHITECTURES), metavar="NN")
+    parser.add_argument("--dtype", nargs="+", default=sorted(DTYPES), choices=sorted(DTYPES))
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], choices=HEAD_DIMS)
+    parser.add_argument("--out", type=Path, help="also copy the libraries here, for FEATHER_KERNELS_PREBUILT")
+    options = parser.parse_args(arguments)
+    try:
+        for capability in options.arch:
+            for dtype in options.dtype:
+                for head_dim in options.head_dim:
+                    print(_export(kernel_library(dtype, head_dim, capability), options.out), flush=True)
+    except BuildError as error:
+        print(f"feather_kernels.build: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _export(library: Path, folder: Path | None) -> Path:
+    if folder is None:
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    name = library.name.rsplit("-", 1)[0]
+    command = library.with_suffix(".log").read_text().splitlines()[0].split()
+    flags = [word for word in command[1:] if word.startswith("-") and not word.startswith(("-I", "-L", "-l", "-o"))]
+    flags.remove("-DNDEBUG")
+    copy = folder / f"{name}-{_source_key(source_dir() / 'packed_decode.cu', flags)}.so"
+    shutil.copyfile(library, copy)
+    return copy
+
+
+if __name__ == "__main__":
+    sys.exit(main())
