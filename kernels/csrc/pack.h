@@ -1,0 +1,242 @@
+// Pack strategies: one engine that decides per edge whether a parent's carried range is merged into the child.
+//
+// Every request is a leaf below its node (its private tail). A node carries the positions [from, end): its own, and
+// those of the ancestors it was merged with. Merging a child moves its requests, and a second load of the carried range,
+// into the child's pack and saves each of them a part (PAT 5.1, scheme 2); splitting leaves them in the node's pack.
+#pragma once
+
+#include "plan.h"
+
+namespace feather {
+
+struct PackScratch {
+  struct Lists {
+    std::vector<int32_t> from;       // of each node: where its carried range starts
+    std::vector<char> split;         // of each node: its requests are in its parent's pack
+    std::vector<int32_t> leaf_from;  // of each request
+    std::vector<char> leaf_split;
+    std::vector<int32_t> place, cursor, order, pack_of, left;
+  } lists;
+  struct Table {
+    std::vector<int64_t> offset;
+    std::vector<int32_t> start, depth, leaves, ended;
+    std::vector<int64_t> cost, best, merged;
+    std::vector<char> packed;
+  } table;
+};
+
+// One edge as a strategy sees it.
+struct Edge {
+  int32_t parent;   // node
+  int32_t size;     // requests below the child
+  int32_t length;   // tokens of the child
+  int32_t from;     // where the parent's carried range starts
+  int32_t carried;  // tokens in it
+  int32_t leaf;     // the request whose tail the child is, or -1
+};
+
+// Walks the edges from roots to leaves, a node's shared children before its requests, each in order of index.
+template <typename Merge>
+void decide(const Forest& forest, const Tree& tree, PackScratch& scratch, Merge merge) {
+  const int32_t n = tree.n_nodes();
+  auto& lists = scratch.lists;
+  lists.from.resize(n);
+  lists.split.resize(n);
+  lists.leaf_from.resize(forest.n_requests);
+  lists.leaf_split.resize(forest.n_requests);
+  for (int32_t u = 0; u < n; ++u) {
+    const int32_t p = tree.parent[u];
+    lists.split[u] = 0;
+    lists.from[u] = 0;
+    if (p < 0) continue;
+    const Edge edge{p, tree.size[u], tree.end[u] - tree.begin[u], lists.from[p], tree.end[p] - lists.from[p], -1};
+    const bool merged = merge(edge, u);
+    lists.split[u] = !merged;
+    lists.from[u] = merged ? edge.from : tree.begin[u];
+  }
+  for (int32_t r = 0; r < forest.n_requests; ++r) {
+    const int32_t p = tree.node[r];
+    lists.leaf_split[r] = 0;
+    lists.leaf_from[r] = 0;
+    if (p < 0) continue;
+    const Edge edge{p, 1, forest.seq_len[r] - tree.end[p], lists.from[p], tree.end[p] - lists.from[p], r};
+    const bool merged = merge(edge, -1);
+    lists.leaf_split[r] = !merged;
+    lists.leaf_from[r] = merged ? edge.from : tree.end[p];
+  }
+}
+
+// PAT's Algorithm 1. With the byte model, a merge is taken when the parts that it saves weigh at least the carried
+// range that it loads again; a tail merged up to position 0 saves two, since a request's only part costs nothing.
+inline void decide_profit(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch) {
+  const double factor = config.reals[kProfitFactor];
+  const bool grow = config[kGrow];
+  decide(forest, tree, scratch, [&](const Edge& edge, int32_t) {
+    if (edge.leaf >= 0 && edge.length == 0 && !grow) return false;  // nothing below the node: no part to save
+    if (factor > 0) return factor * edge.size >= edge.carried;
+    const int64_t saved = config.part_bytes() * edge.size * (edge.leaf >= 0 && edge.from == 0 ? 2 : 1);
+    return saved >= config.token_bytes() * edge.carried;
+  });
+}
+
+// FastTree's Algorithm 1 (feather 2.9.5), which minds padding. Costs in row-tokens: a query row times a KV token.
+// Split KV: the parent's range stays with all its requests, and each of the child's has one more part. Split Q: the
+// child's requests read the parent's range themselves, in a tile that they may not fill.
+inline void decide_compute(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch) {
+  const bool grow = config[kGrow];
+  const int64_t group = config[kGroupSize];
+  auto padded = [&](int64_t requests, int64_t length) -> double {  // row-tokens that the tiles run for nothing
+    const int64_t rows = requests * group;
+    const Tile tile = config.tile(config.tile_for(rows));
+    const int64_t whole = (rows + tile.m - 1) / tile.m * tile.m * ((length + tile.n - 1) / tile.n * tile.n);
+    return static_cast<double>(whole - rows * length);
+  };
+  auto& left = scratch.lists.left;
+  left = tree.size;
+  decide(forest, tree, scratch, [&](const Edge& edge, int32_t) {
+    if (edge.leaf >= 0 && edge.length == 0 && !grow) return false;
+    const int64_t n = left[edge.parent], c = edge.size;
+    const double split_kv = padded(n, edge.carried) + padded(c, edge.length) + config.reals[kComputeSplitCost] * (c * group);
+    const double split_q = padded(n - c, edge.carried) + padded(c, edge.carried + edge.length);
+    if (split_kv < split_q) return false;
+    left[edge.parent] -= edge.size;
+    return true;
+  });
+}
+
+// The exact minimum of the traffic model (with item_overhead per pack), by dynamic programming over a node and the
+// ancestor at which its carried range starts; O(nodes * depth).
+//
+//   cost(u, a) = min(load a..u once + sum over children of min(cost(c, a), cost(c, c) + its requests' parts at u),
+//                    sum over children of cost(c, a))          the second only if no request ends at u
+//
+// All tails of a node decide alike: their lengths cancel.
+inline void decide_optimal(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch) {
+  const int32_t n = tree.n_nodes();
+  const bool grow = config[kGrow];
+  const int64_t token = config.token_bytes(), part = config.part_bytes(), overhead = config[kItemOverhead];
+  auto& [offset, start, depth, leaves, ended, cost, best, merged, packed] = scratch.table;
+  offset.resize(n + 1);  // where a node's states begin: one for each ancestor, and one for itself
+  depth.resize(n);
+  offset[0] = 0;
+  for (int32_t u = 0; u < n; ++u) {
+    depth[u] = tree.parent[u] < 0 ? 0 : depth[tree.parent[u]] + 1;
+    offset[u + 1] = offset[u] + depth[u] + 1;
+  }
+  const int64_t states = offset[n];
+  FEATHER_REQUIRE(states <= (int64_t{1} << 25),
+                  "strategy optimal needs " << states << " states for this forest of " << n << " nodes: use profit");
+  start.resize(states);
+  for (int32_t u = 0; u < n; ++u) {
+    const int32_t p = tree.parent[u];
+    if (p >= 0) std::copy_n(start.begin() + offset[p], depth[u], start.begin() + offset[u]);
+    start[offset[u] + depth[u]] = tree.begin[u];
+  }
+  leaves.assign(n, 0);  // requests with a tail, and requests that end here
+  ended.assign(n, 0);
+  for (int32_t r = 0; r < forest.n_requests; ++r) {
+    const int32_t u = tree.node[r];
+    if (u >= 0) ++(grow || forest.seq_len[r] > tree.end[u] ? leaves : ended)[u];
+  }
+  cost.resize(states);
+  best.assign(states, 0);    // of the children, each free to merge or split
+  merged.assign(states, 0);  // of the children, all merged
+  packed.resize(states);     // 1: the node has a pack of its own
+  auto leaf_merged = [&](int64_t carried, int32_t from) { return token * carried + (from == 0 ? 0 : part); };
+  for (int32_t u = n - 1; u >= 0; --u) {
+    for (int32_t j = 0; j <= depth[u]; ++j) {
+      const int64_t at = offset[u] + j, carried = tree.end[u] - start[at];
+      const int64_t alone = leaf_merged(carried, start[at]);
+      best[at] += token * carried + overhead + leaves[u] * std::min(alone, 2 * part) + ended[u] * (start[at] == 0 ? 0 : part);
+      merged[at] += leaves[u] * alone;
+      packed[at] = ended[u] > 0 || best[at] < merged[at];
+      cost[at] = packed[at] ? best[at] : merged[at];
+    }
+    const int32_t p = tree.parent[u];
+    if (p < 0) continue;
+    const int64_t split = cost[offset[u] + depth[u]] + tree.size[u] * part;
+    for (int32_t j = 0; j <= depth[p]; ++j) {
+      best[offset[p] + j] += std::min(cost[offset[u] + j], split);
+      merged[offset[p] + j] += cost[offset[u] + j];
+    }
+  }
+  decide(forest, tree, scratch, [&](const Edge& edge, int32_t u) {
+    const int32_t p = edge.parent;
+    const auto states_of_p = start.begin() + offset[p];
+    const int64_t j = std::lower_bound(states_of_p, states_of_p + depth[p], edge.from) - states_of_p;
+    const bool all = !packed[offset[p] + j];
+    if (edge.leaf < 0) return all || cost[offset[u] + j] <= cost[offset[u] + depth[u]] + tree.size[u] * part;
+    if (edge.length == 0 && !grow) return false;
+    return all || leaf_merged(edge.carried, edge.from) <= 2 * part;
+  });
+}
+
+inline void decide_by_strategy(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch) {
+  switch (config[kStrategy]) {
+    case kQuery:
+      return decide(forest, tree, scratch, [](const Edge&, int32_t) { return true; });
+    case kRelay:  // the first level is a pack, and nothing below it
+      return decide(forest, tree, scratch, [&](const Edge& edge, int32_t) { return tree.parent[edge.parent] >= 0; });
+    case kCompute:
+      return decide_compute(config, forest, tree, scratch);
+    case kProfit:
+      return decide_profit(config, forest, tree, scratch);
+    case kOptimal:
+      return decide_optimal(config, forest, tree, scratch);
+    default:  // naive, two-phase
+      return decide(forest, tree, scratch, [](const Edge&, int32_t) { return false; });
+  }
+}
+
+// The packs that the decisions make: nodes first, in order, then tails; so a request's packs come in order of position.
+inline void make_packs(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch, Packing& out) {
+  const int32_t n = tree.n_nodes();
+  const bool grow = config[kGrow];
+  const int32_t shared_chunk = config[kStrategy] == kTwoPhase ? static_cast<int32_t>(config[kSharedChunk]) : 0;
+  auto& [from, split, leaf_from, leaf_split, place, cursor, order, pack_of, left] = scratch.lists;
+  place.resize(n);  // requests in depth-first order: those below a node are adjacent, from place[u] on
+  cursor.resize(n);
+  pack_of.assign(n, 0);  // number of members first
+  order.resize(forest.n_requests);
+  int32_t next = 0;
+  for (int32_t u = 0; u < n; ++u) {
+    const int32_t p = tree.parent[u];
+    int32_t& slot = p < 0 ? next : cursor[p];
+    place[u] = cursor[u] = slot;
+    slot += tree.size[u];
+    if (split[u]) pack_of[p] += tree.size[u];
+  }
+  for (int32_t r = 0; r < forest.n_requests; ++r) {
+    const int32_t p = tree.node[r];
+    order[(p < 0 ? next : cursor[p])++] = r;
+    if (leaf_split[r]) ++pack_of[p];
+  }
+  out.packs.clear();
+  int32_t members = 0;
+  for (int32_t u = 0; u < n; ++u) {
+    const int32_t count = pack_of[u];
+    if (count == 0) continue;
+    cursor[u] = members;
+    out.packs.push_back({from[u], tree.end[u], members, count, -1, shared_chunk});
+    members += count;
+  }
+  out.members.resize(members + forest.n_requests);
+  for (int32_t u = 0; u < n; ++u) {
+    if (!split[u]) continue;
+    int32_t& fill = cursor[tree.parent[u]];
+    std::copy_n(order.begin() + place[u], tree.size[u], out.members.begin() + fill);
+    fill += tree.size[u];
+  }
+  for (const int32_t r : order) {
+    if (leaf_split[r]) out.members[cursor[tree.node[r]]++] = r;
+  }
+  for (const int32_t r : order) {
+    const int32_t stop = forest.seq_len[r];
+    if (leaf_split[r] && !grow && leaf_from[r] == stop) continue;  // ends at its node
+    out.packs.push_back({leaf_from[r], stop, members, 1, grow ? r : -1, 0});
+    out.members[members++] = r;
+  }
+  out.members.resize(members);
+}
+
+}  // namespace feather

@@ -1,0 +1,104 @@
+// The planner's entry points. All arrays are contiguous host arrays; Python checks their types and lengths.
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
+
+#include "emit.h"
+#include "forest.h"
+#include "pack.h"
+#include "plan.h"
+#include "split.h"
+
+namespace feather {
+namespace {
+
+using tvm::ffi::TensorView;
+
+template <typename T>
+T* data(const TensorView& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+int32_t length(const TensorView& tensor) { return static_cast<int32_t>(tensor.size(0)); }
+
+struct Workspace {
+  FoldScratch fold;
+  Tree tree;
+  PackScratch pack;
+  Packing packing;
+  Schedule schedule;
+  EmitScratch emit;
+};
+
+Workspace& workspace() {
+  thread_local Workspace instance;
+  return instance;
+}
+
+void write_stats(const Config& config, const Packing& packing, const Schedule& schedule, int64_t* stats,
+                 std::vector<int32_t>& parts) {
+  parts.assign(schedule.parts.size(), 0);
+  int64_t tokens = 0, split_parts = 0, run = 0;
+  for (const Pack& pack : packing.packs) {
+    const int32_t length = pack.stop - pack.start;
+    tokens += length;
+    const int32_t pieces = pack.chunk ? (length + pack.chunk - 1) / pack.chunk : 1;
+    for (int32_t i = pack.first; i < pack.first + pack.count; ++i) parts[packing.members[i]] += pieces;
+  }
+  for (const int32_t count : parts) split_parts += count > 1 ? count : 0;
+  for (const RowTile& row : schedule.rows) run += packing.packs[row.pack].stop - packing.packs[row.pack].start;
+  const int64_t token = config.token_bytes() * config[kKvHeads], part = config.part_bytes() * config[kKvHeads];
+  stats[kStatModelKv] = tokens * token;
+  stats[kStatModelPartial] = split_parts * part;
+  stats[kStatScheduledKv] = run * token;
+  stats[kStatScheduledPartial] = schedule.n_parts * part;
+  stats[kStatItems] = schedule.n_items;
+  stats[kStatMembers] = schedule.n_members;
+  stats[kStatParts] = schedule.n_parts;
+  stats[kStatWidened] = schedule.widened;
+}
+
+// Plans a forest. A buffer of length 0 asks for the counts only; an error leaves the buffer as it was.
+void plan(TensorView config_fields, TensorView reals, TensorView parent, TensorView node_length, TensorView request_node,
+          TensorView seq_len, TensorView row_offset, TensorView buffer, TensorView stats) {
+  const Config config{data<int64_t>(config_fields), data<double>(reals)};
+  const Forest forest{data<int32_t>(parent),       data<int32_t>(node_length), length(parent),
+                      data<int32_t>(request_node), data<int32_t>(seq_len),     data<int64_t>(row_offset),
+                      length(request_node)};
+  FEATHER_REQUIRE(forest.n_requests <= config[kMaxRequests], "a batch of " << forest.n_requests
+                                                                            << " requests exceeds the planner's "
+                                                                            << config[kMaxRequests] << ": raise max_requests");
+  Workspace& w = workspace();
+  fold(forest, w.fold, w.tree);
+  decide_by_strategy(config, forest, w.tree, w.pack);
+  make_packs(config, forest, w.tree, w.pack, w.packing);
+  schedule(config, forest, w.packing, w.schedule);
+  write_stats(config, w.packing, w.schedule, data<int64_t>(stats), w.emit.cursor);
+  if (buffer.size(0)) emit(config, forest, w.packing, w.schedule, w.emit, data<int32_t>(buffer));
+}
+
+int64_t buffer_size(TensorView config_fields) { return Layout(Config{data<int64_t>(config_fields), nullptr}).size; }
+
+int64_t from_nodes(TensorView ids, TensorView parent_ids, TensorView lengths, TensorView request_ids, TensorView seq_len,
+                   TensorView parent, TensorView node_length, TensorView request_node) {
+  return forest_from_nodes(length(ids), data<int64_t>(ids), data<int64_t>(parent_ids), data<int32_t>(lengths),
+                           length(request_ids), data<int64_t>(request_ids), data<int32_t>(seq_len), data<int32_t>(parent),
+                           data<int32_t>(node_length), data<int32_t>(request_node));
+}
+
+int64_t from_block_table(TensorView table, int64_t page_size, TensorView seq_len, TensorView parent,
+                         TensorView node_length, TensorView request_node) {
+  auto build = [&](auto* ids) {
+    return forest_from_block_table(ids, length(table), table.size(1), page_size, data<int32_t>(seq_len),
+                                   data<int32_t>(parent), data<int32_t>(node_length), data<int32_t>(request_node));
+  };
+  return table.dtype().bits == 64 ? build(data<int64_t>(table)) : build(data<int32_t>(table));
+}
+
+}  // namespace
+}  // namespace feather
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, feather::plan)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(buffer_size, feather::buffer_size)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(forest_from_nodes, feather::from_nodes)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(forest_from_block_table, feather::from_block_table)

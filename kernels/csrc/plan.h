@@ -1,0 +1,173 @@
+// What the planner's parts hand to each other, and the layout of the buffer that the kernel reads.
+//
+// forest.h -> Tree -> pack.h -> Packing -> split.h -> Schedule -> emit.h -> buffer
+//
+// Every list lives in one Workspace per thread and keeps its memory from plan to plan.
+#pragma once
+
+#include <tvm/ffi/error.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace feather {
+
+// ---- The buffer: int32, one copy to the device moves all of it. Offsets count int32 from its start and depend on
+// the capacity alone, so that a CUDA graph sees fixed places; `used` is where this plan's last entry ends.
+
+constexpr int32_t kMagic = 0x70616b31;
+constexpr int32_t kHeaderSize = 32;
+constexpr int32_t kMaxTiles = 15;
+constexpr int32_t kItemSize = 8;
+constexpr int32_t kMemberSize = 2;
+constexpr int64_t kAlign = 32;  // regions start at multiples of 128 bytes
+
+enum HeaderField : int32_t {
+  kHeaderMagic,
+  kHeaderItems,
+  kHeaderMembers,
+  kHeaderRequests,
+  kHeaderParts,
+  kHeaderTiles,
+  kHeaderItemsBegin,
+  kHeaderMembersBegin,
+  kHeaderPartBegin,
+  kHeaderUsed,
+  kHeaderSerial,      // counts the plans written into this buffer
+  kHeaderQueue = 16,  // n_tiles + 1 entries: queue q serves tile n_tiles - 1 - q
+};
+
+enum ItemField : int32_t {
+  kItemOffsetLow,
+  kItemOffsetHigh,
+  kItemStart,
+  kItemStop,
+  kItemGrows,
+  kItemFirstMember,
+  kItemMembers,
+  kItemTile,
+};
+
+// ---- Fixed arguments, as Python's Planner lays them out (planner.config and planner.reals).
+
+enum Strategy : int64_t { kQuery, kRelay, kTwoPhase, kNaive, kCompute, kProfit, kOptimal };
+enum Split : int64_t { kSplitNone, kSplitMean, kSplitBalanced };
+
+enum ConfigField : int32_t {
+  kStrategy,
+  kSplit,
+  kGrow,
+  kKvHeads,
+  kGroupSize,
+  kHeadDim,
+  kMinChunk,
+  kProcessors,
+  kMaxRequests,
+  kMaxItems,
+  kMaxMembers,
+  kMaxParts,
+  kSharedChunk,
+  kItemOverhead,
+  kTileCount,
+  kConfigTiles = 16,  // m, n of each tile, ascending
+};
+
+enum RealField : int32_t { kProfitFactor, kComputeSplitCost, kRealAlpha };  // then alpha of each tile
+
+// What a plan answers besides its buffer.
+enum StatField : int32_t {
+  kStatModelKv,          // bytes, all KV heads, of the packs before row tiling and KV split
+  kStatModelPartial,
+  kStatScheduledKv,      // the same of the items as they are run
+  kStatScheduledPartial,
+  kStatItems,            // needed
+  kStatMembers,
+  kStatParts,
+  kStatWidened,          // 1: chunks were made longer than asked for, to stay within the capacity
+  kStatCount,
+};
+
+struct Tile {
+  int32_t m, n;
+};
+
+struct Config {
+  const int64_t* fields;
+  const double* reals;
+
+  int64_t operator[](ConfigField field) const { return fields[field]; }
+  int32_t n_tiles() const { return static_cast<int32_t>(fields[kTileCount]); }
+  Tile tile(int32_t t) const {
+    return {static_cast<int32_t>(fields[kConfigTiles + 2 * t]), static_cast<int32_t>(fields[kConfigTiles + 2 * t + 1])};
+  }
+  double alpha(int32_t t) const { return reals[kRealAlpha + t]; }
+
+  // The round-up rule of PAT 5.2: the smallest tile that holds the rows, or the largest one there is.
+  int32_t tile_for(int64_t rows) const {
+    int32_t t = 0;
+    while (t + 1 < n_tiles() && tile(t).m < rows) ++t;
+    return t;
+  }
+
+  // The traffic model, bytes per KV head. One KV token is K and V in 16 bits; one part of a request is its group's
+  // rows of output and log-sum-exp in fp32, written once and read once. A request with one part only has none: its
+  // item writes the result itself.
+  int64_t token_bytes() const { return 2 * fields[kHeadDim] * 2; }
+  int64_t part_bytes() const { return fields[kGroupSize] * (fields[kHeadDim] + 1) * 4 * 2; }
+};
+
+// A forest as Python holds it.
+struct Forest {
+  const int32_t* parent;
+  const int32_t* length;
+  int32_t n_nodes;
+  const int32_t* request_node;
+  const int32_t* seq_len;
+  const int64_t* row_offset;
+  int32_t n_requests;
+};
+
+// The shared nodes only: two or more requests each, some tokens, and no two with the same requests. Parents precede
+// children.
+struct Tree {
+  std::vector<int32_t> parent, begin, end;  // positions
+  std::vector<int32_t> size;                // requests in and below the node
+  std::vector<int32_t> node;                // of each request, -1 for none
+  int32_t n_nodes() const { return static_cast<int32_t>(parent.size()); }
+  int32_t shared(int32_t request) const { return node[request] < 0 ? 0 : end[node[request]]; }
+};
+
+// Requests that read the positions [start, stop) together.
+struct Pack {
+  int32_t start, stop;
+  int32_t first, count;  // in Packing::members
+  int32_t grows;         // the request whose tail this is, or -1
+  int32_t chunk;         // a fixed chunk (two-phase), or 0
+};
+
+struct Packing {
+  std::vector<Pack> packs;  // a request's packs come in order of position
+  std::vector<int32_t> members;
+};
+
+// A pack's rows in one tile, cut into n_chunks of `chunk` positions (the last one shorter).
+struct RowTile {
+  int32_t pack;
+  int32_t first, count;
+  int32_t tile;
+  int32_t chunk, n_chunks;
+};
+
+struct Schedule {
+  std::vector<RowTile> rows;
+  std::vector<int32_t> parts;  // items of each request
+  int64_t n_items, n_members, n_parts, widened;
+};
+
+#define FEATHER_REQUIRE(condition, message)        \
+  do {                                             \
+    if (!(condition)) TVM_FFI_THROW(ValueError) << message; \
+  } while (0)
+
+}  // namespace feather

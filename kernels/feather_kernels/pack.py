@@ -1,0 +1,31 @@
+"""The pack strategies by name, and the traffic model by which they are compared.
+
+A strategy decides, for every edge of the forest, whether the positions that the parent carries are merged into the
+child's pack or stay in a pack of their own; a request's private tail is a child with one request. The decisions are
+made in ``csrc/pack.h``.
+
+The traffic model counts bytes per KV head (PAT 5.1, with the bytes of this kernel in place of its constants):
+
+- a pack loads each of its KV tokens once: ``2 * head_dim * 2`` bytes, K and V in 16 bits;
+- a request with more than one part writes and reads each of them: ``2 * 4 * G * (head_dim + 1)`` bytes, output and
+  log-sum-exp of its G query heads in fp32. A request with one part has none: that item writes the result itself.
+
+So merging a child of s requests into a carried range of L tokens pays when ``2 * G * s >= L`` (nearly; exactly with
+``(head_dim + 1) / head_dim``). PAT publishes ``4 * s >= L``, from a model that knows neither G nor V: use
+``profit_factor=4`` for that rule.
+"""
+
+STRATEGIES = {
+    "query": "each request alone over its whole sequence, as a kernel without sharing",
+    "relay": "RelayAttention: the first shared level in one pack, the rest per request",
+    "two-phase": "ChunkAttention: shared nodes first, in chunks of `shared_chunk` tokens, then each request's tail",
+    "naive": "a pack per node",
+    "compute": "FastTree's greedy choice, which minds padding of tiles (Feather 2.9.5, algorithm 1)",
+    "profit": "PAT's algorithm 1: merge where the parts saved weigh at least the KV loaded again",
+    "optimal": "the exact minimum of the traffic model (plus `item_overhead` a pack), O(nodes * depth)",
+}
+SPLITS = {
+    "none": "packs are not cut",
+    "mean": "PAT 6: no item longer than the items' mean",
+    "balanced": "no chunk longer than `alpha` (by tile) of one processor's even share of all tokens",
+}

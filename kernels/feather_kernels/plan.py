@@ -1,0 +1,359 @@
+"""Pack plans: which requests read which KV together, in the order the kernel runs it (PAT 5 and 6).
+
+A ``Planner`` owns a buffer and the fixed arguments; ``Planner.plan`` is one call into ``csrc/plan.cpp``. ``make_plan``
+is the same for a single plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from feather_kernels.build import load_planner
+from feather_kernels.errors import PlanError
+from feather_kernels.forest import Forest, IntArray
+from feather_kernels.pack import SPLITS, STRATEGIES
+
+Tiles = Sequence[tuple[int, int]]
+
+DEFAULT_TILES: tuple[tuple[int, int], ...] = ((16, 16), (32, 16), (64, 32))
+DEFAULT_ALPHA = {16: 0.12, 32: 0.2, 64: 0.4, 128: 0.6}  # share of a processor's tokens, by the rows of the tile
+COMPUTE_SPLIT_COST = 64.0  # row-tokens that a partial row is worth to `compute`: its bytes at a few FLOP each
+MIN_GROWTH = 256  # tokens that any tail may grow before its plan is stale
+
+MAGIC = 0x70616B31
+HEADER = 32  # int32 entries
+UNLIMITED = 2**31 - 1
+_MAX_TILES = 15
+_ITEMS, _MEMBERS, _REQUESTS, _PARTS = 1, 2, 3, 4  # entries of the header, as csrc/plan.h numbers them
+_ITEMS_BEGIN, _MEMBERS_BEGIN, _PART_BEGIN, _USED, _SERIAL, _QUEUE = 6, 7, 8, 9, 10, 16
+
+
+class Traffic(NamedTuple):
+    """Bytes over all KV heads (model: see ``pack.py``)."""
+
+    kv: int  # KV tokens loaded
+    partial: int  # partial results, written and read
+
+    @property
+    def total(self) -> int:
+        return self.kv + self.partial
+
+
+class Planner:
+    """Plans batches into one buffer; what stays the same from batch to batch is given once.
+
+    Parameters
+    ----------
+    num_qo_heads, num_kv_heads, head_dim : int
+        The attention layer; ``num_qo_heads / num_kv_heads`` is the group size G.
+    max_requests : int
+        Largest batch. With `max_items` and `max_members` it fixes every place in the buffer.
+    strategy : str
+        A key of ``pack.STRATEGIES``.
+    tiles : sequence of (m, n)
+        Rows and KV tokens of the kernel's tiles, by ascending m. An item of R rows runs in the smallest m >= R.
+    split : str
+        A key of ``pack.SPLITS``: how long KV is cut.
+    alpha : sequence of float, optional
+        For ``split="balanced"``, per tile: chunks are no longer than ``alpha * (token-heads of the plan) / n_sm``.
+    min_chunk : int
+        ... but a chunk is not made shorter than this many tokens.
+    n_sm : int
+        Processors of the GPU.
+    grow : bool
+        The private tails grow between plans: every request has an item whose end the kernel reads from ``seq_lens``.
+    max_items, max_members, max_parts : int, optional
+        Capacity. A plan that exceeds it is made with longer chunks; if that does not help, `PlanError`.
+    profit_factor : float, optional
+        ``profit`` merges where ``profit_factor * requests >= carried tokens``; PAT publishes 4. By default the byte
+        model decides, which is nearly 2 * G (see ``pack.py``).
+    shared_chunk : int
+        Tokens in a chunk of ``two-phase``.
+    compute_split_cost : float
+        What one more partial row costs ``compute``, in row-tokens.
+    item_overhead : int
+        What one more pack costs ``optimal``, in bytes per KV head.
+    buffer : int32 [capacity], optional
+        Memory to plan into (pinned, for example); at least ``Planner.buffer_size`` entries.
+
+    Raises
+    ------
+    PlanError
+        An argument that is not as above.
+    """
+
+    def __init__(
+        self,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        max_requests: int,
+        strategy: str = "profit",
+        tiles: Tiles = DEFAULT_TILES,
+        split: str = "balanced",
+        alpha: Sequence[float] | None = None,
+        min_chunk: int = 64,
+        n_sm: int = 132,
+        grow: bool = True,
+        max_items: int | None = None,
+        max_members: int | None = None,
+        max_parts: int | None = None,
+        profit_factor: float | None = None,
+        shared_chunk: int = 64,
+        compute_split_cost: float = COMPUTE_SPLIT_COST,
+        item_overhead: int = 0,
+        buffer: IntArray | None = None,
+    ) -> None:
+        _require_positive(
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, max_requests=max_requests,
+            min_chunk=min_chunk, n_sm=n_sm, shared_chunk=shared_chunk,
+        )  # fmt: skip
+        if num_qo_heads % num_kv_heads:
+            raise PlanError(f"num_qo_heads {num_qo_heads} is no multiple of num_kv_heads {num_kv_heads}")
+        if item_overhead < 0 or (profit_factor is not None and profit_factor <= 0) or compute_split_cost < 0:
+            raise PlanError("item_overhead and compute_split_cost are at least 0, and profit_factor is above 0")
+        self.strategy = _known("strategy", strategy, STRATEGIES)
+        self.split = _known("split", split, SPLITS)
+        self.grow = grow
+        self.num_kv_heads, self.group_size, self.head_dim = num_kv_heads, num_qo_heads // num_kv_heads, head_dim
+        self.tiles = _checked_tiles(tiles, self.group_size)
+        self.max_requests = max_requests
+        self.max_items = 4 * max_requests + 8 * n_sm if max_items is None else max_items
+        self.max_members = 16 * max_requests + 16 * self.max_items if max_members is None else max_members
+        self.max_parts = UNLIMITED if max_parts is None else max_parts
+        _require_positive(max_items=self.max_items, max_members=self.max_members)
+        self._config = np.zeros(16 + 2 * _MAX_TILES, np.int64)
+        self._config[:15] = [
+            list(STRATEGIES).index(strategy), list(SPLITS).index(split), grow, num_kv_heads, self.group_size, head_dim,
+            min_chunk, n_sm, max_requests, self.max_items, self.max_members, self.max_parts, shared_chunk,
+            item_overhead, len(self.tiles),
+        ]  # fmt: skip
+        self._config[16 : 16 + 2 * len(self.tiles)] = np.ravel(self.tiles)
+        self._reals = np.array([profit_factor or 0, compute_split_cost, *_alpha(alpha, self.tiles)], np.float64)
+        self._stats = np.zeros(8, np.int64)
+        module = load_planner()
+        self._plan = module.plan
+        self.buffer_size = int(module.buffer_size(self._config))
+        self.buffer = _checked_buffer(buffer, self.buffer_size)
+
+    def plan(self, forest: Forest) -> PackPlan:
+        """Plan a batch into the planner's buffer, over whatever plan was there.
+
+        Raises
+        ------
+        PlanError
+            A forest that contradicts itself, or a plan that exceeds the capacity. The buffer keeps its last plan.
+        """
+        self._call(forest, self.buffer)
+        return PackPlan(self, forest, self.buffer, int(self.buffer[_SERIAL]), tuple(self._stats.tolist()))
+
+    def _call(self, forest: Forest, buffer: IntArray) -> None:
+        try:
+            self._plan(
+                self._config, self._reals, forest.parent, forest.length, forest.request_node, forest.seq_len,
+                forest.row_offset, buffer, self._stats,
+            )  # fmt: skip
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+
+
+@dataclass(frozen=True, eq=False)
+class PackPlan:
+    """One batch's plan: views into the planner's buffer, which the planner's next plan overwrites.
+
+    Attributes
+    ----------
+    buffer : int32 [Planner.buffer_size]
+        Everything the kernel reads; its first ``used`` entries are this plan. Header of 32: magic, items, members,
+        requests, partial rows, tiles, begin of items, of members, of part_begin, used, serial; queue_begin from 16 on.
+    """
+
+    planner: Planner
+    forest: Forest
+    buffer: IntArray
+    serial: int
+    stats: tuple[int, ...]
+
+    @cached_property
+    def header(self) -> list[int]:
+        return self.buffer[:HEADER].tolist()
+
+    @property
+    def strategy(self) -> str:
+        return self.planner.strategy
+
+    @property
+    def tiles(self) -> tuple[tuple[int, int], ...]:
+        return self.planner.tiles
+
+    @property
+    def group_size(self) -> int:
+        return self.planner.group_size
+
+    @property
+    def n_items(self) -> int:
+        return self.stats[4]
+
+    @property
+    def n_members(self) -> int:
+        return self.stats[5]
+
+    @property
+    def n_requests(self) -> int:
+        return self.forest.n_requests
+
+    @property
+    def row_offset(self) -> IntArray:
+        """int64 [n_requests]: start of each request's row in the flat table, in entries."""
+        return self.forest.row_offset
+
+    @property
+    def n_parts(self) -> int:
+        """Rows of the partial-result buffer, each G query heads of every KV head."""
+        return self.stats[6]
+
+    @property
+    def used(self) -> int:
+        """Entries of `buffer` up to the plan's last: as many as a copy to the device has to move."""
+        return self.header[_USED]
+
+    @property
+    def widened(self) -> bool:
+        """Whether chunks are longer than the split asked for, to stay within the capacity."""
+        return bool(self.stats[7])
+
+    @property
+    def traffic(self) -> Traffic:
+        """The packs by the traffic model, before row tiling and KV split."""
+        return Traffic(*self.stats[0:2])
+
+    @property
+    def scheduled_traffic(self) -> Traffic:
+        """The same of the items as they run: row tiles load their KV again, chunks make more parts."""
+        return Traffic(*self.stats[2:4])
+
+    @property
+    def items(self) -> IntArray:
+        """int32 [n_items, 8]: row offset low, high, start, stop, grows, first member, members, tile."""
+        begin = self.header[_ITEMS_BEGIN]
+        return self.buffer[begin : begin + 8 * self.n_items].reshape(-1, 8)
+
+    @property
+    def members(self) -> IntArray:
+        """int32 [n_members, 2]: request, partial row or -1."""
+        begin = self.header[_MEMBERS_BEGIN]
+        return self.buffer[begin : begin + 2 * self.n_members].reshape(-1, 2)
+
+    @property
+    def part_begin(self) -> IntArray:
+        """int32 [n_requests + 1]: each request's partial rows, in order of position."""
+        begin = self.header[_PART_BEGIN]
+        return self.buffer[begin : begin + self.n_requests + 1]
+
+    @property
+    def queue_begin(self) -> IntArray:
+        """int32 [n_tiles + 1]: queue q holds the items of tile ``n_tiles - 1 - q`` (largest m first), longest first."""
+        return self.buffer[_QUEUE : _QUEUE + len(self.tiles) + 1]
+
+    @cached_property
+    def _longest(self) -> npt.NDArray[np.int64]:
+        """int64 [requests]: the sequence length up to which each request's growing item may grow."""
+        items = self.items[self.items[:, 4] >= 0]
+        chunk = np.zeros(self.n_requests, np.int64)
+        chunk[items[:, 4]] = items[:, 3] - items[:, 2]
+        return self.forest.seq_len + np.maximum(chunk, MIN_GROWTH)
+
+    def valid_for(self, batch: Forest | IntArray) -> tuple[bool, str]:
+        """Whether the plan still holds (PAT 5.1, lazy update), and if not, why.
+
+        It does while the same requests only grow in their private tails, none by more than its growing item's length
+        or 256 tokens, whichever is more. Beyond that the plan would still be right, but badly balanced.
+
+        Parameters
+        ----------
+        batch : Forest or int32 [requests]
+            The batch now, or only its sequence lengths where the caller knows that nothing else has changed.
+        """
+        if int(self.buffer[_SERIAL]) != self.serial:
+            return False, "the planner's buffer holds a newer plan"
+        if isinstance(batch, Forest):
+            for name in ("request_node", "row_offset", "parent", "length"):
+                now, planned = getattr(batch, name), getattr(self.forest, name)
+                if now is not planned and not np.array_equal(now, planned):
+                    return False, f"the forest's {name} has changed"
+            seq_len = batch.seq_len
+        else:
+            seq_len = np.asarray(batch)
+        if seq_len.shape != self.forest.seq_len.shape:
+            return False, f"the batch has {len(seq_len)} requests, the plan {self.n_requests}"
+        if not self.planner.grow:
+            same = np.array_equal(seq_len, self.forest.seq_len)
+            return same, "" if same else "a sequence length has changed and the plan was made with grow=False"
+        shrunk, outgrown = seq_len < self.forest.seq_len, seq_len > self._longest
+        for wrong, reason in ((shrunk, "shrunk"), (outgrown, "outgrown its item")):
+            if wrong.any():
+                request = int(wrong.argmax())
+                before, now = int(self.forest.seq_len[request]), int(seq_len[request])
+                return False, f"request {request} has {reason}: {before} tokens when planned, {now} now"
+        return True, ""
+
+
+def make_plan(forest: Forest, *, max_requests: int | None = None, **arguments: Any) -> PackPlan:
+    """One plan in a buffer of its own, as large as it has to be; arguments as for `Planner`.
+
+    With ``max_items``, ``max_members`` or ``buffer`` given, the capacity is that of `Planner` instead.
+    """
+    requests = max(forest.n_requests, 1) if max_requests is None else max_requests
+    if not arguments.keys() & {"max_items", "max_members", "buffer"}:
+        scout = Planner(max_requests=requests, **arguments, max_items=1, max_members=1)
+        scout._config[9:11] = UNLIMITED
+        scout._call(forest, np.empty(0, np.int32))
+        arguments |= {"max_items": max(int(scout._stats[4]), 1), "max_members": max(int(scout._stats[5]), 1)}
+    return Planner(max_requests=requests, **arguments).plan(forest)
+
+
+def _require_positive(**arguments: int) -> None:
+    for name, value in arguments.items():
+        if not 1 <= value <= UNLIMITED:
+            raise PlanError(f"{name} is {value}: give a number from 1 to {UNLIMITED}")
+
+
+def _known(name: str, value: str, choices: dict[str, str]) -> str:
+    if value not in choices:
+        raise PlanError(f"{name} is {value!r}: use one of {', '.join(choices)}")
+    return value
+
+
+def _checked_tiles(tiles: Tiles, group_size: int) -> tuple[tuple[int, int], ...]:
+    checked = tuple((int(m), int(n)) for m, n in tiles)
+    rows = [m for m, _ in checked]
+    if not 1 <= len(checked) <= _MAX_TILES or min(min(tile) for tile in checked) < 1 or rows != sorted(set(rows)):
+        raise PlanError(f"tiles are {checked}: give 1 to {_MAX_TILES} pairs (m, n) of ascending m")
+    if group_size > rows[-1]:
+        raise PlanError(f"the group of {group_size} query heads has more rows than the largest tile, {rows[-1]}")
+    return checked
+
+
+def _alpha(alpha: Sequence[float] | None, tiles: tuple[tuple[int, int], ...]) -> list[float]:
+    if alpha is None:
+        return [max((share for m, share in DEFAULT_ALPHA.items() if m <= tile[0]), default=0.12) for tile in tiles]
+    if len(alpha) != len(tiles) or min(alpha) <= 0:
+        raise PlanError(f"alpha is {tuple(alpha)}: give a number above 0 for each of the {len(tiles)} tiles")
+    return [float(share) for share in alpha]
+
+
+def _checked_buffer(buffer: IntArray | None, size: int) -> IntArray:
+    if buffer is None:
+        return np.zeros(size, np.int32)
+    if buffer.dtype != np.int32 or buffer.ndim != 1 or not buffer.flags.c_contiguous or not buffer.flags.writeable:
+        raise PlanError("buffer is no writable contiguous int32 vector")
+    if len(buffer) < size:
+        raise PlanError(f"buffer has {len(buffer)} entries: this capacity needs {size}")
+    return buffer[:size]
