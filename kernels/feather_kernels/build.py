@@ -78,17 +78,21 @@ def kernel_library(dtype: str, head_dim: int, capability: int) -> Path:
         raise BuildError(f"head_dim {head_dim} is not supported: use one of {', '.join(map(str, HEAD_DIMS))}")
     target = _target(capability)
     name = f"packed_decode_{dtype}_d{head_dim}_sm{target}"
-    flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "--use_fast_math", "-shared", "-Xcompiler=-fPIC"]
-    flags += ["-Xptxas=-v", f"-gencode=arch=compute_{target},code=sm_{target}"]
-    flags += [f"-DFEATHER_DTYPE_{DTYPES[dtype].upper()}=1", f"-DFEATHER_HEAD_DIM={head_dim}"]
     source = source_dir() / "packed_decode.cu"
     prebuilt = os.environ.get("FEATHER_KERNELS_PREBUILT")
     if prebuilt:
-        library = Path(prebuilt) / f"{name}-{_source_key(source, flags)}.so"
+        library = Path(prebuilt) / _prebuilt_name(name)
         if library.is_file():
             return library
     compiler = find_nvcc()
-    return _compile(name, source, [compiler, *flags, *_header_flags()], toolkit=_version(compiler))
+    flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "--use_fast_math", "-DNDEBUG", "-shared"]
+    flags += ["-Xcompiler=-fPIC", "-Xptxas=-v", f"-gencode=arch=compute_{target},code=sm_{target}"]
+    flags += [f"-DFEATHER_DTYPE_{DTYPES[dtype].upper()}=1", f"-DFEATHER_HEAD_DIM={head_dim}"]
+    return _compile(name, source, [compiler, *flags, f"-I{cutlass_include()}"], toolkit=_version(compiler))
+
+
+def _prebuilt_name(name: str) -> str:
+    return f"{name}-{_source_key(source_dir() / 'packed_decode.cu')}.so"
 
 
 def find_nvcc() -> str:
@@ -125,10 +129,6 @@ def _target(capability: int) -> str:
     raise BuildError(f"compute capability {capability / 10:.1f} is not supported: these kernels are built for {have}")
 
 
-def _header_flags() -> list[str]:
-    return [f"-I{cutlass_include()}", "-DNDEBUG"]
-
-
 @functools.cache
 def _version(compiler: str) -> str:
     answer = subprocess.run([compiler, "--version"], capture_output=True, text=True)
@@ -137,10 +137,10 @@ def _version(compiler: str) -> str:
     return answer.stdout
 
 
-def _source_key(source: Path, flags: list[str]) -> str:
-    """A key of every source file and flag: a header's edit rebuilds what may include it."""
-    digest = hashlib.sha256(" ".join(flags).encode())
-    suffixes = {".cpp": (".cpp", ".h"), ".cu": (".cu", ".cuh", ".h")}[source.suffix]
+def _source_key(source: Path) -> str:
+    """A key of every source file that the library may be made of: a header's edit rebuilds it."""
+    digest = hashlib.sha256()
+    suffixes = {".cpp": (".cpp", ".h"), ".cu": (".cu", ".cuh")}[source.suffix]
     for file in sorted(source.parent.rglob("*")):
         if file.suffix in suffixes:
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -151,8 +151,8 @@ def _compile(name: str, source: Path, command: list[str], toolkit: str) -> Path:
     """Compile one source to a shared library in the cache, unless it is there; returns its path."""
     from tvm_ffi import libinfo
 
-    flags = [word for word in command[1:] if not word.startswith("-I")]
-    key = hashlib.sha256((_source_key(source, flags) + toolkit).encode()).hexdigest()[:16]
+    flags = " ".join(word for word in command[1:] if not word.startswith("-I"))
+    key = hashlib.sha256("\0".join((_source_key(source), flags, toolkit)).encode()).hexdigest()[:16]
     library = cache_dir() / f"{name}-{key}.so"
     if library.is_file():
         return library
@@ -204,11 +204,7 @@ def _export(library: Path, folder: Path | None) -> Path:
     if folder is None:
         return library
     folder.mkdir(parents=True, exist_ok=True)
-    name = library.name.rsplit("-", 1)[0]
-    command = library.with_suffix(".log").read_text().splitlines()[0].split()
-    flags = [word for word in command[1:] if word.startswith("-") and not word.startswith(("-I", "-L", "-l", "-o"))]
-    flags.remove("-DNDEBUG")
-    copy = folder / f"{name}-{_source_key(source_dir() / 'packed_decode.cu', flags)}.so"
+    copy = folder / _prebuilt_name(library.name.rsplit("-", 1)[0])
     shutil.copyfile(library, copy)
     return copy
 

@@ -1,0 +1,153 @@
+// Host side: check what the caller hands over, fill the parameters, launch. One library per dtype and head dimension.
+#include <cuda_runtime.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+
+#include "forward.cuh"
+
+namespace {
+
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+#if defined(FEATHER_DTYPE_HALF)
+using T = cutlass::half_t;
+#else
+using T = cutlass::bfloat16_t;
+#endif
+constexpr int kHeadDim = FEATHER_HEAD_DIM;
+
+void check(cudaError_t error, char const* what) {
+  if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << what << ": " << cudaGetErrorString(error);
+}
+
+template <class Copy>
+struct Forward {
+#if FEATHER_HEAD_DIM <= 128
+#ifndef FEATHER_STAGES
+#define FEATHER_STAGES 2
+#define FEATHER_CTAS 3
+#endif
+  static constexpr int kRingBytes = FEATHER_STAGES * 2 * 16 * (128 + 8) * 2;
+  static constexpr int kMinCtas = FEATHER_CTAS;
+#else
+  static constexpr int kRingBytes = 2 * 2 * 16 * (256 + 8) * 2;
+  static constexpr int kMinCtas = 1;
+#endif
+#if FEATHER_WARPS == 8
+  using M128 = feather::Shape2<8, 32, 16>;
+#define SHAPES M128, M64, M32, M16
+#else
+#define SHAPES M64, M32, M16
+#endif
+  using M64 = feather::Shape2<4, 32, 16>;
+  using M32 = feather::Shape2<2, 32, 16>;
+  using M16 = feather::Shape2<1, 16, 16>;
+  static constexpr int kSmem = feather::SharedLayout<T, kHeadDim, kRingBytes, SHAPES>::kBytes;
+  static constexpr auto kernel() {
+    return feather::forward_kernel<T, kHeadDim, kRingBytes, kMinCtas, Copy, SHAPES>;
+  }
+
+  // CTAs that fit on one multiprocessor; also lifts the kernel's shared-memory limit.
+  static int occupancy() {
+    static int const ctas = [] {
+      check(cudaFuncSetAttribute(kernel(), cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem), "shared memory");
+      int count = 0;
+      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel(), feather::kWarpsPerCta * 32, kSmem),
+            "occupancy");
+      return count;
+    }();
+    return ctas;
+  }
+
+  static void launch(feather::Params<T> const& params, int multiprocessors, cudaStream_t stream) {
+    kernel()<<<multiprocessors * occupancy(), feather::kWarpsPerCta * 32, kSmem, stream>>>(params);
+    check(cudaGetLastError(), "forward kernel");
+  }
+};
+
+int multiprocessors(int device) {
+  static int const count = [device] {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device), "device");
+    return value;
+  }();
+  return count;
+}
+
+feather::Params<T> make_params(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse,
+                               TensorView part_out, TensorView part_lse, TensorView counters, TensorView plan,
+                               TensorView seq_lens, TensorView table, int64_t page_bits, double sm_scale,
+                               double soft_cap, int64_t flags) {
+  feather::Params<T> params{};
+  params.q = static_cast<T const*>(q.data_ptr());
+  params.k = static_cast<T const*>(k.data_ptr());
+  params.v = static_cast<T const*>(v.data_ptr());
+  params.out = static_cast<T*>(out.data_ptr());
+  params.lse = lse.has_value() ? static_cast<float*>(lse.value().data_ptr()) : nullptr;
+  params.part_out = static_cast<float*>(part_out.data_ptr());
+  params.part_lse = static_cast<float*>(part_lse.data_ptr());
+  params.popped = static_cast<int*>(counters.data_ptr());
+  params.arrived = params.popped + 2 * feather::kLeft;
+  params.plan = static_cast<int const*>(plan.data_ptr());
+  params.seq_lens = static_cast<int const*>(seq_lens.data_ptr());
+  params.table = table.data_ptr();
+  params.table_is_64 = table.dtype().bits == 64;
+  params.q_stride = q.stride(0);
+  params.out_stride = out.stride(0);
+  params.k_slot_stride = k.stride(0);
+  params.v_slot_stride = v.stride(0);
+  params.k_head_stride = k.stride(1);
+  params.v_head_stride = v.stride(1);
+  params.q_heads = q.size(1);
+  params.kv_heads = k.size(1);
+  params.group = params.q_heads / params.kv_heads;
+  params.page_bits = page_bits;
+  params.fused_merge = flags & 1;
+  params.prefetch = flags & 2;
+  double const log2e = 1.4426950408889634;
+  params.scale_log2 = sm_scale * log2e;
+  params.soft_cap_log2 = soft_cap * log2e;
+  params.soft_cap_scale = soft_cap > 0 ? sm_scale / soft_cap : 0;
+  return params;
+}
+
+cudaStream_t stream_of(TensorView tensor) {
+  DLDevice const device = tensor.device();
+  return static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+}
+
+// flags: 1 = merge in the forward kernel, 2 = L2 prefetch, 4 = portable copies; queues: a bit per tile shape.
+void forward(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, TensorView part_out,
+             TensorView part_lse, TensorView counters, TensorView plan, TensorView seq_lens, TensorView table,
+             int64_t page_bits, double sm_scale, double soft_cap, int64_t flags, int64_t queues) {
+  auto params = make_params(q, k, v, out, lse, part_out, part_lse, counters, plan, seq_lens, table, page_bits, sm_scale,
+                            soft_cap, flags);
+  params.queues = queues;
+  int const sms = multiprocessors(q.device().device_id);
+  if (flags & 4) {
+    Forward<feather::AsyncCopy>::launch(params, sms, stream_of(q));
+  } else {
+    Forward<feather::BulkCopy>::launch(params, sms, stream_of(q));
+  }
+}
+
+void merge(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, TensorView part_out,
+           TensorView part_lse, TensorView counters, TensorView plan, TensorView seq_lens, TensorView table,
+           int64_t page_bits, double sm_scale, double soft_cap, int64_t flags, int64_t) {
+  auto const params = make_params(q, k, v, out, lse, part_out, part_lse, counters, plan, seq_lens, table, page_bits,
+                                  sm_scale, soft_cap, flags);
+  int64_t const rows = q.size(0) * q.size(1);
+  int const sms = multiprocessors(q.device().device_id);
+  int const ctas = std::max<int64_t>(1, std::min<int64_t>((rows + 3) / 4, 16 * sms));
+  feather::merge_kernel<T, kHeadDim><<<ctas, 128, 0, stream_of(q)>>>(params);
+  check(cudaGetLastError(), "merge kernel");
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(forward, forward);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge, merge);
+
+}  // namespace

@@ -1,0 +1,38 @@
+// What one launch needs: tensors, the plan in device memory, scratch. Passed by value.
+#pragma once
+#include <cstdint>
+
+namespace feather {
+
+// The plan's header (int32 words of its buffer); plan.h writes it, the kernel reads it.
+namespace header {
+constexpr int kItems = 1, kItemsBegin = 6, kMembersBegin = 7, kPartBeginBegin = 8, kQueueBegin = 16;
+}
+
+template <typename T>
+struct Params {
+  T const* q;  // (requests, q_heads, head_dim)
+  T const* k;  // (slots, kv_heads, head_dim)
+  T const* v;
+  T* out;            // (requests, q_heads, head_dim)
+  float* lse;        // (requests, q_heads), natural logarithm, or null
+  float* part_out;   // (parts, q_heads, head_dim): normalised partial results
+  float* part_lse;   // (parts, q_heads): their log-sum-exp, base 2
+  int* arrived;      // (requests, q_heads): parts deposited so far; zero between runs
+  int* popped;       // per tile: work units taken from its queue; zero between runs
+  int const* plan;   // header, items, members, part_begin
+  int const* seq_lens;
+  void const* table;  // slot ids or page ids, int32 or int64
+  int64_t q_stride, out_stride, k_slot_stride, v_slot_stride, k_head_stride, v_head_stride;  // elements
+  int q_heads, kv_heads, group;
+  int page_bits;
+  unsigned queues;  // a bit per queue that this launch serves
+  bool table_is_64;
+  bool fused_merge;
+  bool prefetch;
+  float scale_log2;       // softmax scale times log2(e)
+  float soft_cap_log2;    // logit soft cap times log2(e); 0 = none
+  float soft_cap_scale;   // softmax scale over the cap
+};
+
+}  // namespace feather

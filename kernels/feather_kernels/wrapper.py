@@ -1,0 +1,318 @@
+"""Prefix-packed decode attention on the GPU: plan once a batch, run once a layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from feather_kernels.build import load_kernel
+from feather_kernels.errors import PlanError
+from feather_kernels.forest import Forest
+from feather_kernels.plan import PackPlan, Planner
+from feather_kernels.tiles import TILES
+
+LAUNCHES = ("persistent", "streams", "serial")
+MERGES = ("fused", "kernel")
+PATHS = ("auto", "portable", "hopper")
+_FUSED, _PREFETCH, _PORTABLE = 1, 2, 4
+_QUEUES = 16  # counters before the arrivals: work units popped, and CTAs that have left, per queue
+
+
+class PackedDecodeWrapper:
+    """Decode attention that reads each shared KV token once for all requests that share it (PAT, sections 4 to 7).
+
+    `plan` packs a batch by its prefix forest; `run` attends with that plan, once per layer, as long as it is valid.
+    Scratch memory and the device's copy of the plan keep their addresses while ``max_requests`` and ``max_parts``
+    hold, so `run` may be captured in a CUDA graph and replayed after another `plan`.
+
+    Parameters
+    ----------
+    num_qo_heads, num_kv_heads : int
+        Query heads and KV heads; the first a multiple of the second, at most 16 times.
+    head_dim : {64, 128, 256}
+    page_size : int
+        Tokens per entry of the table, a power of two.
+    dtype : torch.dtype
+        float16 or bfloat16, of queries, caches and output.
+    device : torch.device or str
+    max_requests : int
+        Requests of the largest batch.
+    max_parts : int, optional
+        Partial results of the largest plan; default ``8 * max_requests + 4096``.
+    strategy, split : str
+        How to pack, and how to split long KV ranges (see `feather_kernels.plan.Planner`).
+    tiles : sequence of (m, n), optional
+        The tile shapes to use: the largest one or more of `feather_kernels.tiles.TILES`; all by default.
+    launch : {"persistent", "streams", "serial"}
+        One launch for all tile shapes; or one launch a shape, on parallel streams (PAT 6) or one after the other.
+    merge : {"fused", "kernel"}
+        The last part of a request to finish merges it, or a kernel of its own does.
+    prefetch : bool
+        Prefetch the next KV tile into L2 (``cp.async.bulk.prefetch.L2``).
+    logit_soft_cap : float
+        Scores become ``cap * tanh(score / cap)``; 0 for none.
+    sm_scale : float, optional
+        Scale of the scores, ``head_dim ** -0.5`` by default.
+    window_left : int
+        Sliding window; only -1 (none) is supported.
+    path : {"auto", "portable", "hopper"}
+        Copy instructions: those of compute capability 8.0, or those of 9.0.
+    debug : bool
+        Check in `run` that every slot lies inside the caches (synchronises).
+
+    Raises
+    ------
+    ValueError
+        An argument that is not supported.
+    BuildError
+        No kernel for this GPU, or nothing to build it with.
+    """
+
+    def __init__(
+        self,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        page_size: int = 1,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str = "cuda",
+        max_requests: int = 1024,
+        max_parts: int | None = None,
+        strategy: str = "profit",
+        split: str = "balanced",
+        tiles: tuple[tuple[int, int], ...] | None = None,
+        launch: str = "persistent",
+        merge: str = "fused",
+        prefetch: bool = False,
+        logit_soft_cap: float = 0.0,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        path: str = "auto",
+        debug: bool = False,
+        **planner_options: Any,
+    ) -> None:
+        if num_kv_heads < 1 or num_qo_heads % num_kv_heads or num_qo_heads > 16 * num_kv_heads:
+            raise ValueError(
+                f"{num_qo_heads} query heads on {num_kv_heads} KV heads: give a multiple of at most 16 to one"
+            )
+        if page_size < 1 or page_size & (page_size - 1):
+            raise ValueError(f"page_size is {page_size}: give a power of two")
+        if window_left != -1:
+            raise ValueError(f"window_left is {window_left}: sliding windows are not supported, use another backend")
+        if logit_soft_cap < 0:
+            raise ValueError(f"logit_soft_cap is {logit_soft_cap}: give 0 (none) or a positive cap")
+        if sm_scale is not None and not sm_scale > 0:
+            raise ValueError(f"sm_scale is {sm_scale}: give a positive scale")
+        if dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"dtype is {dtype}: use torch.float16 or torch.bfloat16")
+        for name, value, known in (("launch", launch, LAUNCHES), ("merge", merge, MERGES), ("path", path, PATHS)):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}: use one of {', '.join(known)}")
+        self.device = torch.device(device)
+        if self.device.type != "cuda":
+            raise ValueError(f"device is {self.device}: the kernels need a CUDA device")
+        if self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        major, minor = torch.cuda.get_device_capability(self.device)
+        if path == "hopper" and major < 9:
+            raise ValueError(f"path is 'hopper', but {torch.cuda.get_device_name(self.device)} is compute {major}.{minor}")
+        self.num_qo_heads, self.num_kv_heads, self.head_dim = num_qo_heads, num_kv_heads, head_dim
+        self.page_size, self.dtype, self.debug = page_size, dtype, debug
+        self.launch = launch
+        self.merge = merge if launch == "persistent" else "kernel"
+        self.sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
+        self.logit_soft_cap = logit_soft_cap
+        portable = path == "portable" or major < 9
+        self._flags = _FUSED * (self.merge == "fused") | _PREFETCH * prefetch | _PORTABLE * portable
+        self._module = load_kernel(str(dtype).removeprefix("torch."), head_dim, 10 * major + minor)
+        self._tiles = tuple(sorted(tiles or TILES))
+        if self._tiles != TILES[-len(self._tiles) :]:
+            raise ValueError(f"tiles are {self._tiles}: use the largest one or more of {TILES}")
+
+        max_parts = 8 * max_requests + 4096 if max_parts is None else max_parts
+        properties = torch.cuda.get_device_properties(self.device)
+        self.planner = Planner(
+            num_qo_heads, num_kv_heads, head_dim, strategy=strategy, split=split, tiles=self._tiles,
+            n_sm=properties.multi_processor_count, max_requests=max_requests, max_parts=max_parts, **planner_options,
+        )  # fmt: skip
+        self.pack_plan: PackPlan | None = None
+        size = len(self.planner.buffer)
+        self._plan = torch.zeros(size, dtype=torch.int32, device=self.device)
+        self._staging = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in self._staging]
+        self._turn = 0
+        self._part_out = torch.empty(max_parts, num_qo_heads, head_dim, dtype=torch.float32, device=self.device)
+        self._part_lse = torch.empty(max_parts, num_qo_heads, dtype=torch.float32, device=self.device)
+        self._counters = torch.zeros(_QUEUES + max_requests * num_qo_heads, dtype=torch.int32, device=self.device)
+        self._table: torch.Tensor | None = None
+        self._seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=self.device)
+        self._streams = [torch.cuda.Stream(self.device) for _ in self._tiles] if launch == "streams" else []
+
+    def plan(self, forest: Forest, table: torch.Tensor, seq_lens: torch.Tensor | None = None) -> PackPlan:
+        """Pack a batch; the plan is copied to the device in the current stream.
+
+        Parameters
+        ----------
+        forest : Forest
+            What the requests share; ``forest.row_offset`` indexes ``table``.
+        table : torch.Tensor
+            int32 or int64 on the device, contiguous: page ids (slot ids at page size 1), in rows or flat. Read by
+            every `run`, so it may be refilled in place.
+        seq_lens : torch.Tensor, optional
+            int32 [requests] on the device, KV tokens of each request, read by every `run`; they may grow under a
+            valid plan. By default a copy of ``forest.seq_len``.
+
+        Returns
+        -------
+        PackPlan
+            Also kept as ``pack_plan``.
+
+        Raises
+        ------
+        ValueError
+            A batch that does not fit the wrapper, or tensors of the wrong kind.
+        """
+        if table.dtype not in (torch.int32, torch.int64) or table.device != self.device or not table.is_contiguous():
+            raise PlanError(
+                f"table is {table.dtype} on {table.device}: give a contiguous int32 or int64 tensor on {self.device}"
+            )
+        if forest.n_requests and int(forest.row_offset.max()) >= table.numel():
+            raise PlanError(f"a row starts at entry {int(forest.row_offset.max())} of a table of {table.numel()}")
+        if seq_lens is not None and (
+            seq_lens.dtype != torch.int32 or seq_lens.device != self.device or seq_lens.shape != (forest.n_requests,)
+            or not seq_lens.is_contiguous()
+        ):  # fmt: skip
+            raise PlanError(
+                f"seq_lens is {seq_lens.dtype} {list(seq_lens.shape)} on {seq_lens.device}: give int32 "
+                f"[{forest.n_requests}] on {self.device}"
+            )
+        plan = self.planner.plan(forest)
+        self._turn = 1 - self._turn
+        staging, copied = self._staging[self._turn], self._copied[self._turn]
+        copied.synchronize()  # the copy before last has left this buffer
+        used = plan.used
+        staging.numpy()[:used] = plan.buffer[:used]
+        self._plan[:used].copy_(staging[:used], non_blocking=True)
+        if seq_lens is None:
+            self._seq_lens[: forest.n_requests].copy_(torch.from_numpy(np.array(forest.seq_len)))
+            seq_lens = self._seq_lens
+        copied.record()
+        self.pack_plan, self._table, self._lens = plan, table, seq_lens
+        return plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend with the last plan.
+
+        Parameters
+        ----------
+        q : torch.Tensor
+            (requests, num_qo_heads, head_dim): one query token a request, in the forest's order.
+        k_cache, v_cache : torch.Tensor
+            (slots, num_kv_heads, head_dim), or (pages, page_size, num_kv_heads, head_dim).
+        out : torch.Tensor, optional
+            Like ``q``.
+        return_lse : bool
+            Also return the log-sum-exp of the scores (natural logarithm).
+
+        Returns
+        -------
+        out : torch.Tensor
+            Like ``q``; rows of requests without KV tokens are 0.
+        lse : torch.Tensor
+            float32 (requests, num_qo_heads), if asked for.
+
+        Raises
+        ------
+        ValueError
+            No plan, or tensors that do not fit it; nothing is written then.
+        """
+        if self.pack_plan is None or self._table is None:
+            raise PlanError("run() before plan(): plan the batch first")
+        k_cache, v_cache = self._flat(k_cache), self._flat(v_cache)
+        self._check(q, k_cache, v_cache, out)
+        if out is None:
+            out = torch.empty_like(q)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+        arguments = (
+            q, k_cache, v_cache, out, lse, self._part_out, self._part_lse, self._counters, self._plan, self._lens,
+            self._table, self.page_size.bit_length() - 1, self.sm_scale, self.logit_soft_cap, self._flags,
+        )  # fmt: skip
+        if self.launch == "persistent":
+            self._module.forward(*arguments, (1 << len(TILES)) - 1)
+        elif self.launch == "serial":
+            for queue in range(len(self._tiles)):
+                self._module.forward(*arguments, 1 << queue)
+        else:
+            self._run_on_streams(arguments)
+        if self.merge == "kernel":
+            self._module.merge(*arguments, 0)
+        return (out, lse) if lse is not None else out
+
+    def _run_on_streams(self, arguments: tuple[Any, ...]) -> None:
+        """One launch a tile shape, each on its own stream, joined before returning (PAT 6)."""
+        current = torch.cuda.current_stream(self.device)
+        begin = torch.cuda.Event()
+        begin.record(current)
+        for queue, stream in enumerate(self._streams):
+            with torch.cuda.stream(stream):
+                stream.wait_event(begin)
+                self._module.forward(*arguments, 1 << queue)
+                end = torch.cuda.Event()
+                end.record(stream)
+            current.wait_event(end)
+
+    def _flat(self, cache: torch.Tensor) -> torch.Tensor:
+        """(pages, page_size, heads, head_dim) as (slots, heads, head_dim)."""
+        if cache.dim() == 4 and cache.shape[1] == self.page_size and cache.stride(0) == self.page_size * cache.stride(1):
+            return cache.flatten(0, 1)
+        return cache
+
+    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None) -> None:
+        assert self.pack_plan is not None
+        requests = self.pack_plan.n_requests
+        shape = (requests, self.num_qo_heads, self.head_dim)
+        for name, tensor in (("q", q), ("out", out)):
+            if tensor is None:
+                continue
+            if tuple(tensor.shape) != shape:
+                raise PlanError(f"{name} is {list(tensor.shape)}, the plan is for {list(shape)}: plan this batch first")
+            if tensor.stride(2) != 1 or tensor.stride(1) != self.head_dim or tensor.stride(0) % 8:
+                raise PlanError(f"{name} has strides {tensor.stride()}: its heads must lie side by side, rows 16-byte aligned")
+        for name, tensor in (("k_cache", k), ("v_cache", v)):
+            if tensor.dim() != 3 or tuple(tensor.shape[1:]) != shape[1:1] + (self.num_kv_heads, self.head_dim):
+                raise PlanError(
+                    f"{name} is {list(tensor.shape)}: give (slots, {self.num_kv_heads}, {self.head_dim}) or "
+                    f"(pages, {self.page_size}, {self.num_kv_heads}, {self.head_dim})"
+                )
+            if tensor.stride(2) != 1 or tensor.stride(0) % 8 or tensor.stride(1) % 8 or tensor.data_ptr() % 16:
+                raise PlanError(f"{name} has strides {tensor.stride()}: rows of head_dim must be contiguous and 16-byte aligned")
+        for name, tensor in (("q", q), ("k_cache", k), ("v_cache", v), ("out", out)):
+            if tensor is not None and (tensor.dtype != self.dtype or tensor.device != self.device):
+                raise PlanError(f"{name} is {tensor.dtype} on {tensor.device}: the wrapper is for {self.dtype} on {self.device}")
+        if self.debug:
+            self._check_slots(min(len(k), len(v)))
+
+    def _check_slots(self, slots: int) -> None:
+        """Every table entry that the requests reach must lie inside the caches."""
+        assert self.pack_plan is not None and self._table is not None
+        flat = self._table.flatten()
+        lens = self._lens[: self.pack_plan.n_requests].cpu().tolist()
+        for request, (offset, tokens) in enumerate(zip(self.pack_plan.row_offset.tolist(), lens, strict=True)):
+            pages = -(-tokens // self.page_size)
+            row = flat[offset : offset + pages]
+            if len(row) < pages:
+                raise PlanError(f"request {request} has {tokens} tokens, its table row ends after {len(row)} entries")
+            if pages and (int(row.min()) < 0 or (int(row.max()) + 1) * self.page_size > slots):
+                bad = int(row.min()) if int(row.min()) < 0 else int(row.max())
+                raise PlanError(f"request {request} reads page {bad}, outside a cache of {slots} slots")
