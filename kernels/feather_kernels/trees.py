@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
 
 # PAT 8.2, figure 9: "nodes per level_tokens per level". The nodes of the last level are the requests with their tails.
@@ -55,7 +56,7 @@ def tree_forest(nodes: Sequence[int], tokens: Sequence[int], page_size: int = 1,
         Tokens that every row has left for growth.
     """
     if len(nodes) != len(tokens) or not nodes or min(nodes) < 1:
-        raise ValueError(f"a tree of nodes {tuple(nodes)} and tokens {tuple(tokens)}: give one of each per level")
+        raise PlanError(f"a tree of nodes {tuple(nodes)} and tokens {tuple(tokens)}: give one of each per level")
     parent: list[npt.NDArray[np.int64]] = []
     first = -1  # index of the first node one level up
     for level, count in enumerate(nodes[:-1]):
@@ -134,7 +135,7 @@ def forest_table(
         Page ids are 0 .. n_pages - 1, all in use.
     """
     if np.any(forest.length % page_size):
-        raise ValueError(f"a node's length is no multiple of page_size {page_size}: choose other tokens per node")
+        raise PlanError(f"a node's length is no multiple of page_size {page_size}: choose other tokens per node")
     shared = forest.shared_length // page_size
     pages = -(-(forest.seq_len.astype(np.int64) + room) // page_size)
     node_pages = forest.length // page_size

@@ -1,0 +1,127 @@
+"""Decode attention in NumPy: plan, forward and merge as the kernel does them, and without any plan.
+
+For tests; float64 throughout. Both say what the kernel must compute, ``reference_decode`` from the very buffer that the
+kernel reads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from feather_kernels.forest import Forest, IntArray
+from feather_kernels.plan import PackPlan
+
+Array = npt.NDArray[np.floating]
+Result = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
+
+
+def reference_decode(
+    plan: PackPlan,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    table: IntArray,
+    page_size: int,
+    sm_scale: float | None = None,
+    logit_soft_cap: float = 0.0,
+    seq_lens: IntArray | None = None,
+) -> Result:
+    """Run every item of a plan, then merge the partial results by their log-sum-exp (PAT 7).
+
+    Parameters
+    ----------
+    plan : PackPlan
+        Only its items, members and part_begin are used.
+    q : float [requests, q_heads, head_dim]
+    k_cache, v_cache : float [slots, kv_heads, head_dim]
+    table : int [entries]
+        Flat; entry ``row_offset + p // page_size`` holds the page of position p.
+    page_size : int
+        Tokens a page.
+    sm_scale : float, optional
+        Default ``head_dim ** -0.5``.
+    logit_soft_cap : float
+        Logits become ``cap * tanh(logit / cap)``; 0 for none.
+    seq_lens : int [requests], optional
+        Lengths now, where they have grown since the plan was made.
+
+    Returns
+    -------
+    out : float64 [requests, q_heads, head_dim]
+        NaN where no item has written.
+    lse : float64 [requests, q_heads]
+        Natural log-sum-exp of the scaled logits; -inf for an empty sequence, whose output is 0.
+    """
+    seq_lens = plan.forest.seq_len if seq_lens is None else seq_lens
+    out, lse = np.full(q.shape, np.nan), np.full(q.shape[:2], np.nan)
+    part_out, part_lse = np.full((plan.n_parts, *q.shape[1:]), np.nan), np.full((plan.n_parts, q.shape[1]), np.nan)
+    for low, high, start, stop, grows, first, count, _ in plan.items.tolist():
+        row = (high << 32) | (low & 0xFFFFFFFF)
+        slots = _slots(table, row, start, int(seq_lens[grows]) if grows >= 0 else stop, page_size)
+        requests, parts = plan.members[first : first + count].T
+        values, sums = _attend(q[requests], k_cache[slots], v_cache[slots], sm_scale, logit_soft_cap)
+        alone = parts < 0
+        out[requests[alone]], lse[requests[alone]] = values[alone], sums[alone]
+        part_out[parts[~alone]], part_lse[parts[~alone]] = values[~alone], sums[~alone]
+    begin = plan.part_begin.tolist()
+    for request in range(plan.n_requests):
+        mine = slice(begin[request], begin[request + 1])
+        if mine.start < mine.stop:
+            out[request], lse[request] = merge(part_out[mine], part_lse[mine])
+    return out, lse
+
+
+def direct_decode(
+    forest: Forest,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    table: IntArray,
+    page_size: int,
+    sm_scale: float | None = None,
+    logit_soft_cap: float = 0.0,
+) -> Result:
+    """Attention of each request over its own row, from the definition; arguments and results as `reference_decode`."""
+    out, lse = np.empty(q.shape), np.empty(q.shape[:2])
+    for request, (row, length) in enumerate(zip(forest.row_offset.tolist(), forest.seq_len.tolist(), strict=True)):
+        slots = _slots(table, row, 0, length, page_size)
+        values, sums = _attend(q[request : request + 1], k_cache[slots], v_cache[slots], sm_scale, logit_soft_cap)
+        out[request], lse[request] = values[0], sums[0]
+    return out, lse
+
+
+def merge(part_out: Array, part_lse: Array) -> Result:
+    """One request's result from its parts, float64 [parts, q_heads, head_dim] and [parts, q_heads]."""
+    top = part_lse.max(axis=0)
+    finite = np.where(np.isneginf(top), 0.0, top)
+    weight = np.exp(part_lse - finite)
+    total = weight.sum(axis=0)
+    out = (weight[:, :, None] * part_out).sum(axis=0) / np.where(total > 0, total, 1.0)[:, None]
+    return out, _log(total) + finite
+
+
+def _slots(table: IntArray, row: int, start: int, stop: int, page_size: int) -> npt.NDArray[np.int64]:
+    position = np.arange(start, stop, dtype=np.int64)
+    return table[row + position // page_size].astype(np.int64) * page_size + position % page_size
+
+
+def _attend(q: Array, k: Array, v: Array, sm_scale: float | None, logit_soft_cap: float) -> Result:
+    """q [n, q_heads, d], k and v [tokens, kv_heads, d] -> [n, q_heads, d] and the log-sum-exp [n, q_heads]."""
+    n, q_heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.astype(np.float64).reshape(n, kv_heads, q_heads // kv_heads, head_dim)
+    logits = np.einsum("nhgd,thd->nhgt", grouped, k.astype(np.float64))
+    logits *= head_dim**-0.5 if sm_scale is None else sm_scale
+    if logit_soft_cap:
+        logits = logit_soft_cap * np.tanh(logits / logit_soft_cap)
+    top = logits.max(axis=-1, keepdims=True, initial=-1e300)
+    weight = np.exp(logits - top)
+    total = weight.sum(axis=-1)
+    out = np.einsum("nhgt,thd->nhgd", weight, v.astype(np.float64)) / np.where(total > 0, total, 1.0)[..., None]
+    return out.reshape(q.shape), (_log(total) + top[..., 0]).reshape(n, q_heads)
+
+
+def _log(total: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    with np.errstate(divide="ignore"):
+        return np.log(total)

@@ -1,0 +1,100 @@
+"""What each strategy decides, against the definitions in ``oracles.packing``."""
+
+import pytest
+from feather_kernels.pack import STRATEGIES
+from feather_kernels.trees import PAT_TREES, parse_tree, tree_forest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from plan_checks import GROUP, HEADS, ONE_TILE, forests, packs_in, plan_of
+
+from oracles.packing import Node, algorithm_1, cheapest, packs_of, prefix_forest, traffic
+
+DIM = HEADS["head_dim"]
+
+
+def assert_same(packs, plan):
+    assert len(packs) == len(set(packs)) and packs_in(plan) == set(packs)
+    kv, partial = traffic(packs, DIM, GROUP)
+    assert plan.traffic == (kv * HEADS["num_kv_heads"], partial * HEADS["num_kv_heads"])
+
+
+@settings(max_examples=600)
+@given(forest=forests(), grow=st.booleans(), factor=st.sampled_from([None, 4, 0.5, 100]))
+def test_profit_is_algorithm_1(forest, grow, factor):
+    plan = plan_of(forest, strategy="profit", grow=grow, profit_factor=factor, **ONE_TILE)
+    assert_same(algorithm_1(forest, DIM, GROUP, grow, factor), plan)
+
+
+@settings(max_examples=300)
+@given(forest=forests(), grow=st.booleans())
+def test_fixed_strategies(forest, grow):
+    rules = {
+        "query": lambda node, child, start: True,
+        "naive": lambda node, child, start: False,
+        "relay": lambda node, child, start: node.begin > 0,
+    }
+    for strategy, merges in rules.items():
+        plan = plan_of(forest, strategy=strategy, grow=grow, **ONE_TILE)
+        assert_same(packs_of(forest, merges, grow), plan)
+
+
+@settings(max_examples=300)
+@given(forest=forests(), grow=st.booleans())
+def test_compute_is_fasttrees_algorithm_1(forest, grow):
+    """Padding and split costs by hand, for tiles (16, 8) and (32, 16)."""
+    tiles, lengths, split_cost = ((16, 8), (32, 16)), forest.seq_len.tolist(), 20.0
+
+    def padding(requests, length):
+        rows = requests * GROUP
+        m, n = next((tile for tile in tiles if tile[0] >= rows), tiles[-1])
+        return -(-rows // m) * m * (-(-length // n) * n) - rows * length
+
+    left = {}
+
+    def merges(node, child, start):
+        count = left.setdefault(node, len(node.requests))
+        shared = isinstance(child, Node)
+        size = len(child.requests) if shared else 1
+        carried, length = node.end - start, child.end - child.begin if shared else lengths[child] - node.end
+        if not shared and not length and not grow:
+            return False
+        split_kv = padding(count, carried) + padding(size, length) + split_cost * size * GROUP
+        split_q = padding(count - size, carried) + padding(size, carried + length)
+        if split_kv >= split_q:
+            left[node] -= size
+        return split_kv >= split_q
+
+    # Packs are cut into row tiles here, so their traffic is compared, not the items.
+    plan = plan_of(forest, strategy="compute", grow=grow, tiles=tiles, split="none", compute_split_cost=split_cost)
+    kv, partial = traffic(packs_of(forest, merges, grow), DIM, GROUP)
+    assert plan.traffic == (kv * HEADS["num_kv_heads"], partial * HEADS["num_kv_heads"])
+
+
+@settings(max_examples=400)
+@given(forest=forests(), grow=st.booleans())
+def test_optimal_below_profit_below_naive(forest, grow):
+    total = {name: plan_of(forest, strategy=name, grow=grow).traffic.total for name in STRATEGIES}
+    assert total["optimal"] <= total["profit"] <= total["naive"] <= total["two-phase"]
+    assert total["optimal"] == min(total.values())
+
+
+@settings(max_examples=300)
+@given(forest=forests(most=7, tokens=24, tail=8), grow=st.booleans(), overhead=st.sampled_from([0, 1000, 20_000]))
+def test_optimal_is_the_exhaustive_optimum(forest, grow, overhead):
+    assume(sum(len(node.edges()) for node in prefix_forest(forest)[1]) <= 9)
+    plan = plan_of(forest, strategy="optimal", grow=grow, item_overhead=overhead, **ONE_TILE)
+    per_head = plan.traffic.total // HEADS["num_kv_heads"]
+    assert per_head + overhead * plan.n_items == cheapest(forest, DIM, GROUP, grow, overhead)
+
+
+@pytest.mark.parametrize("name", PAT_TREES)
+def test_pat_trees_in_order_of_traffic(name):
+    forest = tree_forest(*parse_tree(name))
+    naive, profit, optimal = (plan_of(forest, strategy=s).traffic.total for s in ("naive", "profit", "optimal"))
+    assert optimal <= profit <= naive
+
+
+def test_profit_minds_the_group_size():
+    forest = tree_forest((1, 4, 64), (200, 500, 500))  # 16 requests below each middle node
+    merged = [plan_of(forest, num_qo_heads=2 * g, **ONE_TILE).items[:, 2].tolist().count(0) for g in (4, 8)]
+    assert merged == [1, 4]  # 2 * 4 * 16 < 200 <= 2 * 8 * 16

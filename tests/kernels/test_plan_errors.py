@@ -1,0 +1,68 @@
+"""A user's mistake is one clear line, and leaves the last plan in place."""
+
+import numpy as np
+import pytest
+from feather_kernels.errors import PlanError
+from feather_kernels.forest import Forest
+from feather_kernels.plan import Planner, make_plan
+from feather_kernels.trees import tree_forest
+from plan_checks import HEADS, plan_of
+
+FOREST = tree_forest((1, 8), (400, 100))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strategy": "best"}, "strategy is 'best': use one of query, relay, two-phase, naive, compute, profit, opt"),
+        ({"split": "even"}, "split is 'even': use one of none, mean, balanced"),
+        ({"num_qo_heads": 9}, "num_qo_heads 9 is no multiple of num_kv_heads 2"),
+        ({"num_kv_heads": 0}, "num_kv_heads is 0"),
+        ({"head_dim": -64}, "head_dim is -64"),
+        ({"tiles": ()}, "give 1 to 15 pairs"),
+        ({"tiles": ((32, 16), (16, 16))}, "of ascending m"),
+        ({"tiles": ((2, 16),)}, "group of 4 query heads has more rows than the largest tile, 2"),
+        ({"alpha": (1.0,)}, "alpha is .*: give a number above 0 for each of the 3 tiles"),
+        ({"alpha": (1.0, 0, 1)}, "give a number above 0"),
+        ({"min_chunk": 0}, "min_chunk is 0"),
+        ({"n_sm": 0}, "n_sm is 0"),
+        ({"profit_factor": 0}, "profit_factor is above 0"),
+        ({"item_overhead": -1}, "item_overhead and compute_split_cost are at least 0"),
+        ({"max_requests": 7}, "a batch of 8 requests exceeds the planner's 7: raise max_requests"),
+        ({"max_parts": 15}, "a plan of 9 items, 16 members and 16 partial rows exceeds .*raise max_items, max_members"),
+        ({"max_items": 8}, "exceeds the planner's 8, "),
+        ({"max_members": 15}, "exceeds the planner's .*, 15 and"),
+        ({"max_items": 0}, "max_items is 0"),
+        ({"max_members": 2**31 - 1}, "needs a buffer of 4294.* entries: lower max_requests, max_items or max_members"),
+        ({"buffer": np.zeros(10, np.int32)}, "buffer has 10 entries: this capacity needs"),
+        ({"buffer": np.zeros(10_000)}, "buffer is no writable contiguous int32 vector"),
+    ],
+)
+def test_arguments(arguments, message):
+    with pytest.raises(PlanError, match=message) as error:
+        plan_of(FOREST, **arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_a_failed_plan_leaves_the_last_one():
+    planner = Planner(**HEADS, max_requests=8)
+    plan = planner.plan(FOREST)
+    before = plan.buffer.copy()
+    with pytest.raises(PlanError, match="request 0 has 1 tokens"):
+        planner.plan(Forest([-1], [5], [0], [1], [0]))
+    assert (plan.buffer == before).all() and plan.valid_for(FOREST)[0]
+
+
+def test_optimal_refuses_a_table_beyond_memory():
+    n = 9000
+    chain = Forest(np.arange(-1, n - 1), np.ones(n, int), np.arange(n), np.arange(n) + 1, np.zeros(n, int))
+    with pytest.raises(PlanError, match=r"strategy optimal needs .* states"):
+        plan_of(chain, strategy="optimal")
+
+
+def test_a_buffer_of_ones_own():
+    size = Planner(**HEADS, max_requests=8).buffer_size
+    buffer = np.zeros(size + 5, np.int32)
+    plan = make_plan(FOREST, **HEADS, max_requests=8, buffer=buffer)
+    assert np.shares_memory(plan.buffer, buffer) and len(plan.buffer) == size
+    assert plan.items.tolist() == plan_of(FOREST).items.tolist()

@@ -1,0 +1,74 @@
+"""Plan, forward and merge in NumPy give what attention by its definition gives."""
+
+import numpy as np
+import pytest
+from feather_kernels.forest import Forest
+from feather_kernels.pack import SPLITS, STRATEGIES
+from feather_kernels.reference import direct_decode, merge, reference_decode
+from feather_kernels.trees import forest_table, random_forest, tree_forest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_checks import plan_of
+
+CHECKED = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def tensors(forest, page_size, rng, heads=(4, 2), dim=8, room=0):
+    table, pages = forest_table(forest, page_size, room, rng)
+    q = rng.standard_normal((forest.n_requests, heads[0], dim))
+    k, v = rng.standard_normal((2, pages * page_size, heads[1], dim))
+    return q, k, v, table, page_size
+
+
+@settings(max_examples=300)
+@given(
+    seed=st.integers(0, 2**32 - 1), requests=st.integers(1, 24), page_size=st.sampled_from([1, 4, 16]),
+    strategy=st.sampled_from(list(STRATEGIES)), split=st.sampled_from(list(SPLITS)), grow=st.booleans(),
+    heads=st.sampled_from([(4, 2), (3, 1), (2, 2)]), cap=st.sampled_from([0.0, 3.0]),
+)  # fmt: skip
+def test_reference_is_direct(seed, requests, page_size, strategy, split, grow, heads, cap):
+    rng = np.random.default_rng(seed)
+    forest = random_forest(rng, requests, page_size=page_size)
+    data = tensors(forest, page_size, rng, heads)
+    options = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 8, "min_chunk": 16, "n_sm": 200}
+    plan = plan_of(forest, strategy=strategy, split=split, grow=grow, **options)
+    out, lse = reference_decode(plan, *data, sm_scale=0.5, logit_soft_cap=cap)
+    expected, expected_lse = direct_decode(forest, *data, sm_scale=0.5, logit_soft_cap=cap)
+    np.testing.assert_allclose(out, expected, **CHECKED)
+    np.testing.assert_allclose(lse, expected_lse, **CHECKED)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_plan_serves_grown_tails(split):
+    rng = np.random.default_rng(5)
+    forest = random_forest(rng, 20, room=50)
+    data = tensors(forest, 1, rng, room=50)
+    plan = plan_of(forest, num_qo_heads=4, num_kv_heads=2, head_dim=8, split=split, min_chunk=16)
+    later = forest.with_seq_len(forest.seq_len + rng.integers(0, 50, 20))
+    assert plan.valid_for(later)[0]
+    out, lse = reference_decode(plan, *data, seq_lens=later.seq_len)
+    np.testing.assert_allclose(out, direct_decode(later, *data)[0], **CHECKED)
+    np.testing.assert_allclose(lse, direct_decode(later, *data)[1], **CHECKED)
+
+
+def test_an_empty_sequence_gives_zero_and_minus_infinity():
+    forest = Forest([], [], [-1, -1], [0, 3], [0, 0])
+    data = tensors(Forest([], [], [-1], [3], [0]), 1, np.random.default_rng(0))
+    q = np.ones((2, 4, 8))
+    for grow in (True, False):
+        plan = plan_of(forest, num_qo_heads=4, num_kv_heads=2, head_dim=8, grow=grow)
+        out, lse = reference_decode(plan, q, *data[1:])
+        assert (out[0] == 0).all() and np.isneginf(lse[0]).all() and np.isfinite(lse[1]).all()
+
+
+def test_merge_ignores_empty_parts():
+    out, lse = merge(np.array([[[2.0]], [[0.0]], [[4.0]]]), np.array([[1.0], [-np.inf], [1.0]]))
+    assert out == pytest.approx(3.0) and lse == pytest.approx(1 + np.log(2))
+
+
+def test_large_logits_do_not_overflow():
+    forest = tree_forest((1, 3), (40, 5))
+    data = tensors(forest, 1, np.random.default_rng(1))
+    plan = plan_of(forest, num_qo_heads=4, num_kv_heads=2, head_dim=8)
+    out, _ = reference_decode(plan, *data, sm_scale=1e4)
+    np.testing.assert_allclose(out, direct_decode(forest, *data, sm_scale=1e4)[0], **CHECKED)

@@ -1,0 +1,116 @@
+"""Prefix packing from its definition, in sets of requests: the oracle of ``feather_kernels``' planner.
+
+A pack is (start, stop, requests). Shares no code and no data structure with the product.
+"""
+
+from itertools import product
+
+
+class Node:
+    """Positions [begin, end) that the same requests share; ``tails`` are the requests that hang here."""
+
+    def __init__(self, begin, end, requests):
+        self.begin, self.end, self.requests = begin, end, requests
+        self.children, self.tails = [], []
+
+    def edges(self):
+        return [*self.children, *self.tails]
+
+
+def prefix_forest(forest):
+    """Roots, nodes, and requests without a node, from a forest's arrays; nodes of the same requests are one."""
+    parent, length = forest.parent.tolist(), forest.length.tolist()
+    below = [set() for _ in parent]
+    begin = []
+    for above in parent:
+        begin.append(0 if above < 0 else begin[above] + length[above])
+    for request, node in enumerate(forest.request_node.tolist()):
+        while node >= 0:
+            below[node].add(request)
+            node = parent[node]
+    ranges = {}
+    for node, requests in enumerate(below):
+        if len(requests) > 1 and length[node]:
+            low, high = ranges.pop(frozenset(requests), (begin[node], 0))
+            ranges[frozenset(requests)] = min(low, begin[node]), max(high, begin[node] + length[node])
+    nodes = [Node(*span, requests) for requests, span in ranges.items()]  # siblings in order of their last node
+    roots, loose = [], []
+    for node in nodes:
+        above = [other for other in nodes if other.requests > node.requests]
+        if above:
+            max(above, key=lambda other: other.end).children.append(node)
+        else:
+            roots.append(node)
+    for request in range(len(forest.request_node)):
+        on = [node for node in nodes if request in node.requests]
+        (max(on, key=lambda node: node.end).tails if on else loose).append(request)
+    return roots, nodes, loose
+
+
+def packs_of(forest, merges, grow=True):
+    """The packs that a decision per edge makes; ``merges(node, child, start)`` with a Node or a request as child."""
+    roots, _, loose = prefix_forest(forest)
+    lengths = forest.seq_len.tolist()
+    packs = [(0, lengths[request], frozenset([request])) for request in loose]
+
+    def visit(node, start):
+        stay = set()
+        for child in node.edges():
+            own = isinstance(child, Node)
+            merged = merges(node, child, start)
+            first = start if merged else node.end
+            if not merged:
+                stay |= child.requests if own else {child}
+            if own:
+                visit(child, first)
+            elif grow or lengths[child] > first:
+                packs.append((first, lengths[child], frozenset([child])))
+        if stay:
+            packs.append((start, node.end, frozenset(stay)))
+
+    for root in roots:
+        visit(root, root.begin)
+    return packs
+
+
+def traffic(packs, head_dim, group_size):
+    """Bytes of KV and of partial results, one KV head: every token of a pack once, every part written and read."""
+    kv = sum(stop - start for start, stop, _ in packs) * 2 * head_dim * 2
+    requests = {request for _, _, members in packs for request in members}
+    counts = [sum(request in members for _, _, members in packs) for request in requests]
+    return kv, sum(count for count in counts if count > 1) * group_size * (head_dim + 1) * 4 * 2
+
+
+def algorithm_1(forest, head_dim, group_size, grow=True, factor=None):
+    """PAT's TreeHeuristic, with its published rule for a given factor, else with bytes in its place."""
+    lengths = forest.seq_len.tolist()
+
+    def merges(node, child, start):
+        size = len(child.requests) if isinstance(child, Node) else 1
+        leaf = not isinstance(child, Node)
+        if leaf and not grow and lengths[child] == node.end:
+            return False
+        carried = node.end - start
+        if factor is not None:
+            return factor * size >= carried
+        saved = 2 if leaf and start == 0 else size
+        return saved * group_size * (head_dim + 1) * 4 * 2 >= carried * 2 * head_dim * 2
+
+    return packs_of(forest, merges, grow)
+
+
+def cheapest(forest, head_dim, group_size, grow=True, item_overhead=0):
+    """The least traffic over all assignments of the edges."""
+    _, nodes, _ = prefix_forest(forest)
+    edges = [(node.begin, min(node.requests), i) for node in nodes for i in range(len(node.edges()))]
+    best = None
+    for choice in product((False, True), repeat=len(edges)):
+        chosen = dict(zip(edges, choice, strict=True))
+
+        def merges(node, child, start, chosen=chosen):
+            return chosen[node.begin, min(node.requests), node.edges().index(child)]
+
+        packs = packs_of(forest, merges, grow)
+        cost = sum(traffic(packs, head_dim, group_size)) + item_overhead * len(packs)
+        best = cost if best is None else min(best, cost)
+    return best
