@@ -20,7 +20,7 @@ from feather_kernels.pack import STRATEGIES
 from feather_kernels.plan import Planner, make_plan
 from feather_kernels.trees import PAT_TREES, parse_tree, random_forest, tree_forest
 
-HEADS = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+HEADS: dict[str, Any] = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 LEVELS = ((1,), (1, 64), (1, 8, 64), (1, 4, 16, 64), (1, 4, 8, 16, 64), (1, 2, 4, 8, 16, 64))  # of shared nodes
 Row = dict[str, Any]
 

@@ -79,7 +79,8 @@ inline void emit(const Config& config, const Forest& forest, const Packing& pack
     queue_begin[queue + 1] += row.n_chunks;
     for (int32_t chunk = 0; chunk < row.n_chunks; ++chunk) {
       const int32_t size = std::min(row.chunk, length - chunk * row.chunk);
-      entries.push_back({queue << queue_shift | static_cast<uint32_t>((longest - size) >> drop), static_cast<int32_t>(i), chunk});
+      const uint32_t rank = static_cast<uint32_t>((longest - size) >> drop);  // longest first
+      entries.push_back({queue << queue_shift | rank, static_cast<int32_t>(i), chunk});
     }
   }
   for (int32_t q = 0; q < n_tiles; ++q) queue_begin[q + 1] += queue_begin[q];
@@ -110,8 +111,8 @@ inline void emit(const Config& config, const Forest& forest, const Packing& pack
     }
   }
 
-  const bool again = buffer[kHeaderMagic] == kMagic;
-  const int32_t serial = again ? static_cast<int32_t>((static_cast<uint32_t>(buffer[kHeaderSerial]) + 1) & INT32_MAX) : 1;
+  const uint32_t plans = buffer[kHeaderMagic] == kMagic ? static_cast<uint32_t>(buffer[kHeaderSerial]) : 0;
+  const int32_t serial = static_cast<int32_t>((plans + 1) & INT32_MAX);
   std::fill_n(buffer, kHeaderSize, 0);
   buffer[kHeaderMagic] = kMagic;
   buffer[kHeaderItems] = static_cast<int32_t>(entries.size());

@@ -33,8 +33,9 @@ inline void fold(const Forest& forest, FoldScratch& scratch, Tree& tree) {
     const int32_t u = forest.request_node[r];
     FEATHER_REQUIRE(u >= -1 && u < n, "request " << r << " is at node " << u << ": the forest has " << n << " nodes");
     const int64_t shared = u < 0 ? 0 : end[u];
-    FEATHER_REQUIRE(forest.seq_len[r] >= shared, "request " << r << " has " << forest.seq_len[r] << " tokens and nodes of "
-                                                            << shared << ": a sequence includes its shared nodes");
+    FEATHER_REQUIRE(forest.seq_len[r] >= shared, "request " << r << " has " << forest.seq_len[r]
+                                                            << " tokens and nodes of " << shared
+                                                            << ": a sequence includes its shared nodes");
     FEATHER_REQUIRE(forest.row_offset[r] >= 0, "request " << r << " has row offset " << forest.row_offset[r]);
     if (u >= 0) ++size[u];
   }
@@ -149,13 +150,15 @@ inline int64_t forest_from_nodes(int32_t n, const int64_t* ids, const int64_t* p
   }
   for (int32_t r = 0; r < n_requests; ++r) {
     const int32_t u = request_ids[r] == -1 ? -1 : index.find(request_ids[r]);
-    FEATHER_REQUIRE(u >= 0 || request_ids[r] == -1, "request " << r << " is at node " << request_ids[r] << ": no such node");
+    FEATHER_REQUIRE(u >= 0 || request_ids[r] == -1,
+                    "request " << r << " is at node " << request_ids[r] << ": no such node");
     node[r] = u < 0 ? -1 : place[u];
   }
   const std::vector<int64_t> no_rows(n_requests, 0);
   FoldScratch scratch;
   Tree tree;
-  fold({sorted_parent.data(), sorted_length.data(), n, node.data(), seq_len, no_rows.data(), n_requests}, scratch, tree);
+  fold({sorted_parent.data(), sorted_length.data(), n, node.data(), seq_len, no_rows.data(), n_requests}, scratch,
+       tree);
   return write_canonical(tree, parent, length, request_node);
 }
 
@@ -180,7 +183,8 @@ int64_t forest_from_block_table(const Id* table, int32_t n_requests, int64_t n_p
   for (int32_t r = 0; r < n_requests; ++r) {
     members[r] = r;
     FEATHER_REQUIRE(seq_len[r] >= 0 && (seq_len[r] + page_size - 1) / page_size <= n_pages,
-                    "request " << r << " has " << seq_len[r] << " tokens: its row has " << n_pages << " pages of " << page_size);
+                    "request " << r << " has " << seq_len[r] << " tokens: its row has " << n_pages << " pages of "
+                               << page_size);
   }
   auto full_pages = [&](int32_t r) { return seq_len[r] / page_size; };
   auto id = [&](int32_t r, int64_t page) { return table[r * n_pages + page]; };

@@ -1,8 +1,9 @@
 // Pack strategies: one engine that decides per edge whether a parent's carried range is merged into the child.
 //
 // Every request is a leaf below its node (its private tail). A node carries the positions [from, end): its own, and
-// those of the ancestors it was merged with. Merging a child moves its requests, and a second load of the carried range,
-// into the child's pack and saves each of them a part (PAT 5.1, scheme 2); splitting leaves them in the node's pack.
+// those of the ancestors it was merged with. Merging a child moves its requests, and a second load of the carried
+// range, into the child's pack and saves each of them a part (PAT 5.1, scheme 2); splitting leaves them in the node's
+// pack.
 #pragma once
 
 #include "plan.h"
@@ -85,6 +86,7 @@ inline void decide_profit(const Config& config, const Forest& forest, const Tree
 inline void decide_compute(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch) {
   const bool grow = config[kGrow];
   const int64_t group = config[kGroupSize];
+  const double part_cost = config.reals[kComputeSplitCost] * group;
   auto padded = [&](int64_t requests, int64_t length) -> double {  // row-tokens that the tiles run for nothing
     const int64_t rows = requests * group;
     const Tile tile = config.tile(config.tile_for(rows));
@@ -96,7 +98,7 @@ inline void decide_compute(const Config& config, const Forest& forest, const Tre
   decide(forest, tree, scratch, [&](const Edge& edge, int32_t) {
     if (edge.leaf >= 0 && edge.length == 0 && !grow) return false;
     const int64_t n = left[edge.parent], c = edge.size;
-    const double split_kv = padded(n, edge.carried) + padded(c, edge.length) + config.reals[kComputeSplitCost] * (c * group);
+    const double split_kv = padded(n, edge.carried) + padded(c, edge.length) + part_cost * c;
     const double split_q = padded(n - c, edge.carried) + padded(c, edge.carried + edge.length);
     if (split_kv < split_q) return false;
     left[edge.parent] -= edge.size;
@@ -147,7 +149,8 @@ inline void decide_optimal(const Config& config, const Forest& forest, const Tre
     for (int32_t j = 0; j <= depth[u]; ++j) {
       const int64_t at = offset[u] + j, carried = tree.end[u] - start[at];
       const int64_t alone = leaf_merged(carried, start[at]);
-      best[at] += token * carried + overhead + leaves[u] * std::min(alone, 2 * part) + ended[u] * (start[at] == 0 ? 0 : part);
+      best[at] += token * carried + overhead + leaves[u] * std::min(alone, 2 * part);
+      best[at] += ended[u] * (start[at] == 0 ? 0 : part);
       merged[at] += leaves[u] * alone;
       packed[at] = ended[u] > 0 || best[at] < merged[at];
       cost[at] = packed[at] ? best[at] : merged[at];
@@ -189,7 +192,8 @@ inline void decide_by_strategy(const Config& config, const Forest& forest, const
 }
 
 // The packs that the decisions make: nodes first, in order, then tails; so a request's packs come in order of position.
-inline void make_packs(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch, Packing& out) {
+inline void make_packs(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch,
+                       Packing& out) {
   const int32_t n = tree.n_nodes();
   const bool grow = config[kGrow];
   const int32_t shared_chunk = config[kStrategy] == kTwoPhase ? static_cast<int32_t>(config[kSharedChunk]) : 0;

@@ -59,15 +59,15 @@ void write_stats(const Config& config, const Packing& packing, const Schedule& s
 }
 
 // Plans a forest. A buffer of length 0 asks for the counts only; an error leaves the buffer as it was.
-void plan(TensorView config_fields, TensorView reals, TensorView parent, TensorView node_length, TensorView request_node,
-          TensorView seq_len, TensorView row_offset, TensorView buffer, TensorView stats) {
+void plan(TensorView config_fields, TensorView reals, TensorView parent, TensorView node_length,
+          TensorView request_node, TensorView seq_len, TensorView row_offset, TensorView buffer, TensorView stats) {
   const Config config{data<int64_t>(config_fields), data<double>(reals)};
   const Forest forest{data<int32_t>(parent),       data<int32_t>(node_length), length(parent),
                       data<int32_t>(request_node), data<int32_t>(seq_len),     data<int64_t>(row_offset),
                       length(request_node)};
-  FEATHER_REQUIRE(forest.n_requests <= config[kMaxRequests], "a batch of " << forest.n_requests
-                                                                            << " requests exceeds the planner's "
-                                                                            << config[kMaxRequests] << ": raise max_requests");
+  FEATHER_REQUIRE(forest.n_requests <= config[kMaxRequests],
+                  "a batch of " << forest.n_requests << " requests exceeds the planner's " << config[kMaxRequests]
+                                << ": raise max_requests");
   Workspace& w = workspace();
   fold(forest, w.fold, w.tree);
   decide_by_strategy(config, forest, w.tree, w.pack);
@@ -79,11 +79,11 @@ void plan(TensorView config_fields, TensorView reals, TensorView parent, TensorV
 
 int64_t buffer_size(TensorView config_fields) { return Layout(Config{data<int64_t>(config_fields), nullptr}).size; }
 
-int64_t from_nodes(TensorView ids, TensorView parent_ids, TensorView lengths, TensorView request_ids, TensorView seq_len,
-                   TensorView parent, TensorView node_length, TensorView request_node) {
+int64_t from_nodes(TensorView ids, TensorView parent_ids, TensorView lengths, TensorView request_ids,
+                   TensorView seq_len, TensorView parent, TensorView node_length, TensorView request_node) {
   return forest_from_nodes(length(ids), data<int64_t>(ids), data<int64_t>(parent_ids), data<int32_t>(lengths),
-                           length(request_ids), data<int64_t>(request_ids), data<int32_t>(seq_len), data<int32_t>(parent),
-                           data<int32_t>(node_length), data<int32_t>(request_node));
+                           length(request_ids), data<int64_t>(request_ids), data<int32_t>(seq_len),
+                           data<int32_t>(parent), data<int32_t>(node_length), data<int32_t>(request_node));
 }
 
 int64_t from_block_table(TensorView table, int64_t page_size, TensorView seq_len, TensorView parent,

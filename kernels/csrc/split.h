@@ -32,7 +32,8 @@ inline void add_row_tiles(const Config& config, const Packing& packing, int32_t 
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 // The longest chunk of each tile, in tokens, before any widening.
-inline void chunk_limits(const Config& config, const Packing& packing, const std::vector<RowTile>& rows, int64_t* limit) {
+inline void chunk_limits(const Config& config, const Packing& packing, const std::vector<RowTile>& rows,
+                         int64_t* limit) {
   int64_t tokens = 0;
   for (const RowTile& row : rows) tokens += packing.packs[row.pack].stop - packing.packs[row.pack].start;
   for (int32_t t = 0; t < config.n_tiles(); ++t) {
@@ -47,13 +48,14 @@ inline void chunk_limits(const Config& config, const Packing& packing, const std
 }
 
 // Cuts every row tile into even chunks, none longer than widen * its tile's limit, and counts what that makes.
-inline void cut(const Config& config, const Packing& packing, const int64_t* limit, int64_t widen, Schedule& out) {
+inline void cut(const Config& config, const Packing& packing, const int64_t* limit, double widen, Schedule& out) {
   std::fill(out.parts.begin(), out.parts.end(), 0);
   out.n_items = out.n_members = out.n_parts = 0;
   for (RowTile& row : out.rows) {
     const Pack& pack = packing.packs[row.pack];
     const int64_t length = pack.stop - pack.start;
-    const int64_t longest = std::min<int64_t>((pack.chunk ? pack.chunk : limit[row.tile]) * widen, INT32_MAX);
+    const double widest = static_cast<double>(pack.chunk ? pack.chunk : limit[row.tile]) * widen;
+    const int64_t longest = static_cast<int64_t>(std::min<double>(widest, INT32_MAX));
     row.n_chunks = 1;
     row.chunk = pack.stop - pack.start;
     if (length > longest) {
@@ -80,12 +82,13 @@ inline void schedule(const Config& config, const Forest& forest, const Packing& 
   int64_t limit[kMaxTiles];
   chunk_limits(config, packing, out.rows, limit);
   out.widened = 0;
-  for (int64_t widen = 1;; widen *= 2) {
+  for (double widen = 1;; widen *= 1.25) {
     cut(config, packing, limit, widen, out);
-    const bool fits = out.n_items <= config[kMaxItems] && out.n_members <= config[kMaxMembers] && out.n_parts <= config[kMaxParts];
-    if (fits) return;
-    const bool whole = std::all_of(out.rows.begin(), out.rows.end(), [](const RowTile& row) { return row.n_chunks == 1; });
-    FEATHER_REQUIRE(!whole, "a plan of " << out.n_items << " items, " << out.n_members << " members and " << out.n_parts
+    if (out.n_items <= config[kMaxItems] && out.n_members <= config[kMaxMembers] && out.n_parts <= config[kMaxParts]) {
+      return;
+    }
+    const bool cut_up = out.n_items > static_cast<int64_t>(out.rows.size());
+    FEATHER_REQUIRE(cut_up, "a plan of " << out.n_items << " items, " << out.n_members << " members and " << out.n_parts
                                          << " partial rows exceeds the planner's " << config[kMaxItems] << ", "
                                          << config[kMaxMembers] << " and " << config[kMaxParts]
                                          << ": raise max_items, max_members or max_parts");

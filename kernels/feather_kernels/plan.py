@@ -143,7 +143,8 @@ class Planner:
         self.buffer_size = int(module.buffer_size(self._config))
         if self.buffer_size > UNLIMITED:
             raise PlanError(
-                f"this capacity needs a buffer of {self.buffer_size} entries: lower max_requests, max_items or max_members"
+                f"this capacity needs a buffer of {self.buffer_size} entries: lower max_requests, max_items or "
+                "max_members"
             )
         self.buffer = _checked_buffer(buffer, self.buffer_size)
 
