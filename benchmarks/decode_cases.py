@@ -5,6 +5,7 @@ The host part (`Case`) needs NumPy only; the device part (`attend`, `padded_slot
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import threading
@@ -93,6 +94,12 @@ class Case:
     page_size: int = 1
     head_dim: int = 128
     element_size: int = 2
+
+    def with_heads(self, heads: Heads) -> Case:
+        """The same batch, and whatever was derived from it, for other heads."""
+        other = copy.copy(self)
+        object.__setattr__(other, "heads", heads)
+        return other
 
     @property
     def n_requests(self) -> int:
@@ -293,6 +300,6 @@ def grid(rows: Sequence[Sequence[str]], gap: str = "  ") -> str:
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
     lines = []
     for row in rows:
-        cells = [cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]
+        cells = [cell.rjust(widths[i]) if i else cell.ljust(widths[i]) for i, cell in enumerate(row)]
         lines.append(gap.join(cells).rstrip())
     return "\n".join(lines)

@@ -1,0 +1,298 @@
+"""The systems that the decode benchmarks compare: this package and its ablations, FlashAttention-3, FlashInfer.
+
+Each is set up once a batch (its plan is made there, outside every timing) and then called with nothing to decide.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from decode_cases import Case, attend, padded_slots
+from feather_kernels import PackedDecodeWrapper
+from feather_kernels.tiles import TILES
+
+FLASHINFER_WORKSPACE = 512 << 20  # bytes for its partial results
+FIXED_TILE = (64, 128)  # FlashAttention's usual one, for the ablation without tile choice
+
+
+class Unavailable(RuntimeError):
+    """A system that does not exist here, or does not apply to a batch: why, in one line."""
+
+
+class Inputs(NamedTuple):
+    """One batch on the device."""
+
+    case: Case
+    q: torch.Tensor  # (requests, query heads, head_dim)
+    k: torch.Tensor  # (slots, KV heads, head_dim)
+    v: torch.Tensor
+    table: torch.Tensor  # int32 [entries]
+    page_table: torch.Tensor  # int32 [requests, most pages]
+    seq_lens: torch.Tensor  # int32 [requests]
+
+    @property
+    def paged_kv(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as (pages, page size, KV heads, head_dim)."""
+        shape = (self.case.n_pages, self.case.page_size, *self.k.shape[1:])
+        return self.k.view(shape), self.v.view(shape)
+
+
+class Ready(NamedTuple):
+    """A system set up for a batch."""
+
+    call: Callable[[], torch.Tensor]
+    bytes_moved: int | None = None  # by the plan's traffic model
+    wrapper: Any = None
+
+
+System = Callable[[Inputs], Ready]
+
+
+class Pools:
+    """Random K and V, drawn once for the largest batch; every batch takes what it needs from their start."""
+
+    def __init__(self, elements: int, dtype: torch.dtype, device: str = "cuda", seed: int = 0) -> None:
+        draw = torch.Generator(device).manual_seed(seed)
+        self.k = torch.empty(elements, dtype=dtype, device=device).normal_(generator=draw)
+        self.v = torch.empty(elements, dtype=dtype, device=device).normal_(generator=draw)
+        self._draw = draw
+
+    @staticmethod
+    def elements(case: Case) -> int:
+        return case.n_slots * case.heads.kv * case.head_dim
+
+    def inputs(self, case: Case) -> Inputs:
+        """The batch with its tensors."""
+        shape, device = (case.n_slots, case.heads.kv, case.head_dim), self.k.device
+        size = self.elements(case)
+        q = torch.empty(case.n_requests, case.heads.query, case.head_dim, dtype=self.k.dtype, device=device)
+        return Inputs(
+            case,
+            q.normal_(generator=self._draw),
+            self.k[:size].view(shape),
+            self.v[:size].view(shape),
+            torch.from_numpy(case.table).to(device),
+            torch.from_numpy(case.page_table).to(device),
+            torch.from_numpy(case.forest.seq_len).to(device),
+        )
+
+
+def reference(inputs: Inputs, requests: list[int]) -> torch.Tensor:
+    """float32 [len(requests), query heads, head_dim]: what these requests' outputs must be."""
+    case, device = inputs.case, inputs.k.device
+    chosen = torch.tensor(requests, device=device)
+    rows = torch.from_numpy(case.forest.row_offset).to(device)[chosen]
+    lens = inputs.seq_lens[chosen].long()
+    slots = padded_slots(inputs.table, rows, lens, case.page_size, int(lens.max()))
+    return attend(inputs.q[chosen], inputs.k, inputs.v, slots, lens, case.head_dim**-0.5)[0]
+
+
+def feather(**options: Any) -> System:
+    """This package with the given arguments of `PackedDecodeWrapper`."""
+
+    def set_up(inputs: Inputs) -> Ready:
+        case = inputs.case
+        wrapper = PackedDecodeWrapper(
+            case.heads.query, case.heads.kv, case.head_dim, page_size=case.page_size, dtype=inputs.q.dtype,
+            device=inputs.q.device, **{"max_requests": case.n_requests, **options},
+        )  # fmt: skip
+        plan = wrapper.plan(case.forest, inputs.table, inputs.seq_lens)
+        out = torch.empty_like(inputs.q)
+
+        def call() -> torch.Tensor:
+            wrapper.run(inputs.q, inputs.k, inputs.v, out=out)
+            return out
+
+        return Ready(call, plan.scheduled_traffic.total, wrapper)
+
+    return set_up
+
+
+def feather_fixed(inputs: Inputs) -> Ready:
+    """One tile shape for everything: 64 x 128 where it is built, else the largest tile."""
+    return feather(tiles=(FIXED_TILE if FIXED_TILE in TILES else max(TILES),))(inputs)
+
+
+def _fa3(inputs: Inputs, planned: bool) -> Ready:
+    try:
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
+    except ImportError as error:
+        raise Unavailable(f"FlashAttention-3 of sgl-kernel does not import: {describe(error)}") from None
+    case, q = inputs.case, inputs.q
+    k, v = inputs.paged_kv
+    steps = torch.arange(case.n_requests + 1, dtype=torch.int32, device=q.device)
+    metadata = None
+    if planned:
+        metadata = get_scheduler_metadata(
+            case.n_requests, 1, inputs.page_table.shape[1] * case.page_size, case.heads.query, case.heads.kv,
+            case.head_dim, inputs.seq_lens, qkv_dtype=q.dtype, cu_seqlens_q=steps, page_size=case.page_size,
+            causal=True,
+        )  # fmt: skip
+    out = torch.empty_like(q)
+
+    def call() -> torch.Tensor:
+        return flash_attn_with_kvcache(
+            q, k, v, page_table=inputs.page_table, cache_seqlens=inputs.seq_lens, cu_seqlens_q=steps, max_seqlen_q=1,
+            causal=True, scheduler_metadata=metadata, out=out,
+        )  # fmt: skip
+
+    return Ready(call)
+
+
+def fa3(inputs: Inputs) -> Ready:
+    """FlashAttention-3 over a page table, called as SGLang calls it."""
+    return _fa3(inputs, planned=False)
+
+
+def fa3_planned(inputs: Inputs) -> Ready:
+    """The same with its tile scheduler's metadata computed ahead, which saves it a small kernel a call."""
+    return _fa3(inputs, planned=True)
+
+
+class FlashInfer:
+    """FlashInfer's decode on tensor cores and its cascade; both use one workspace, as their runs do not overlap.
+
+    Both compile a module at first use where none is prebuilt (for fp16: about a minute on 16 cores).
+
+    Parameters
+    ----------
+    cascade_backend : {"fa2", "fa3", "auto"}
+        FlashInfer's prefill kernels under the cascade. The wrapper itself takes "auto", on Hopper "fa3", made for long
+        queries; the level with one query row a request is why "fa2" is the default here.
+    """
+
+    def __init__(self, cascade_backend: str = "fa2") -> None:
+        self.cascade_backend = cascade_backend
+        self._workspace: torch.Tensor | None = None
+
+    def decode(self, inputs: Inputs) -> Ready:
+        """``BatchDecodeWithPagedKVCacheWrapper`` with ``use_tensor_cores``."""
+        flashinfer = self._import()
+        case = inputs.case
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._memory(inputs), "NHD", use_tensor_cores=True)
+        indptr, indices, last = (torch.from_numpy(part) for part in case.paged)
+        wrapper.plan(
+            indptr, indices.to(inputs.q.device), last, case.heads.query, case.heads.kv, case.head_dim, case.page_size,
+            q_data_type=inputs.q.dtype, kv_data_type=inputs.q.dtype,
+        )  # fmt: skip
+        out, paged_kv = torch.empty_like(inputs.q), inputs.paged_kv
+        return Ready(lambda: wrapper.run(inputs.q, paged_kv, out=out), wrapper=wrapper)
+
+    def cascade(self, inputs: Inputs) -> Ready:
+        """``MultiLevelCascadeAttentionWrapper``: the run that all share, then each request's rest."""
+        case, device = inputs.case, inputs.q.device
+        if case.levels is None:
+            raise Unavailable("no run of KV that all requests share")
+        flashinfer = self._import()
+        wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, self._memory(inputs), "NHD")
+        for level in wrapper._batch_prefill_wrappers:
+            level._backend = self.cascade_backend  # the wrapper has no argument for it
+        paged = case.levels.paged
+        wrapper.plan(
+            [torch.from_numpy(rows).to(device) for rows in case.levels.qo_indptr],
+            [torch.from_numpy(level.indptr).to(device) for level in paged],
+            [torch.from_numpy(level.indices).to(device) for level in paged],
+            [torch.from_numpy(level.last_page_len).to(device) for level in paged],
+            case.heads.query, case.heads.kv, case.head_dim, case.page_size, q_data_type=inputs.q.dtype,
+        )  # fmt: skip
+        paged_kv = inputs.paged_kv
+        return Ready(lambda: wrapper.run(inputs.q, paged_kv), wrapper=wrapper)
+
+    def _import(self) -> Any:
+        try:
+            import flashinfer
+        except ImportError as error:
+            raise Unavailable(f"FlashInfer does not import: {describe(error)}") from None
+        return flashinfer
+
+    def _memory(self, inputs: Inputs) -> torch.Tensor:
+        if self._workspace is None:
+            self._workspace = torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=inputs.q.device)
+        return self._workspace
+
+
+PEERS = ("fa3", "fa3-planned", "flashinfer", "cascade")
+ABLATIONS: dict[str, System] = {
+    "feather-naive": feather(strategy="naive"),
+    "feather-compute": feather(strategy="compute"),
+    "feather-two-phase": feather(strategy="two-phase"),
+    "feather-optimal": feather(strategy="optimal"),
+    "feather-query": feather(strategy="query"),
+    "feather-fixed": feather_fixed,
+    "feather-streams": feather(launch="streams", merge="kernel"),
+    "feather-serial": feather(launch="serial", merge="kernel"),
+    "feather-merge": feather(merge="kernel"),
+    "feather-prefetch": feather(prefetch=True),
+    "feather-portable": feather(path="portable"),
+}
+GROUPS = {
+    "peers": (*PEERS, "feather"),
+    "ablations": ("feather", *ABLATIONS),
+    "all": (*PEERS, "feather", *ABLATIONS),
+}
+
+
+def is_peer(name: str) -> bool:
+    return name in PEERS
+
+
+def choose_systems(text: str, cascade_backend: str = "fa2") -> dict[str, System]:
+    """Systems by name, separated by commas; a group's name stands for its members.
+
+    ``feather:strategy=compute+split=mean`` is this package with any arguments of its wrapper.
+
+    Raises
+    ------
+    ValueError
+        An unknown name, or arguments that are not ``name=value``.
+    """
+    flashinfer = FlashInfer(cascade_backend)
+    known: dict[str, System] = {
+        "fa3": fa3, "fa3-planned": fa3_planned, "flashinfer": flashinfer.decode, "cascade": flashinfer.cascade,
+        "feather": feather(), **ABLATIONS,
+    }  # fmt: skip
+    chosen: dict[str, System] = {}
+    for name in _split(text):
+        for member in GROUPS.get(name, (name,)):
+            if member.startswith("feather:"):
+                chosen[member] = feather(**_options(member.removeprefix("feather:")))
+            elif member in known:
+                chosen[member] = known[member]
+            else:
+                names = ", ".join([*GROUPS, *known])
+                raise ValueError(f"system {member!r}: use one of {names}, or feather:name=value+...")
+    return chosen
+
+
+def _split(text: str) -> list[str]:
+    """Names at the commas outside brackets, so that an argument may be a tuple."""
+    names, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            names.append("")
+        else:
+            names[-1] += letter
+    return names
+
+
+def _options(text: str) -> dict[str, Any]:
+    options = {}
+    for part in text.split("+"):
+        name, equals, value = part.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"feather:{text}: {part!r} is not name=value")
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[name] = value
+    return options
+
+
+def describe(error: BaseException) -> str:
+    """An error's first line, without the paths and traces that some libraries append."""
+    text = str(error).strip()
+    return (text.splitlines()[0] if text else type(error).__name__)[:160]

@@ -1,0 +1,117 @@
+"""The decode benchmark without a GPU: its command line, its order of cases, and what it says about given times."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import bench_decode_kernel as bench
+import decode_report as report
+from decode_cases import Heads, tree_case
+from decode_systems import ABLATIONS, PEERS, Inputs, Pools, choose_systems, reference
+from feather_kernels.trees import PAT_TREES
+
+
+def record(tree=1, page_size=1, heads="32/8", floor=10.0, **times):
+    systems = {
+        name.replace("_", "-"): {"error": value}
+        if isinstance(value, str)
+        else {"warm_us": value, "bytes_moved": 3_000_000}
+        for name, value in times.items()
+    }
+    return {"tree": tree, "page_size": page_size, "heads": heads, "floor_us": floor, "systems": systems}
+
+
+RECORDS = [
+    record(1, fa3=60.0, flashinfer=40.0, feather=20.0, feather_naive=30.0),
+    record(2, fa3=10.0, flashinfer="out of GPU memory", feather=80.0, feather_naive=30.0),
+    record(1, heads="64/8", fa3=50.0, flashinfer=40.0, feather=10.0, feather_naive=30.0),
+]
+
+
+def test_geometric_means_a_column_for_heads():
+    header, *lines = report.means(RECORDS).splitlines()
+    assert header.split()[-4:] == ["p1", "32/8", "p1", "64/8"]
+    cells = {line.split()[0]: line.split()[1:] for line in lines}
+    assert cells["feather"] == ["4.00", "1.00"]
+    assert cells["fa3"] == [f"{math.sqrt(6):.2f}", "5.00"]
+    assert cells["flashinfer"] == ["4.00", "(1)", "4.00"]
+
+
+def test_where_a_peer_is_ahead():
+    text = report.behind(RECORDS)
+    assert "ahead in 1 of 3 rows" in text and "2  32/8 p1: 80.0 us, fa3 10.0 (8.00)" in text
+    assert "feather / fa3: worst 8.00 at  2  32/8 p1" in report.worst(RECORDS)
+    assert "feather / flashinfer: worst 0.50" in report.worst(RECORDS)
+    assert "flashinfer: out of GPU memory (1 cases" in report.errors(RECORDS)
+
+
+def test_a_row_fits_its_header():
+    systems = list(RECORDS[0]["systems"])
+    header = report.row_header(systems)
+    for case in RECORDS:
+        assert len(report.row_line(case, systems)) == len(header)
+    assert report.row_line(RECORDS[0], systems).split()[-3:] == ["3.0", "fi", "0.50"]
+
+
+def test_a_finished_run_is_reported_and_plotted_again(tmp_path, capsys):
+    source, picture = tmp_path / "decode.json", tmp_path / "decode.png"
+    source.write_text(json.dumps({"machine": {"seconds": 5}, "records": RECORDS, "left_out": []}))
+    assert bench.main(["--from", str(source), "--plot", str(picture)]) == 0
+    assert "a peer is ahead in 1 of 3 rows" in capsys.readouterr().out
+    assert picture.stat().st_size > 1000
+
+
+def test_the_default_pass_is_the_80_rows_at_two_page_sizes():
+    options = bench.arguments([])
+    planned = bench.cases(options)
+    assert len(planned) == 2 * 80 and planned[0] == (0, Heads(32, 8), 1)
+    chosen = choose_systems(options.systems)
+    assert set(chosen) == {*PEERS, "feather", *ABLATIONS}
+    assert set(bench.systems_for(chosen, 1, options)) == set(chosen)
+    assert set(bench.systems_for(chosen, 32, options)) == {*PEERS, "feather"}
+
+
+def test_bad_arguments_are_one_clear_line(capsys):
+    for argv in (["--trees", "21"], ["--heads", "7"], ["--pages", "3"], ["--repeats", "0"]):
+        with pytest.raises(SystemExit):
+            bench.arguments(argv)
+        assert argv[1] in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(ValueError, match="system 'fa4'"):
+        choose_systems("fa4")
+    with pytest.raises(ValueError, match="not name=value"):
+        choose_systems("feather:naive")
+    assert list(choose_systems("fa3,feather:tiles=((16, 16),)+split=mean")) == [
+        "fa3",
+        "feather:tiles=((16, 16),)+split=mean",
+    ]
+
+
+@pytest.mark.parametrize("page_size", [1, 32])
+def test_pools_hold_the_case_and_the_reference_attends_to_it(page_size):
+    import torch
+
+    case = tree_case("1,2,8_64,32,32", Heads(4, 2), page_size, head_dim=16)
+    pools = Pools(Pools.elements(case), torch.float32, device="cpu")
+    inputs = pools.inputs(case)
+    assert isinstance(inputs, Inputs) and inputs.paged_kv[0].shape == (case.n_pages, page_size, 2, 16)
+    out = reference(inputs, [3, 0])
+    positions = torch.arange(int(case.forest.seq_len[3]))
+    slots = inputs.page_table[3][positions // page_size].long() * page_size + positions % page_size
+    keys, values = inputs.k[slots].repeat_interleave(2, 1), inputs.v[slots].repeat_interleave(2, 1)
+    scores = torch.einsum("hd,lhd->hl", inputs.q[3], keys) / 4
+    expected = torch.einsum("hl,lhd->hd", scores.softmax(-1), values)
+    assert torch.allclose(out[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("tree", range(len(PAT_TREES)))
+def test_pool_size_is_known_before_the_batch_is_built(tree):
+    heads = Heads(8, 2)
+    for page_size in (1, 32):
+        case = tree_case(PAT_TREES[tree], heads, page_size)
+        assert bench.pool_elements(tree, heads, page_size) == Pools.elements(case)
