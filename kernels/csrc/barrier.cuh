@@ -1,4 +1,4 @@
-// mbarrier and asynchronous copies of single KV rows, on sm_80 (cp.async) and on sm_90 (bulk copies).
+// mbarriers and asynchronous copies into shared memory (sm_80 and later).
 #pragma once
 #include <cstdint>
 
@@ -43,44 +43,16 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
 #endif
 }
 
-// How KV rows travel to shared memory. Both signal the stage's barrier when all rows have landed.
-//   announce: by one lane, before the rows are requested; also publishes that lane's earlier shared-memory writes.
-//   row: by any lane, one row of kBytes.
-//   commit: by all 32 lanes, after the rows.
+// 16 bytes from global to shared memory. Hopper's bulk copy of a whole row takes its addresses from uniform registers:
+// rows scattered over slots would be issued one by one, which measured slower than 16 bytes a lane.
+__device__ __forceinline__ void copy_async(void* to, void const* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from) : "memory");
+}
 
-struct BulkCopy {  // cp.async.bulk (sm_90): one instruction a row, no registers, no threads
-  static constexpr int kArrivals = 1;
-  static __device__ __forceinline__ void announce(uint64_t* barrier, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(
-                     smem_address(barrier)),
-                 "r"(bytes)
-                 : "memory");
-#endif
-  }
-  template <int kBytes>
-  static __device__ __forceinline__ void row(void* to, void const* from, uint64_t* barrier) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            smem_address(to)),
-        "l"(from), "n"(kBytes), "r"(smem_address(barrier))
-        : "memory");
-#endif
-  }
-  static __device__ __forceinline__ void commit(uint64_t*) {}
-};
-
-struct AsyncCopy {  // cp.async (sm_80): 16 bytes a lane
-  static constexpr int kArrivals = 33;
-  static __device__ __forceinline__ void announce(uint64_t* barrier, int) { barrier_arrive(barrier); }
-  static __device__ __forceinline__ void chunk(void* to, void const* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from) : "memory");
-  }
-  static __device__ __forceinline__ void commit(uint64_t* barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
-  }
-};
+// Arrive once all of this thread's asynchronous copies so far have landed.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
 
 // L2 prefetch of one row (papers/l2_prefetch: the next iteration's KV block).
 template <int kBytes>

@@ -7,6 +7,9 @@
 #include <tvm/ffi/optional.h>
 
 #include "forward.cuh"
+#if FEATHER_HOPPER
+#include "hopper.cuh"
+#endif
 
 namespace {
 
@@ -24,50 +27,33 @@ void check(cudaError_t error, char const* what) {
   if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << what << ": " << cudaGetErrorString(error);
 }
 
-template <class Copy>
-struct Forward {
+// Ring bytes a warp of the portable path, and CTAs a multiprocessor: as much shared memory as there is.
 #if FEATHER_HEAD_DIM <= 128
-#ifndef FEATHER_STAGES
-#define FEATHER_STAGES 2
-#define FEATHER_CTAS 3
-#endif
-  static constexpr int kRingBytes = FEATHER_STAGES * 2 * 16 * (128 + 8) * 2;
-  static constexpr int kMinCtas = FEATHER_CTAS;
+constexpr int kRingBytes = 3 * 2 * 16 * (128 + 8) * 2, kCtas = 2;
+constexpr int kGroupStages = FEATHER_HEAD_DIM == 128 ? 3 : 6;
 #else
-  static constexpr int kRingBytes = 2 * 2 * 16 * (256 + 8) * 2;
-  static constexpr int kMinCtas = 1;
+constexpr int kRingBytes = 3 * 2 * 16 * (256 + 8) * 2, kCtas = 1;
+constexpr int kGroupStages = 3;
 #endif
-#if FEATHER_WARPS == 8
-  using M128 = feather::Shape2<8, 32, 16>;
-#define SHAPES M128, M64, M32, M16
-#else
-#define SHAPES M64, M32, M16
+template <int kWarps, int kTokens>
+using Team = feather::WarpTeam<T, kHeadDim, kWarps, kTokens, kRingBytes>;
+using Portable = feather::PortableForward<T, kHeadDim, kRingBytes, kCtas, Team<4, 32>, Team<2, 32>, Team<1, 16>>;
+#if FEATHER_HOPPER
+using Hopper = feather::HopperForward<T, kHeadDim, kGroupStages, kCtas>;
 #endif
-  using M64 = feather::Shape2<4, 32, 16>;
-  using M32 = feather::Shape2<2, 32, 16>;
-  using M16 = feather::Shape2<1, 16, 16>;
-  static constexpr int kSmem = feather::SharedLayout<T, kHeadDim, kRingBytes, SHAPES>::kBytes;
-  static constexpr auto kernel() {
-    return feather::forward_kernel<T, kHeadDim, kRingBytes, kMinCtas, Copy, SHAPES>;
-  }
 
-  // CTAs that fit on one multiprocessor; also lifts the kernel's shared-memory limit.
-  static int occupancy() {
-    static int const ctas = [] {
-      check(cudaFuncSetAttribute(kernel(), cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem), "shared memory");
-      int count = 0;
-      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel(), feather::kWarpsPerCta * 32, kSmem),
-            "occupancy");
-      return count;
-    }();
-    return ctas;
-  }
-
-  static void launch(feather::Params<T> const& params, int multiprocessors, cudaStream_t stream) {
-    kernel()<<<multiprocessors * occupancy(), feather::kWarpsPerCta * 32, kSmem, stream>>>(params);
-    check(cudaGetLastError(), "forward kernel");
-  }
-};
+template <class Forward>
+void launch(feather::Params<T> const& params, int multiprocessors, cudaStream_t stream) {
+  auto const kernel = feather::forward_kernel<Forward, T, kCtas>;
+  static int const ctas = [&] {  // that fit on one multiprocessor
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Forward::kSmem), "shared memory");
+    int count = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, Forward::kThreads, Forward::kSmem), "occupancy");
+    return count;
+  }();
+  kernel<<<multiprocessors * ctas, Forward::kThreads, Forward::kSmem, stream>>>(params);
+  check(cudaGetLastError(), "forward kernel");
+}
 
 int multiprocessors(int device) {
   static int const count = [device] {
@@ -98,13 +84,15 @@ feather::Params<T> make_params(TensorView q, TensorView k, TensorView v, TensorV
   params.table_is_64 = table.dtype().bits == 64;
   params.q_stride = q.stride(0);
   params.out_stride = out.stride(0);
-  params.k_slot_stride = k.stride(0);
-  params.v_slot_stride = v.stride(0);
+  params.k_slot_bytes = k.stride(0) * sizeof(T);
+  params.v_slot_bytes = v.stride(0) * sizeof(T);
   params.k_head_stride = k.stride(1);
   params.v_head_stride = v.stride(1);
   params.q_heads = q.size(1);
   params.kv_heads = k.size(1);
   params.group = params.q_heads / params.kv_heads;
+  params.kv_heads_div = feather::FastDivide(params.kv_heads);
+  params.group_div = feather::FastDivide(params.group);
   params.page_bits = page_bits;
   params.fused_merge = flags & 1;
   params.prefetch = flags & 2;
@@ -120,7 +108,7 @@ cudaStream_t stream_of(TensorView tensor) {
   return static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
 }
 
-// flags: 1 = merge in the forward kernel, 2 = L2 prefetch, 4 = portable copies; queues: a bit per tile shape.
+// flags: 1 = merge in the forward kernel, 2 = L2 prefetch, 4 = portable path; queues: a bit per tile shape.
 void forward(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, TensorView part_out,
              TensorView part_lse, TensorView counters, TensorView plan, TensorView seq_lens, TensorView table,
              int64_t page_bits, double sm_scale, double soft_cap, int64_t flags, int64_t queues) {
@@ -128,11 +116,10 @@ void forward(TensorView q, TensorView k, TensorView v, TensorView out, Optional<
                             soft_cap, flags);
   params.queues = queues;
   int const sms = multiprocessors(q.device().device_id);
-  if (flags & 4) {
-    Forward<feather::AsyncCopy>::launch(params, sms, stream_of(q));
-  } else {
-    Forward<feather::BulkCopy>::launch(params, sms, stream_of(q));
-  }
+#if FEATHER_HOPPER
+  if (!(flags & 4)) return launch<Hopper>(params, sms, stream_of(q));
+#endif
+  launch<Portable>(params, sms, stream_of(q));
 }
 
 void merge(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, TensorView part_out,

@@ -4,9 +4,20 @@
 
 namespace feather {
 
+// Division by a number that is fixed for a launch; exact for dividends below 2^24 and divisors below 2^12 or so.
+struct FastDivide {
+  uint32_t multiplier = 0;
+  int divisor = 1;
+  FastDivide() = default;
+  explicit FastDivide(int d) : multiplier(uint32_t(((uint64_t(1) << 32) + d - 1) / d)), divisor(d) {}
+  __device__ __forceinline__ int div(int x) const {
+    return divisor == 1 ? x : int(__umulhi(uint32_t(x), multiplier));
+  }
+};
+
 // The plan's header (int32 words of its buffer); plan.h writes it, the kernel reads it.
 namespace header {
-constexpr int kItems = 1, kItemsBegin = 6, kMembersBegin = 7, kPartBeginBegin = 8, kQueueBegin = 16;
+constexpr int kRequests = 3, kItemsBegin = 6, kMembersBegin = 7, kPartBeginBegin = 8, kQueueBegin = 16;
 }
 
 template <typename T>
@@ -23,8 +34,10 @@ struct Params {
   int const* plan;   // header, items, members, part_begin
   int const* seq_lens;
   void const* table;  // slot ids or page ids, int32 or int64
-  int64_t q_stride, out_stride, k_slot_stride, v_slot_stride, k_head_stride, v_head_stride;  // elements
+  int64_t q_stride, out_stride, k_head_stride, v_head_stride;  // elements
+  uint32_t k_slot_bytes, v_slot_bytes;
   int q_heads, kv_heads, group;
+  FastDivide kv_heads_div, group_div;
   int page_bits;
   unsigned queues;  // a bit per queue that this launch serves
   bool table_is_64;

@@ -19,12 +19,31 @@ struct alignas(16) StageInfo {
 };
 constexpr int kFirst = 1, kLast = 2, kHeadShift = 2;
 
-template <typename T, int kHeadDim, int kWarps, int kTokens, int kStages, int kBlock, class Copy>
+// Where a row's elements lie in a tile. Padded rows keep ldmatrix free of bank conflicts ...
+template <int kHeadDim, int kRows>
+struct PaddedRows {
+  static constexpr int kPitch = kHeadDim + 8;
+  static constexpr int kElements = kRows * kPitch;
+  static __device__ __forceinline__ int at(int row, int column) { return row * kPitch + column; }
+};
+// ... and this is the 128-byte swizzle that wgmma reads: blocks of 64 columns, 16-byte chunks permuted in each row.
+template <int kHeadDim, int kRows>
+struct SwizzledRows {
+  static constexpr int kElements = kRows * kHeadDim;
+  static __device__ __forceinline__ int at(int row, int column) {
+    return column / 64 * (kRows * 64) + row * 64 + ((column % 64) ^ (row % 8 * 8));
+  }
+};
+
+// kWarps consumers; kBlock: tokens a consumer touches at once. With kQueries, a unit's query rows travel with its first
+// stage, into one buffer (params.group rows a member).
+template <typename T, int kHeadDim, int kWarps, int kTokens, int kStages, int kBlock, class Rows, bool kQueries = false>
 struct KvStream {
-  static constexpr int kPitch = kHeadDim + 8;  // elements; the 16 spare bytes keep ldmatrix free of bank conflicts
-  static constexpr int kTile = kTokens * kPitch;
+  static constexpr int kTile = Rows::kElements;
   static constexpr int kStageElements = 2 * kTile;  // K, then V
   static constexpr int kRowBytes = kHeadDim * int(sizeof(T));
+  static constexpr int kChunk = 16 / int(sizeof(T));  // elements of one asynchronous copy
+  static constexpr int kLanesPerRow = kRowBytes / 16 < kWarp ? kRowBytes / 16 : kWarp;
   static constexpr int kPerLane = kTokens > kWarp ? kTokens / kWarp : 1;  // tokens whose slot a lane knows
 
   Params<T> const& params;
@@ -33,9 +52,13 @@ struct KvStream {
   uint64_t* empty;  // kStages
   StageInfo* info;  // kStages
   int const lane;
+  int members[kQueries ? 2 : 1];  // kQueries: requests of the current unit's members lane, lane + 32
   int queue, first_item, n_work, pop_base;
   int issued = 0, consumed = 0;
   bool done = false;
+  T* queries = nullptr;              // kQueries: 64 rows
+  uint64_t* queries_free = nullptr;  // kQueries: the consumers have read the last unit's
+  int units = 0;
 
   // The current unit, and the one behind it. The eight words of a work item lie one in a lane, to save registers.
   int words = 0, next_words = 0;
@@ -45,13 +68,14 @@ struct KvStream {
   bool next_stop_known = false;
   int popped = 0;           // lane 0: the answer of the last atomicAdd
   int slots[kPerLane];      // of the tokens at pos
+  char const *k_base = nullptr, *v_base = nullptr;  // the current KV head, at this lane's 16 bytes of a row
 
   __device__ KvStream(Params<T> const& params_, T* ring_, uint64_t* full_, uint64_t* empty_, StageInfo* info_)
       : params(params_), ring(ring_), full(full_), empty(empty_), info(info_), lane(threadIdx.x % kWarp) {}
 
   static __device__ void init(uint64_t* full, uint64_t* empty) {
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(full + i, Copy::kArrivals);
+      barrier_init(full + i, kWarp + 1);
       barrier_init(empty + i, kWarps);
     }
   }
@@ -80,7 +104,7 @@ struct KvStream {
     next_work = unit;
     next_stop_known = false;
     if (unit >= n_work) return;
-    int const item = first_item + unit / params.kv_heads;
+    int const item = first_item + params.kv_heads_div.div(unit);
     next_words = __ldg(params.plan + params.plan[header::kItemsBegin] + 8 * item + lane % 8);
   }
 
@@ -95,11 +119,20 @@ struct KvStream {
     learn_stop();
     words = next_words;
     work = next_work;
-    head = work % params.kv_heads;
+    head = work - params.kv_heads_div.div(work) * params.kv_heads;
+    int64_t const column = lane % kLanesPerRow * kChunk;
+    k_base = reinterpret_cast<char const*>(params.k + head * params.k_head_stride + column);
+    v_base = reinterpret_cast<char const*>(params.v + head * params.v_head_stride + column);
     stop = next_stop;
     pos = word(words, kStart);
     offset = int64_t(uint32_t(word(words, kOffsetLow))) | (int64_t(word(words, kOffsetHigh)) << 32);
     if (work < n_work) {
+      if constexpr (kQueries) {
+        int const* const list = params.plan + params.plan[header::kMembersBegin] + 2 * word(words, kMember);
+        int const count = word(words, kMembers);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) members[j] = lane + j * kWarp < count ? __ldg(list + 2 * (lane + j * kWarp)) : 0;
+      }
       fetch(__shfl_sync(~0u, popped, 0));
       if (next_work < n_work) pop();
     }
@@ -119,13 +152,6 @@ struct KvStream {
     return (page << params.page_bits) | (token & ((1 << params.page_bits) - 1));
   }
 
-  __device__ T const* k_row(int slot) const {
-    return params.k + slot * params.k_slot_stride + head * params.k_head_stride;
-  }
-  __device__ T const* v_row(int slot) const {
-    return params.v + slot * params.v_slot_stride + head * params.v_head_stride;
-  }
-
   // Producer: fill every free stage; blocks only if nothing at all is in flight.
   __device__ void fill() {
     while (!done && issued - consumed < kStages) {
@@ -143,6 +169,38 @@ struct KvStream {
     }
   }
 
+  // A producer of its own: run to the end of the queue, waiting for the consumers.
+  __device__ void produce() {
+    while (!done) {
+      int const stage = issued % kStages;
+      if (issued >= kStages) barrier_wait(empty + stage, (issued / kStages - 1) & 1);
+      __syncwarp();
+      issue(stage);
+      ++issued;
+    }
+  }
+
+  // The unit's query rows into shared memory, once the last unit's have been read.
+  __device__ void fetch_queries(int n_members) {
+    if (units > 0) barrier_wait(queries_free, (units - 1) & 1);
+    ++units;
+    __syncwarp();
+    constexpr int kRowsAtOnce = kWarp / kLanesPerRow;
+    int const rows = n_members * params.group;
+    for (int base = 0; base < rows; base += kRowsAtOnce) {
+      int const row = min(base + lane / kLanesPerRow, rows - 1);
+      int const member = params.group_div.div(row);
+      int const low = __shfl_sync(~0u, members[0], member % kWarp), high = __shfl_sync(~0u, members[1], member % kWarp);
+      int const request = member < kWarp ? low : high;
+      T const* const from = params.q + request * params.q_stride +
+                            (head * params.group + row - member * params.group) * kHeadDim;
+#pragma unroll
+      for (int c = lane % kLanesPerRow * kChunk; c < kHeadDim; c += kLanesPerRow * kChunk) {
+        copy_async(queries + SwizzledRows<kHeadDim, 64>::at(row, c), from + c);
+      }
+    }
+  }
+
   __device__ void issue(int stage) {
     if (work >= n_work) {
       done = true;
@@ -156,6 +214,9 @@ struct KvStream {
     int const edges = (pos == word(words, kStart) ? kFirst : 0) | (last ? kLast : 0) | (head << kHeadShift);
     int const first_member = word(words, kMember), n_members = word(words, kMembers);
     if (lane == 0) info[stage] = {tokens, edges, first_member, n_members};
+    if constexpr (kQueries) {
+      if (edges & kFirst) fetch_queries(n_members);
+    }
     publish(stage, rows);
     pos += kTokens;
     if (last) {
@@ -167,61 +228,35 @@ struct KvStream {
     }
   }
 
-  // Request the stage's rows and let its barrier complete once they are there.
+  // Request the stage's rows, 16 bytes a lane; its barrier completes once they are there.
   __device__ void publish(int stage, int rows) {
-    uint64_t* const barrier = full + stage;
     T* const k_tile = ring + stage * kStageElements;
-    T* const v_tile = k_tile + kTile;
-    if constexpr (Copy::kArrivals == 1) {
-      if (lane == 0) {
-        if (rows) Copy::announce(barrier, 2 * rows * kRowBytes);
-        else barrier_arrive(barrier);
-      }
-      __syncwarp();
-      if constexpr (kTokens == 16) {  // lanes 0..15 fetch K, lanes 16..31 V
-        if (rows) {
-          bool const is_v = lane >= 16;
-          Copy::template row<kRowBytes>((is_v ? v_tile : k_tile) + (lane % 16) * kPitch,
-                                        is_v ? v_row(slots[0]) : k_row(slots[0]), barrier);
-        }
-      } else {
+    constexpr int kRowsAtOnce = kWarp / kLanesPerRow;
 #pragma unroll
-        for (int j = 0; j < kPerLane; ++j) {
-          int const row = lane + j * kWarp;
-          if (row < rows) {
-            Copy::template row<kRowBytes>(k_tile + row * kPitch, k_row(slots[j]), barrier);
-            Copy::template row<kRowBytes>(v_tile + row * kPitch, v_row(slots[j]), barrier);
-          }
-        }
-      }
-    } else {  // 16 bytes a lane: consecutive lanes take one row
-      constexpr int kLanes = kRowBytes / 16 < kWarp ? kRowBytes / 16 : kWarp;
-      constexpr int kRowsAtOnce = kWarp / kLanes;
-      for (int base = 0; base < rows; base += kRowsAtOnce) {
-        int const row = base + lane / kLanes;
-        int slot = 0;
+    for (int base = 0; base < kTokens; base += kRowsAtOnce) {
+      if (base % 16 == 0 && base >= rows) break;
+      int const row = base + lane / kLanesPerRow;
+      int const slot = __shfl_sync(~0u, slots[base / kWarp], row % kWarp);
+      char const* const k_row = k_base + uint64_t(uint32_t(slot)) * params.k_slot_bytes;
+      char const* const v_row = v_base + uint64_t(uint32_t(slot)) * params.v_slot_bytes;
 #pragma unroll
-        for (int j = 0; j < kPerLane; ++j) {
-          int const candidate = __shfl_sync(~0u, slots[j], row % kWarp);
-          if (row / kWarp == j) slot = candidate;
-        }
-#pragma unroll
-        for (int c = lane % kLanes * 8; c < kHeadDim; c += kLanes * 8) {
-          Copy::chunk(k_tile + row * kPitch + c, k_row(slot) + c);
-          Copy::chunk(v_tile + row * kPitch + c, v_row(slot) + c);
-        }
+      for (int c = 0; c < kHeadDim; c += kLanesPerRow * kChunk) {
+        T* const to = k_tile + Rows::at(row, c + lane % kLanesPerRow * kChunk);
+        copy_async(to, k_row + c * sizeof(T));
+        copy_async(to + kTile, v_row + c * sizeof(T));
       }
-      if (lane == 0) Copy::announce(barrier, 0);
-      Copy::commit(barrier);
     }
+    if (lane == 0) barrier_arrive(full + stage);  // publishes the stage's info
+    barrier_arrive_after_copies(full + stage);
   }
 
   __device__ void prefetch() const {  // the rows of the next stage, whose slots have just been looked up
+    int const column = lane % kLanesPerRow * 16;
     if (lane < kTokens) {
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j) {
-        prefetch_row<kRowBytes>(k_row(slots[j]));
-        prefetch_row<kRowBytes>(v_row(slots[j]));
+        prefetch_row<kRowBytes>(k_base - column + uint64_t(uint32_t(slots[j])) * params.k_slot_bytes);
+        prefetch_row<kRowBytes>(v_base - column + uint64_t(uint32_t(slots[j])) * params.v_slot_bytes);
       }
     }
   }

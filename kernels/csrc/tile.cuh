@@ -1,4 +1,4 @@
-// One warp's arithmetic: 16 query rows against a tile of KV tokens in shared memory (mma.sync, online softmax).
+// The online softmax, and one warp's arithmetic: 16 query rows against KV tokens in shared memory (mma.sync).
 #pragma once
 #include <cute/tensor.hpp>
 #include <cutlass/numeric_conversion.h>
@@ -31,9 +31,117 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Rows lane/4 and lane/4 + 8 of the warp's 16; out columns 8 j + 2 (lane % 4) + {0, 1}.
+// The scores' probabilities in the operands' type.
+template <typename T, class Scores>
+__device__ __forceinline__ auto rounded(Scores const& scores) {
+  constexpr int kSize = decltype(size(scores))::value;
+  auto p = make_fragment_like<T>(scores);
+  cutlass::NumericArrayConverter<T, float, kSize> convert;
+  *reinterpret_cast<cutlass::Array<T, kSize>*>(p.data()) =
+      convert(*reinterpret_cast<cutlass::Array<float, kSize> const*>(scores.data()));
+  return p;
+}
+
+// The running softmax of a warp's 16 rows, in the accumulator layout of mma.sync and wgmma alike: a lane holds rows
+// lane/4 and lane/4 + 8, element i is column 8 (i / 4) + 2 (lane % 4) + i % 2 of row i / 2 % 2.
+struct Softmax {
+  float shift[2], row_sum[2];  // of exp2(score - shift), base 2
+
+  __device__ void begin() {
+    shift[0] = shift[1] = -INFINITY;
+    row_sum[0] = row_sum[1] = 0.f;
+  }
+
+  // Soft-cap and mask the scores of up to kBlock tokens, of which the first `tokens` count; returns their scale.
+  template <int kBlock, class Scores, typename T>
+  __device__ float prepare(Scores& scores, int tokens, Params<T> const& params) {
+    float scale = params.scale_log2;
+    if (params.soft_cap_log2 > 0.f) {
+      asm volatile("");  // a branch, not predicated instructions in everybody's way
+#pragma unroll
+      for (int i = 0; i < size(scores); ++i) {  // cap * tanh(x), x = score * scale / cap
+        float const e = exp2f(scores(i) * params.soft_cap_scale * 2.885390082f);
+        scores(i) = params.soft_cap_log2 * (1.f - __fdividef(2.f, e + 1.f));
+      }
+      scale = 1.f;
+    }
+    if (tokens < kBlock) {
+      asm volatile("");
+      int const column = 2 * (threadIdx.x % 4);
+#pragma unroll
+      for (int i = 0; i < size(scores); ++i) {
+        if (8 * (i / 4) + column + i % 2 >= tokens) scores(i) = -INFINITY;
+      }
+    }
+    return scale;
+  }
+
+  // Online softmax: scores become exp2(scale * score - shift). The shift follows the maximum only when that has grown
+  // by more than 2^8: the sums stay well inside fp16 and fp32, and `out` is rescaled rarely.
+  template <class Scores, class Out>
+  __device__ void soften(Scores& scores, float scale, Out& out) {
+    constexpr float kSlack = 8.f;
+    float top[2];
+    bool grown = false;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float m = scores(2 * row);
+#pragma unroll
+      for (int i = 0; i < size(scores) / 4; ++i) m = fmaxf(m, fmaxf(scores(4 * i + 2 * row), scores(4 * i + 2 * row + 1)));
+      top[row] = quad_max(m) * scale;
+      grown |= top[row] > shift[row] + kSlack;
+    }
+    if (__any_sync(~0u, grown)) {
+      asm volatile("");  // a branch, as above
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        float const next = fmaxf(shift[row], top[row]);
+        float const alpha = next == -INFINITY ? 0.f : exp2f(shift[row] - next);
+        shift[row] = next;
+        row_sum[row] *= alpha;
+#pragma unroll
+        for (int i = 0; i < size(out) / 4; ++i) {
+          out(4 * i + 2 * row) *= alpha;
+          out(4 * i + 2 * row + 1) *= alpha;
+        }
+      }
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float const minus = shift[row] == -INFINITY ? 0.f : -shift[row];
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < size(scores) / 4; ++i) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& x = scores(4 * i + 2 * row + c);
+          x = exp2f(fmaf(x, scale, minus));
+          sum += x;
+        }
+      }
+      row_sum[row] += sum;
+    }
+  }
+
+  // End a work unit: out becomes the normalised result; returns each row's log-sum-exp, base 2.
+  template <class Out>
+  __device__ void end(Out& out, float (&lse)[2]) {
+    float inverse[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float const sum = quad_sum(row_sum[row]);
+      inverse[row] = sum > 0.f ? 1.f / sum : 0.f;
+      lse[row] = sum > 0.f ? shift[row] + log2f(sum) : -INFINITY;
+      if (sum != sum) inverse[row] = lse[row] = sum;  // a NaN in the cache stays visible
+    }
+#pragma unroll
+    for (int i = 0; i < size(out); ++i) out(i) *= inverse[i / 2 % 2];
+  }
+};
+
+// One warp, 16 query rows in registers.
 template <typename T, int kHeadDim, int kPitch>
-struct WarpTile {
+struct WarpTile : Softmax {
   using Mma = TiledMMA<MMA_Atom<typename MmaOp<T>::type>, Layout<Shape<_1, _1, _1>>, Tile<_16, _16, _16>>;
   using OutFragment = decltype(partition_fragment_C(Mma{}, Shape<_16, Int<kHeadDim>>{}));
   using QFragment = decltype(Mma{}.get_slice(0).partition_fragment_A(
@@ -41,7 +149,6 @@ struct WarpTile {
 
   QFragment q;
   OutFragment out;  // sum of p * v, not yet divided by sum
-  float row_max[2], row_sum[2];
   int const lane;
 
   __device__ WarpTile() : lane(threadIdx.x % 32) {}
@@ -60,8 +167,7 @@ struct WarpTile {
       }
     }
     clear(out);
-    row_max[0] = row_max[1] = -INFINITY;
-    row_sum[0] = row_sum[1] = 0.f;
+    Softmax::begin();
   }
 
   // Attend to kBlock tokens, of which the first `tokens` count.
@@ -85,29 +191,9 @@ struct WarpTile {
       copy(k_copy, k_source(_, _, k), k_target(_, _, k));
       gemm(mma, q(_, _, k), k_fragment(_, _, k), scores);
     }
-    float scale = params.scale_log2;
-    if (params.soft_cap_log2 > 0.f) {
-#pragma unroll
-      for (int i = 0; i < size(scores); ++i) {  // cap * tanh(x), x = score * scale / cap
-        float const e = exp2f(scores(i) * params.soft_cap_scale * 2.885390082f);
-        scores(i) = params.soft_cap_log2 * (1.f - __fdividef(2.f, e + 1.f));
-      }
-      scale = 1.f;
-    }
-    if (tokens < kBlock) {
-#pragma unroll
-      for (int i = 0; i < size(scores); ++i) {  // i = column parity + 2 * row + 4 * (column / 8)
-        if (8 * (i / 4) + 2 * (lane % 4) + i % 2 >= tokens) scores(i) = -INFINITY;
-      }
-    }
-    soften(scores, scale);
+    soften(scores, prepare<kBlock>(scores, tokens, params), out);
 
-    auto p = make_fragment_like<T>(scores);
-    {
-      cutlass::NumericArrayConverter<T, float, decltype(size(scores))::value> convert;
-      auto const in = *reinterpret_cast<cutlass::Array<float, decltype(size(scores))::value> const*>(scores.data());
-      *reinterpret_cast<cutlass::Array<T, decltype(size(scores))::value>*>(p.data()) = convert(in);
-    }
+    auto p = rounded<T>(scores);
     // The accumulators of 16 tokens are, in order, the A operand of a k16 step.
     auto p_a = make_tensor(p.data(), Layout<Shape<_8, _1, Int<kBlock / 16>>, Stride<_1, _0, _8>>{});
 
@@ -123,51 +209,6 @@ struct WarpTile {
     }
   }
 
-  // Online softmax: scores become exp2(scale * score - max), out and row_sum move to the new maximum.
-  template <class Scores>
-  __device__ void soften(Scores& scores, float scale) {
-    float old_scaled[2], alpha[2];
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      float m = row_max[row];
-      old_scaled[row] = m;
-#pragma unroll
-      for (int i = 0; i < size(scores) / 4; ++i) m = fmaxf(m, fmaxf(scores(4 * i + 2 * row), scores(4 * i + 2 * row + 1)));
-      row_max[row] = m = quad_max(m);
-      float const shift = m == -INFINITY ? 0.f : m * scale;
-      alpha[row] = exp2f(old_scaled[row] * scale - shift);
-      float sum = 0.f;
-#pragma unroll
-      for (int i = 0; i < size(scores) / 4; ++i) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& x = scores(4 * i + 2 * row + c);
-          x = exp2f(fmaf(x, scale, -shift));
-          sum += x;
-        }
-      }
-      row_sum[row] = row_sum[row] * alpha[row] + sum;
-    }
-    if (__any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f)) {
-#pragma unroll
-      for (int i = 0; i < size(out); ++i) out(i) *= alpha[i / 2 % 2];
-    }
-  }
-
-  // End a work unit: out becomes the normalised result; returns each row's log-sum-exp, base 2.
-  __device__ void end(Params<T> const& params, float (&lse)[2]) {
-    float const scale = params.soft_cap_log2 > 0.f ? 1.f : params.scale_log2;
-    float inverse[2];
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      float const sum = quad_sum(row_sum[row]);
-      inverse[row] = sum > 0.f ? 1.f / sum : 0.f;
-      lse[row] = sum > 0.f ? row_max[row] * scale + log2f(sum) : -INFINITY;
-      if (sum != sum) inverse[row] = lse[row] = sum;  // a NaN in the cache stays visible
-    }
-#pragma unroll
-    for (int i = 0; i < size(out); ++i) out(i) *= inverse[i / 2 % 2];
-  }
 };
 
 }  // namespace feather

@@ -87,7 +87,7 @@ def kernel_library(dtype: str, head_dim: int, capability: int) -> Path:
     compiler = find_nvcc()
     flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "--use_fast_math", "-DNDEBUG", "-shared"]
     flags += ["-Xcompiler=-fPIC", "-Xptxas=-v", f"-gencode=arch=compute_{target},code=sm_{target}"]
-    flags += [f"-DFEATHER_DTYPE_{DTYPES[dtype].upper()}=1", f"-DFEATHER_HEAD_DIM={head_dim}"]
+    flags += [f"-DFEATHER_HOPPER={int(capability == 90)}", f"-DFEATHER_DTYPE_{DTYPES[dtype].upper()}=1", f"-DFEATHER_HEAD_DIM={head_dim}"]
     return _compile(name, source, [compiler, *flags, f"-I{cutlass_include()}"], toolkit=_version(compiler))
 
 

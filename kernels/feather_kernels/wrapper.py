@@ -45,7 +45,7 @@ class PackedDecodeWrapper:
     strategy, split : str
         How to pack, and how to split long KV ranges (see `feather_kernels.plan.Planner`).
     tiles : sequence of (m, n), optional
-        The tile shapes to use: the largest one or more of `feather_kernels.tiles.TILES`; all by default.
+        The tile shapes to use: the largest one or more of `feather_kernels.tiles.TILES[path]`; all by default.
     launch : {"persistent", "streams", "serial"}
         One launch for all tile shapes; or one launch a shape, on parallel streams (PAT 6) or one after the other.
     merge : {"fused", "kernel"}
@@ -126,12 +126,13 @@ class PackedDecodeWrapper:
         self.merge = merge if launch == "persistent" else "kernel"
         self.sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
         self.logit_soft_cap = logit_soft_cap
-        portable = path == "portable" or major < 9
-        self._flags = _FUSED * (self.merge == "fused") | _PREFETCH * prefetch | _PORTABLE * portable
+        self.path = "portable" if path == "portable" or major < 9 else "hopper"
+        self._flags = _FUSED * (self.merge == "fused") | _PREFETCH * prefetch | _PORTABLE * (self.path == "portable")
         self._module = load_kernel(str(dtype).removeprefix("torch."), head_dim, 10 * major + minor)
-        self._tiles = tuple(sorted(tiles or TILES))
-        if self._tiles != TILES[-len(self._tiles) :]:
-            raise ValueError(f"tiles are {self._tiles}: use the largest one or more of {TILES}")
+        built = TILES[self.path]
+        self._tiles = tuple(sorted(tiles or built))
+        if self._tiles != built[-len(self._tiles) :]:
+            raise ValueError(f"tiles are {self._tiles}: use the largest one or more of {built}")
 
         max_parts = 8 * max_requests + 4096 if max_parts is None else max_parts
         properties = torch.cuda.get_device_properties(self.device)
@@ -249,7 +250,7 @@ class PackedDecodeWrapper:
             self._table, self.page_size.bit_length() - 1, self.sm_scale, self.logit_soft_cap, self._flags,
         )  # fmt: skip
         if self.launch == "persistent":
-            self._module.forward(*arguments, (1 << len(TILES)) - 1)
+            self._module.forward(*arguments, (1 << len(self._tiles)) - 1)
         elif self.launch == "serial":
             for queue in range(len(self._tiles)):
                 self._module.forward(*arguments, 1 << queue)
