@@ -15,7 +15,6 @@ from feather_kernels import PackedDecodeWrapper
 from feather_kernels.tiles import TILES
 
 FLASHINFER_WORKSPACE = 512 << 20  # bytes for its partial results
-FIXED_TILE = (64, 128)  # FlashAttention's usual one, for the ablation without tile choice
 
 
 class Unavailable(RuntimeError):
@@ -112,8 +111,9 @@ def feather(**options: Any) -> System:
 
 
 def feather_fixed(inputs: Inputs) -> Ready:
-    """One tile shape for everything: 64 x 128 where it is built, else the largest tile."""
-    return feather(tiles=(FIXED_TILE if FIXED_TILE in TILES else max(TILES),))(inputs)
+    """One tile shape for everything: the largest that is built."""
+    hopper = torch.cuda.get_device_capability(inputs.q.device)[0] >= 9
+    return feather(tiles=TILES["hopper" if hopper else "portable"][-1:])(inputs)
 
 
 def _fa3(inputs: Inputs, planned: bool) -> Ready:
