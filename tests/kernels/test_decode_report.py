@@ -115,3 +115,28 @@ def test_pool_size_is_known_before_the_batch_is_built(tree):
     for page_size in (1, 32):
         case = tree_case(PAT_TREES[tree], heads, page_size)
         assert bench.pool_elements(tree, heads, page_size) == Pools.elements(case)
+
+
+def test_counters_of_ncu_as_a_table(capsys):
+    import profile_decode_kernel as profile
+
+    head = '"ID","Process ID","Kernel Name","Grid Size","Block Size","Metric Name","Metric Unit","Metric Value"'
+    name = "void feather::forward<__half, (int)128>(feather::Params<T1>)"
+    rows = [
+        f'"{number}","9","{name}","(132, 1, 1)","(384, 1, 1)","{metric}","{unit}","{value}"'
+        for number in range(2)
+        for metric, unit, value in (
+            ("gpu__time_duration.sum", "usecond", 90.0 + number),
+            ("dram__bytes_read.sum", "Mbyte", "1,033.5"),
+            ("lts__t_sector_hit_rate.pct", "%", 41.4),
+            ("launch__registers_per_thread", "register/thread", 168),
+        )
+    ]
+    table = profile.parse("\n".join(["==PROF== Connected to process", head, *rows]))
+    columns, line = table.splitlines()
+    assert "DRAM read MB" in columns and "tensor %" in columns
+    assert line.split()[-12:] == ["132", "384", "90.5", "1033.5", "-", "-", "41", "-", "-", "-", "168", "-"]
+    assert line.startswith("forward<__half, (int)128>") and " 2 " in line
+    assert profile.main(["--metrics"]) == 0 and capsys.readouterr().out.count(",") == len(profile.METRICS) - 1
+    with pytest.raises(ValueError, match="no CSV of ncu"):
+        profile.parse("==ERROR== nothing")
