@@ -123,6 +123,8 @@ def behind(records: Sequence[Record], kind: str = "warm", most: int = 30) -> str
             ratio = mine / peer[1]
             rows.append((ratio, f"  {where(record)}: {mine:.1f} us, {peer[0]} {peer[1]:.1f} ({ratio:.2f})"))
     rows.sort(reverse=True)
+    if not any(best_peer(record, kind) for record in records):
+        return f"{kind}: no peer was measured"
     lines = [f"{kind}: a peer is ahead in {len(rows)} of {len(records)} rows", *(line for _, line in rows[:most])]
     if len(rows) > most:
         lines.append(f"  and {len(rows) - most} more, in the JSON file")
@@ -147,7 +149,8 @@ def summary(records: Sequence[Record]) -> str:
     """All of the above but the rows."""
     kinds = [kind for kind in KINDS if any(f"{kind}_us" in s for r in records for s in r["systems"].values())]
     parts: list[Callable[[Sequence[Record], str], str]] = [means, worst, behind]
-    return "\n\n".join([*(part(records, kind) for part in parts for kind in kinds), errors(records)])
+    texts = [*(part(records, kind) for part in parts for kind in kinds), errors(records)]
+    return "\n\n".join(text for text in texts if text)
 
 
 def plot(records: Sequence[Record], path: Path, kind: str = "warm", systems: Sequence[str] | None = None) -> None:

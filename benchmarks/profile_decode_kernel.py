@@ -58,11 +58,11 @@ def parse(text: str) -> str:
     rows = [["kernel", "n", "grid", "block", *(column for column, _, _ in METRICS.values())]]
     for (name, blocks, threads), metrics in values.items():
         launches = max(len(launch) for launch in metrics.values())
-        row = [short(name), str(launches), product(blocks), product(threads)]
+        cells = [short(name), str(launches), product(blocks), product(threads)]
         for metric, (_, factor, form) in METRICS.items():
             measured = metrics.get(metric)
-            row.append(form.format(median(measured.values()) * factor) if measured else "-")
-        rows.append(row)
+            cells.append(form.format(median(measured.values()) * factor) if measured else "-")
+        rows.append(cells)
     return grid(rows)
 
 
