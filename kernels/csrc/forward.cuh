@@ -65,11 +65,10 @@ struct WarpTeam {
 
   // Work through a queue. `team` counts within the CTA, of `teams`; smem, barriers and infos are the team's.
   static __device__ void run(Params<T> const& params, Queue const& queue, bool fixed_start, int team, int teams,
-                             unsigned char* smem, uint64_t* barriers, StageInfo* infos) {
+                             unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source) {
     int const warp = threadIdx.x / 32 % kWarps;
-    Stream stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos);
+    Stream stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source);
     WarpTile<T, kHeadDim, Rows::kPitch> tile;
-    Row rows[2];
     if (warp == 0) {
       stream.open(queue.index, queue.first_item, queue.n_work,
                   fixed_start ? team * int(gridDim.x) + int(blockIdx.x) : -1, teams * int(gridDim.x));
@@ -79,6 +78,7 @@ struct WarpTeam {
       StageInfo const info = stream.wait();
       if (info.tokens < 0) break;
       if (info.edges & kFirst) {
+        Row rows[2];
         find_rows(params, info, 16 * warp, rows);
         T const* queries[2];
 #pragma unroll
@@ -100,6 +100,8 @@ struct WarpTeam {
         if (warp == 0) stream.fill();  // the next unit's rows travel while this one is merged
         float lse[2];
         tile.end(tile.out, lse);
+        Row rows[2];  // looked up again: registers are dearer than a cached load
+        find_rows(params, info, 16 * warp, rows);
         finish<T, kHeadDim>(params, tile.out, lse, rows);
       }
     }
@@ -117,12 +119,13 @@ struct PortableForward {
     return 4 / Team::kWarps * Team::kStages;
   }
   static constexpr int kSlots = (slots<Teams>() + ...);
-  static constexpr int kSmem = kRings + kSlots * int(2 * sizeof(uint64_t) + sizeof(StageInfo));
+  static constexpr int kSmem = kRings + kSlots * int(2 * sizeof(uint64_t) + sizeof(StageInfo)) + 4 * int(sizeof(Source));
 
   static __device__ void run(Params<T> const& params) {
     extern __shared__ __align__(1024) unsigned char smem[];
     StageInfo* const infos = reinterpret_cast<StageInfo*>(smem + kRings);
-    uint64_t* const barriers = reinterpret_cast<uint64_t*>(infos + kSlots);
+    Source* const sources = reinterpret_cast<Source*>(infos + kSlots);
+    uint64_t* const barriers = reinterpret_cast<uint64_t*>(sources + 4);
     if (threadIdx.x == 0) {
       uint64_t* next = barriers;
       (
@@ -144,7 +147,7 @@ struct PortableForward {
           int const team = threadIdx.x / (32 * Teams::kWarps);
           if (queue.n_work) {
             Teams::run(params, queue, fixed_start, team, 4 / Teams::kWarps, smem + team * Teams::kRingBytes,
-                       barriers + 2 * (slot + team * Teams::kStages), infos + slot + team * Teams::kStages);
+                       barriers + 2 * (slot + team * Teams::kStages), infos + slot + team * Teams::kStages, sources + team);
             fixed_start = false;
             __syncthreads();
           }
@@ -156,7 +159,8 @@ struct PortableForward {
 };
 
 template <class Forward, typename T, int kMinCtas>
-__global__ void __launch_bounds__(Forward::kThreads, kMinCtas) forward_kernel(__grid_constant__ Params<T> const params) {
+__global__ void __launch_bounds__(Forward::kThreads, kMinCtas)
+    forward_kernel(__grid_constant__ Params<T> const params) {
   Forward::run(params);
 }
 

@@ -18,24 +18,25 @@ struct GroupTeam {
   static constexpr int kRingBytes = kStages * Stream::kStageElements * int(sizeof(T));
 
   // smem: the query buffer, then the ring. barriers: full and empty of each stage, then the query buffer's.
-  static __device__ Stream stream(Params<T> const& params, unsigned char* smem, uint64_t* barriers, StageInfo* infos) {
-    return Stream(params, reinterpret_cast<T*>(smem + kQueryBytes), barriers, barriers + kStages, infos);
+  static __device__ Stream stream(Params<T> const& params, unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source) {
+    return Stream(params, reinterpret_cast<T*>(smem + kQueryBytes), barriers, barriers + kStages, infos, source);
   }
 
-  static __device__ void produce(Params<T> const& params, Queue const& queue, unsigned char* smem, uint64_t* barriers,
-                                 StageInfo* infos) {
-    Stream stream = GroupTeam::stream(params, smem, barriers, infos);
+  static __device__ void produce(Params<T> const& params, Queue const& queue, int group, int groups,
+                                 unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source) {
+    Stream stream = GroupTeam::stream(params, smem, barriers, infos, source);
     stream.queries = reinterpret_cast<T*>(smem);
     stream.queries_free = barriers + 2 * kStages;
-    stream.open(queue.index, queue.first_item, queue.n_work, int(blockIdx.x), int(gridDim.x));
+    stream.open(queue.index, queue.first_item, queue.n_work, group * int(gridDim.x) + int(blockIdx.x),
+                groups * int(gridDim.x));
     stream.produce();
   }
 
-  static __device__ void consume(Params<T> const& params, unsigned char* smem, uint64_t* barriers, StageInfo* infos) {
-    int const warp = threadIdx.x / 32;
+  static __device__ void consume(Params<T> const& params, unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source) {
+    int const warp = threadIdx.x / 32 % 4;
     T const* const queries = reinterpret_cast<T const*>(smem);
     uint64_t* const queries_free = barriers + 2 * kStages;
-    Stream stream = GroupTeam::stream(params, smem, barriers, infos);
+    Stream stream = GroupTeam::stream(params, smem, barriers, infos, source);
     Tile tile;
     Row rows[2];
     while (true) {
@@ -58,24 +59,34 @@ struct GroupTeam {
   }
 };
 
-template <typename T, int kHeadDim, int kStages, int kMinCtas>
+// kGroups warpgroups that compute, each with a ring of its own, and one that copies for them and lends them its
+// registers.
+template <typename T, int kHeadDim, int kStages, int kGroups>
 struct HopperForward {
-  static constexpr int kThreads = 256;  // a warpgroup that computes, and one that copies and lends it its registers
+  static constexpr int kThreads = 128 * (kGroups + 1);
   using Group = GroupTeam<T, kHeadDim, kStages>;
-  static constexpr int kRings = Group::kQueryBytes + Group::kRingBytes;
-  using Warps = WarpTeam<T, kHeadDim, 1, 16, kRings / 4 / 128 * 128>;
-  static constexpr int kSlots = Group::kStages + 4 * Warps::kStages;
-  static constexpr int kSmem = kRings + kSlots * int(sizeof(StageInfo)) + (2 * kSlots + 1) * int(sizeof(uint64_t));
+  static constexpr int kGroupBytes = Group::kQueryBytes + Group::kRingBytes;
+  using Warps = WarpTeam<T, kHeadDim, 1, 16, kGroupBytes / 4 / 128 * 128>;
+  static constexpr int kSlots = kStages + 4 * Warps::kStages;  // of a group
+  static constexpr int kSmem =
+      kGroups * (kGroupBytes + kSlots * int(sizeof(StageInfo)) + 4 * int(sizeof(Source)) + (2 * kSlots + 1) * int(sizeof(uint64_t)));
 
   static __device__ void run(Params<T> const& params) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    StageInfo* const infos = reinterpret_cast<StageInfo*>(smem + kRings);
-    uint64_t* const group_barriers = reinterpret_cast<uint64_t*>(infos + kSlots);
-    uint64_t* const warp_barriers = group_barriers + 2 * Group::kStages + 1;
-    int const warp = threadIdx.x / 32;
-    if (threadIdx.x == 0) {
-      Group::Stream::init(group_barriers, group_barriers + Group::kStages);
-      barrier_init(group_barriers + 2 * Group::kStages, 4);
+    int const warp = threadIdx.x / 32 % 4;
+    bool const copies = threadIdx.x >= 128 * kGroups;
+    int const group = copies ? warp : threadIdx.x / 128;
+    unsigned char* const ring = smem + group * kGroupBytes;
+    StageInfo* const infos = reinterpret_cast<StageInfo*>(smem + kGroups * kGroupBytes) + group * kSlots;
+    Source* const source = reinterpret_cast<Source*>(
+        smem + kGroups * (kGroupBytes + kSlots * int(sizeof(StageInfo)))) + 4 * group;
+    uint64_t* const barriers = reinterpret_cast<uint64_t*>(
+        smem + kGroups * (kGroupBytes + kSlots * int(sizeof(StageInfo)) + 4 * int(sizeof(Source)))) +
+        group * (2 * kSlots + 1);
+    uint64_t* const warp_barriers = barriers + 2 * kStages + 1;
+    if (!copies && threadIdx.x % 128 == 0) {
+      Group::Stream::init(barriers, barriers + kStages);
+      barrier_init(barriers + 2 * kStages, 4);
       for (int i = 0; i < 4; ++i) {
         uint64_t* const own = warp_barriers + 2 * i * Warps::kStages;
         Warps::Stream::init(own, own + Warps::kStages);
@@ -83,25 +94,25 @@ struct HopperForward {
     }
     __syncthreads();
     Queue const large = find_queue(params, 0), small = find_queue(params, 1);
-    if (threadIdx.x >= 128) {
-      cutlass::arch::warpgroup_reg_dealloc<40>();
-      if (warp == 4 && large.n_work) Group::produce(params, large, smem, group_barriers, infos);
+    if (copies) {
+      cutlass::arch::warpgroup_reg_dealloc<kGroups == 2 ? 56 : 56>();
+      if (group < kGroups && large.n_work) {
+        Group::produce(params, large, group, kGroups, ring, barriers, infos, source);
+      }
     } else {
-      cutlass::arch::warpgroup_reg_alloc<216>();
+      cutlass::arch::warpgroup_reg_alloc<kGroups == 2 ? 224 : 240>();
       if (large.n_work) {
-        Group::consume(params, smem, group_barriers, infos);
-        warpgroup_sync();
+        Group::consume(params, ring, barriers, infos, source);
+        asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
       }
       if (small.n_work) {
-        Warps::run(params, small, large.n_work == 0, warp, 4, smem + warp * Warps::kRingBytes,
-                   warp_barriers + 2 * warp * Warps::kStages, infos + Group::kStages + warp * Warps::kStages);
+        Warps::run(params, small, large.n_work == 0, 4 * group + warp, 4 * kGroups, ring + warp * Warps::kRingBytes,
+                   warp_barriers + 2 * warp * Warps::kStages, infos + kStages + warp * Warps::kStages, source + warp);
       }
-      warpgroup_sync();
+      asm volatile("bar.sync 1, %0;" ::"n"(128 * kGroups) : "memory");
       leave(params);
     }
   }
-
-  static __device__ void warpgroup_sync() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
 };
 
 }  // namespace feather

@@ -54,7 +54,7 @@ __device__ __forceinline__ int load_acquire(int const* from) {
 // Merge row i of each quad that has it complete; the warp's own part is still in `out`.
 template <typename T, int kHeadDim, int i, class Out>
 __device__ __forceinline__ void merge_row(Params<T> const& params, Out const& out, float own_lse, Row const& row) {
-  constexpr int kColumns = kHeadDim < 128 ? kHeadDim : 128;  // at a time
+  constexpr int kColumns = 64;  // at a time, to save registers
   constexpr int kCount = kColumns / 4;                       // values a lane holds of them
   int const column = 2 * (threadIdx.x % 4);
   float const* const lse = params.part_lse + int64_t(row.first_part) * params.q_heads + row.head;
@@ -113,7 +113,8 @@ __device__ __forceinline__ void finish(Params<T> const& params, Out const& out, 
     arrived[i] = params.arrived + int64_t(row.request) * params.q_heads + row.head;
     // If all others are there, this part need not travel through memory.
     int const seen = params.fused_merge && leader && deposits[i] ? load_acquire(arrived[i]) : -1;
-    complete[i] = deposits[i] && __shfl_sync(~0u, seen, lane & ~3) == row.n_parts - 1;
+    bool const others = __shfl_sync(~0u, seen, lane & ~3) == row.n_parts - 1;
+    complete[i] = deposits[i] && others;
     deposits[i] &= !complete[i];
   }
 #pragma unroll
@@ -142,7 +143,8 @@ __device__ __forceinline__ void finish(Params<T> const& params, Out const& out, 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const before = leader && deposits[i] ? atomicAdd(arrived[i], 1) : -1;
-      complete[i] |= deposits[i] && __shfl_sync(~0u, before, lane & ~3) == rows[i].n_parts - 1;
+      bool const last = __shfl_sync(~0u, before, lane & ~3) == rows[i].n_parts - 1;
+      complete[i] |= deposits[i] && last;
     }
   }
   if (!__any_sync(~0u, complete[0] || complete[1])) return;

@@ -30,21 +30,21 @@ void check(cudaError_t error, char const* what) {
 // Ring bytes a warp of the portable path, and CTAs a multiprocessor: as much shared memory as there is.
 #if FEATHER_HEAD_DIM <= 128
 constexpr int kRingBytes = 3 * 2 * 16 * (128 + 8) * 2, kCtas = 2;
-constexpr int kGroupStages = FEATHER_HEAD_DIM == 128 ? 3 : 6;
+constexpr int kGroupStages = FEATHER_HEAD_DIM == 128 ? 3 : 6, kGroups = 2;
 #else
 constexpr int kRingBytes = 3 * 2 * 16 * (256 + 8) * 2, kCtas = 1;
-constexpr int kGroupStages = 3;
+constexpr int kGroupStages = 2, kGroups = 1;
 #endif
 template <int kWarps, int kTokens>
 using Team = feather::WarpTeam<T, kHeadDim, kWarps, kTokens, kRingBytes>;
 using Portable = feather::PortableForward<T, kHeadDim, kRingBytes, kCtas, Team<4, 32>, Team<2, 32>, Team<1, 16>>;
 #if FEATHER_HOPPER
-using Hopper = feather::HopperForward<T, kHeadDim, kGroupStages, kCtas>;
+using Hopper = feather::HopperForward<T, kHeadDim, kGroupStages, kGroups>;
 #endif
 
-template <class Forward>
+template <class Forward, int kMinCtas>
 void launch(feather::Params<T> const& params, int multiprocessors, cudaStream_t stream) {
-  auto const kernel = feather::forward_kernel<Forward, T, kCtas>;
+  auto const kernel = feather::forward_kernel<Forward, T, kMinCtas>;
   static int const ctas = [&] {  // that fit on one multiprocessor
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Forward::kSmem), "shared memory");
     int count = 0;
@@ -117,9 +117,9 @@ void forward(TensorView q, TensorView k, TensorView v, TensorView out, Optional<
   params.queues = queues;
   int const sms = multiprocessors(q.device().device_id);
 #if FEATHER_HOPPER
-  if (!(flags & 4)) return launch<Hopper>(params, sms, stream_of(q));
+  if (!(flags & 4)) return launch<Hopper, 1>(params, sms, stream_of(q));
 #endif
-  launch<Portable>(params, sms, stream_of(q));
+  launch<Portable, kCtas>(params, sms, stream_of(q));
 }
 
 void merge(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, TensorView part_out,

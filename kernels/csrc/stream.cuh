@@ -19,6 +19,11 @@ struct alignas(16) StageInfo {
 };
 constexpr int kFirst = 1, kLast = 2, kHeadShift = 2;
 
+// Where a team's work units come from; in shared memory, as registers are dearer.
+struct Source {
+  int queue, first_item, n_work, first_popped;
+};
+
 // Where a row's elements lie in a tile. Padded rows keep ldmatrix free of bank conflicts ...
 template <int kHeadDim, int kRows>
 struct PaddedRows {
@@ -53,7 +58,7 @@ struct KvStream {
   StageInfo* info;  // kStages
   int const lane;
   int members[kQueries ? 2 : 1];  // kQueries: requests of the current unit's members lane, lane + 32
-  int queue, first_item, n_work, pop_base;
+  volatile Source* const source;
   int issued = 0, consumed = 0;
   bool done = false;
   T* queries = nullptr;              // kQueries: 64 rows
@@ -62,16 +67,23 @@ struct KvStream {
 
   // The current unit, and the one behind it. The eight words of a work item lie one in a lane, to save registers.
   int words = 0, next_words = 0;
-  int work = 0, head = 0, next_work = 0;
+  int head = 0, next_work = 0;
+  bool real = false, next_real = false;  // not past the queue's end
   int64_t offset = 0;
   int pos = 0, stop = 0, next_stop = 0;
   bool next_stop_known = false;
   int popped = 0;           // lane 0: the answer of the last atomicAdd
   int slots[kPerLane];      // of the tokens at pos
-  char const *k_base = nullptr, *v_base = nullptr;  // the current KV head, at this lane's 16 bytes of a row
 
-  __device__ KvStream(Params<T> const& params_, T* ring_, uint64_t* full_, uint64_t* empty_, StageInfo* info_)
-      : params(params_), ring(ring_), full(full_), empty(empty_), info(info_), lane(threadIdx.x % kWarp) {}
+  __device__ KvStream(Params<T> const& params_, T* ring_, uint64_t* full_, uint64_t* empty_, StageInfo* info_,
+                      Source* source_)
+      : params(params_),
+        ring(ring_),
+        full(full_),
+        empty(empty_),
+        info(info_),
+        lane(threadIdx.x % kWarp),
+        source(source_) {}
 
   static __device__ void init(uint64_t* full, uint64_t* empty) {
     for (int i = 0; i < kStages; ++i) {
@@ -81,11 +93,14 @@ struct KvStream {
   }
 
   // Producer: start on a queue. fixed >= 0 gives the first unit without asking the queue.
-  __device__ void open(int queue_, int first_item_, int n_work_, int fixed, int fixed_total) {
-    queue = queue_;
-    first_item = first_item_;
-    n_work = n_work_;
-    pop_base = fixed >= 0 ? fixed_total : 0;
+  __device__ void open(int queue, int first_item, int n_work, int fixed, int fixed_total) {
+    if (lane == 0) {
+      source->queue = queue;
+      source->first_item = first_item;
+      source->n_work = n_work;
+      source->first_popped = fixed >= 0 ? fixed_total : 0;
+    }
+    __syncwarp();
     if (fixed < 0) pop();
     int const first = fixed >= 0 ? fixed : __shfl_sync(~0u, popped, 0);
     pop();
@@ -94,7 +109,7 @@ struct KvStream {
   }
 
   __device__ void pop() {
-    if (lane == 0) popped = pop_base + atomicAdd(params.popped + queue, 1);
+    if (lane == 0) popped = source->first_popped + atomicAdd(params.popped + source->queue, 1);
   }
 
   static constexpr int kOffsetLow = 0, kOffsetHigh = 1, kStart = 2, kStop = 3, kGrows = 4, kMember = 5, kMembers = 6;
@@ -103,13 +118,14 @@ struct KvStream {
   __device__ void fetch(int unit) {  // into next
     next_work = unit;
     next_stop_known = false;
-    if (unit >= n_work) return;
-    int const item = first_item + params.kv_heads_div.div(unit);
+    next_real = unit < source->n_work;
+    if (!next_real) return;
+    int const item = source->first_item + params.kv_heads_div.div(unit);
     next_words = __ldg(params.plan + params.plan[header::kItemsBegin] + 8 * item + lane % 8);
   }
 
   __device__ void learn_stop() {
-    if (next_stop_known || next_work >= n_work) return;
+    if (next_stop_known || !next_real) return;
     int const grows = word(next_words, kGrows);
     next_stop = grows >= 0 ? __ldg(params.seq_lens + grows) : word(next_words, kStop);
     next_stop_known = true;
@@ -118,15 +134,12 @@ struct KvStream {
   __device__ void advance() {  // the next unit becomes the current one, and the pipeline behind it moves up
     learn_stop();
     words = next_words;
-    work = next_work;
-    head = work - params.kv_heads_div.div(work) * params.kv_heads;
-    int64_t const column = lane % kLanesPerRow * kChunk;
-    k_base = reinterpret_cast<char const*>(params.k + head * params.k_head_stride + column);
-    v_base = reinterpret_cast<char const*>(params.v + head * params.v_head_stride + column);
+    real = next_real;
+    head = next_work - params.kv_heads_div.div(next_work) * params.kv_heads;
     stop = next_stop;
     pos = word(words, kStart);
     offset = int64_t(uint32_t(word(words, kOffsetLow))) | (int64_t(word(words, kOffsetHigh)) << 32);
-    if (work < n_work) {
+    if (real) {
       if constexpr (kQueries) {
         int const* const list = params.plan + params.plan[header::kMembersBegin] + 2 * word(words, kMember);
         int const count = word(words, kMembers);
@@ -134,13 +147,13 @@ struct KvStream {
         for (int j = 0; j < 2; ++j) members[j] = lane + j * kWarp < count ? __ldg(list + 2 * (lane + j * kWarp)) : 0;
       }
       fetch(__shfl_sync(~0u, popped, 0));
-      if (next_work < n_work) pop();
+      if (next_real) pop();
     }
     look_up();
   }
 
   __device__ void look_up() {  // the slots of the tokens at pos, clamped to the unit's last token
-    if (work >= n_work || pos >= stop) return;
+    if (!real || pos >= stop) return;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) slots[j] = slot_of(min(pos + lane % kTokens + j * kWarp, stop - 1));
   }
@@ -202,7 +215,7 @@ struct KvStream {
   }
 
   __device__ void issue(int stage) {
-    if (work >= n_work) {
+    if (!real) {
       done = true;
       if (lane == 0) info[stage] = {-1, 0, 0, 0};
       publish(stage, 0);
@@ -231,6 +244,9 @@ struct KvStream {
   // Request the stage's rows, 16 bytes a lane; its barrier completes once they are there.
   __device__ void publish(int stage, int rows) {
     T* const k_tile = ring + stage * kStageElements;
+    int const column = lane % kLanesPerRow * kChunk;
+    char const* const k_base = reinterpret_cast<char const*>(params.k + head * params.k_head_stride + column);
+    char const* const v_base = reinterpret_cast<char const*>(params.v + head * params.v_head_stride + column);
     constexpr int kRowsAtOnce = kWarp / kLanesPerRow;
 #pragma unroll
     for (int base = 0; base < kTokens; base += kRowsAtOnce) {
@@ -241,7 +257,7 @@ struct KvStream {
       char const* const v_row = v_base + uint64_t(uint32_t(slot)) * params.v_slot_bytes;
 #pragma unroll
       for (int c = 0; c < kHeadDim; c += kLanesPerRow * kChunk) {
-        T* const to = k_tile + Rows::at(row, c + lane % kLanesPerRow * kChunk);
+        T* const to = k_tile + Rows::at(row, c + column);
         copy_async(to, k_row + c * sizeof(T));
         copy_async(to + kTile, v_row + c * sizeof(T));
       }
@@ -251,13 +267,14 @@ struct KvStream {
   }
 
   __device__ void prefetch() const {  // the rows of the next stage, whose slots have just been looked up
-    int const column = lane % kLanesPerRow * 16;
-    if (lane < kTokens) {
+    if (lane >= kTokens) return;
 #pragma unroll
-      for (int j = 0; j < kPerLane; ++j) {
-        prefetch_row<kRowBytes>(k_base - column + uint64_t(uint32_t(slots[j])) * params.k_slot_bytes);
-        prefetch_row<kRowBytes>(v_base - column + uint64_t(uint32_t(slots[j])) * params.v_slot_bytes);
-      }
+    for (int j = 0; j < kPerLane; ++j) {
+      uint64_t const slot = uint32_t(slots[j]);
+      prefetch_row<kRowBytes>(reinterpret_cast<char const*>(params.k + head * params.k_head_stride) +
+                              slot * params.k_slot_bytes);
+      prefetch_row<kRowBytes>(reinterpret_cast<char const*>(params.v + head * params.v_head_stride) +
+                              slot * params.v_slot_bytes);
     }
   }
 

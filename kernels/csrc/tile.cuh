@@ -55,16 +55,16 @@ struct Softmax {
   // Soft-cap and mask the scores of up to kBlock tokens, of which the first `tokens` count; returns their scale.
   template <int kBlock, class Scores, typename T>
   __device__ float prepare(Scores& scores, int tokens, Params<T> const& params) {
-    float scale = params.scale_log2;
-    if (params.soft_cap_log2 > 0.f) {
-      asm volatile("");  // a branch, not predicated instructions in everybody's way
+#if FEATHER_SOFT_CAP
 #pragma unroll
-      for (int i = 0; i < size(scores); ++i) {  // cap * tanh(x), x = score * scale / cap
-        float const e = exp2f(scores(i) * params.soft_cap_scale * 2.885390082f);
-        scores(i) = params.soft_cap_log2 * (1.f - __fdividef(2.f, e + 1.f));
-      }
-      scale = 1.f;
+    for (int i = 0; i < size(scores); ++i) {  // cap * tanh(x), x = score * scale / cap
+      float const e = exp2f(scores(i) * params.soft_cap_scale * 2.885390082f);
+      scores(i) = params.soft_cap_log2 * (1.f - __fdividef(2.f, e + 1.f));
     }
+    float const scale = 1.f;
+#else
+    float const scale = params.scale_log2;
+#endif
     if (tokens < kBlock) {
       asm volatile("");
       int const column = 2 * (threadIdx.x % 4);
