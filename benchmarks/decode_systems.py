@@ -155,7 +155,7 @@ def fa3_planned(inputs: Inputs) -> Ready:
 class FlashInfer:
     """FlashInfer's decode on tensor cores and its cascade; both use one workspace, as their runs do not overlap.
 
-    Both compile a module at first use where none is prebuilt (for fp16: about a minute on 16 cores).
+    Both compile a module at first use where none is prebuilt (two minutes of one core).
 
     Parameters
     ----------
