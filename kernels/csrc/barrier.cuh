@@ -45,8 +45,8 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
 
 // 16 bytes from global to shared memory. Hopper's bulk copy of a whole row takes its addresses from uniform registers:
 // rows scattered over slots would be issued one by one, which measured slower than 16 bytes a lane.
-__device__ __forceinline__ void copy_async(void* to, void const* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from) : "memory");
+__device__ __forceinline__ void copy_async(uint32_t to, void const* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 // Arrive once all of this thread's asynchronous copies so far have landed.

@@ -53,6 +53,20 @@ __device__ void find_rows(Params<T> const& params, StageInfo const& info, int fi
   }
 }
 
+// Where the queries of a warp's rows are; null for padding.
+template <typename T, int kHeadDim>
+__device__ void find_queries(Params<T> const& params, StageInfo const& info, int first_row, T const* (&queries)[2]) {
+  int const* const members = params.plan + params.plan[header::kMembersBegin] + 2 * info.first_member;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    int const row = first_row + threadIdx.x % 32 / 4 + 8 * i;
+    int const member = params.group_div.div(row);
+    int const head = (info.edges >> kHeadShift) * params.group + row - member * params.group;
+    bool const real = member < info.n_members;
+    queries[i] = real ? params.q + __ldg(members + 2 * member) * params.q_stride + head * kHeadDim : nullptr;
+  }
+}
+
 // A tile shape of the portable path: teams of kWarps warps share KV tiles of kTokens tokens, m = 16 kWarps.
 template <typename T, int kHeadDim, int kWarps_, int kTokens_, int kRingBytesPerWarp>
 struct WarpTeam {
@@ -78,14 +92,8 @@ struct WarpTeam {
       StageInfo const info = stream.wait();
       if (info.tokens < 0) break;
       if (info.edges & kFirst) {
-        Row rows[2];
-        find_rows(params, info, 16 * warp, rows);
         T const* queries[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          bool const real = rows[i].request >= 0;
-          queries[i] = real ? params.q + rows[i].request * params.q_stride + rows[i].head * kHeadDim : nullptr;
-        }
+        find_queries<T, kHeadDim>(params, info, 16 * warp, queries);
         tile.begin(queries);
       }
       if (16 * warp < info.n_members * params.group) {

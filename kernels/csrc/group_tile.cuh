@@ -1,4 +1,4 @@
-// One warpgroup's arithmetic: 64 query rows against 64 KV tokens, all in shared memory (wgmma, sm_90a).
+// One warpgroup's arithmetic: 64 query rows in registers against 64 KV tokens in shared memory (wgmma, sm_90a).
 #pragma once
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
@@ -11,32 +11,36 @@ template <typename T, int kHeadDim>
 struct GroupTile : Softmax {
   static constexpr int kRows = 64, kTokens = 64;
   using KLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<T>{}, Shape<Int<kTokens>, Int<kHeadDim>>{}));
-  using QLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<T>{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
   // V as the (head_dim, tokens) operand: the same bytes as a K tile, tokens outermost within 64 columns.
   using VLayout = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<T>{}, Shape<Int<kHeadDim>, Int<kTokens>>{},
                                          Step<_2, _1>{}));
   using ScoreMma = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<T, T, float, Shape<Int<kRows>, Int<kTokens>, Int<kHeadDim>>>()));
+      GMMA::rs_op_selector<T, T, float, Shape<Int<kRows>, Int<kTokens>, Int<kHeadDim>>>()));
   using OutMma = decltype(make_tiled_mma(
       GMMA::rs_op_selector<T, T, float, Shape<Int<kRows>, Int<kHeadDim>, Int<kTokens>>, GMMA::Major::K,
                            GMMA::Major::MN>()));
   using OutFragment = decltype(partition_fragment_C(OutMma{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
 
+  // A k16 step's operand is 8 values a lane.
+  using QFragment = decltype(make_tensor<T>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kHeadDim / 16>>>{}));
+
+  QFragment q;
   OutFragment out;
 
-  __device__ void begin() {
+  __device__ void begin(T const* const (&rows)[2]) {
+    load_queries<kHeadDim>(q, rows);
     clear(out);
     Softmax::begin();
   }
 
   // scores = Q K^T; returns once they are there.
-  __device__ auto score(T const* q_tile, T const* k_tile, int thread) {
+  __device__ auto score(T const* k_tile, int thread) {
     ScoreMma mma;
     auto slice = mma.get_slice(thread);
-    auto q = slice.partition_fragment_A(make_tensor(make_smem_ptr(q_tile), QLayout{}));
     auto k = slice.partition_fragment_B(make_tensor(make_smem_ptr(k_tile), KLayout{}));
     auto scores = partition_fragment_C(mma, Shape<Int<kRows>, Int<kTokens>>{});
     warpgroup_fence_operand(scores);
+    warpgroup_fence_operand(q);
     warpgroup_arrive();
     mma.accumulate_ = GMMA::ScaleOut::Zero;
 #pragma unroll
@@ -77,9 +81,9 @@ struct GroupTile : Softmax {
     warpgroup_fence_operand(out);
   }
 
-  __device__ void attend(T const* q_tile, T const* k_tile, T const* v_tile, int tokens, Params<T> const& params) {
+  __device__ void attend(T const* k_tile, T const* v_tile, int tokens, Params<T> const& params) {
     int const thread = threadIdx.x % 128;
-    auto scores = score(q_tile, k_tile, thread);
+    auto scores = score(k_tile, thread);
     soften(scores, prepare<kTokens>(scores, tokens, params), out);
     auto p = rounded<T>(scores);
     accumulate(p, v_tile, tokens, thread);

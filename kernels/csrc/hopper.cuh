@@ -13,20 +13,17 @@ struct GroupTeam {
   static constexpr int kStages = kStages_;
   using Tile = GroupTile<T, kHeadDim>;
   using Rows = SwizzledRows<kHeadDim, Tile::kTokens>;
-  using Stream = KvStream<T, kHeadDim, 4, Tile::kTokens, kStages, 16, Rows, true>;
-  static constexpr int kQueryBytes = Tile::kRows * kHeadDim * int(sizeof(T));
+  using Stream = KvStream<T, kHeadDim, 4, Tile::kTokens, kStages, 16, Rows>;
   static constexpr int kRingBytes = kStages * Stream::kStageElements * int(sizeof(T));
 
-  // smem: the query buffer, then the ring. barriers: full and empty of each stage, then the query buffer's.
+  // barriers: full and empty of each stage.
   static __device__ Stream stream(Params<T> const& params, unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source) {
-    return Stream(params, reinterpret_cast<T*>(smem + kQueryBytes), barriers, barriers + kStages, infos, source);
+    return Stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source);
   }
 
   static __device__ void produce(Params<T> const& params, Queue const& queue, int group, int groups,
                                  unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source) {
     Stream stream = GroupTeam::stream(params, smem, barriers, infos, source);
-    stream.queries = reinterpret_cast<T*>(smem);
-    stream.queries_free = barriers + 2 * kStages;
     stream.open(queue.index, queue.first_item, queue.n_work, group * int(gridDim.x) + int(blockIdx.x),
                 groups * int(gridDim.x));
     stream.produce();
@@ -34,25 +31,24 @@ struct GroupTeam {
 
   static __device__ void consume(Params<T> const& params, unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source) {
     int const warp = threadIdx.x / 32 % 4;
-    T const* const queries = reinterpret_cast<T const*>(smem);
-    uint64_t* const queries_free = barriers + 2 * kStages;
     Stream stream = GroupTeam::stream(params, smem, barriers, infos, source);
     Tile tile;
-    Row rows[2];
     while (true) {
       StageInfo const info = stream.wait();
       if (info.tokens < 0) break;
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what cp.async wrote
       if (info.edges & kFirst) {
-        find_rows(params, info, 16 * warp, rows);
-        tile.begin();
+        T const* queries[2];
+        find_queries<T, kHeadDim>(params, info, 16 * warp, queries);
+        tile.begin(queries);
       }
-      if (info.tokens > 0) tile.attend(queries, stream.k_tile(), stream.v_tile(), info.tokens, params);
+      if (info.tokens > 0) tile.attend(stream.k_tile(), stream.v_tile(), info.tokens, params);
       stream.release();
       if (info.edges & kLast) {
-        if (threadIdx.x % 32 == 0) barrier_arrive(queries_free);
         float lse[2];
         tile.end(tile.out, lse);
+        Row rows[2];
+        find_rows(params, info, 16 * warp, rows);
         finish<T, kHeadDim>(params, tile.out, lse, rows);
       }
     }
@@ -65,11 +61,13 @@ template <typename T, int kHeadDim, int kStages, int kGroups>
 struct HopperForward {
   static constexpr int kThreads = 128 * (kGroups + 1);
   using Group = GroupTeam<T, kHeadDim, kStages>;
-  static constexpr int kGroupBytes = Group::kQueryBytes + Group::kRingBytes;
-  using Warps = WarpTeam<T, kHeadDim, 1, 16, kGroupBytes / 4 / 128 * 128>;
+  // Single warps take what the groups leave, and more if there is more.
+  static constexpr int kWarpBytes = 3 * 2 * PaddedRows<kHeadDim, 16>::kElements * int(sizeof(T));
+  static constexpr int kGroupBytes = Group::kRingBytes > 4 * kWarpBytes ? Group::kRingBytes : (4 * kWarpBytes + 1023) / 1024 * 1024;
+  using Warps = WarpTeam<T, kHeadDim, 1, 16, kWarpBytes>;
   static constexpr int kSlots = kStages + 4 * Warps::kStages;  // of a group
   static constexpr int kSmem =
-      kGroups * (kGroupBytes + kSlots * int(sizeof(StageInfo)) + 4 * int(sizeof(Source)) + (2 * kSlots + 1) * int(sizeof(uint64_t)));
+      kGroups * (kGroupBytes + kSlots * int(sizeof(StageInfo)) + 4 * int(sizeof(Source)) + 2 * kSlots * int(sizeof(uint64_t)));
 
   static __device__ void run(Params<T> const& params) {
     extern __shared__ __align__(1024) unsigned char smem[];
@@ -82,11 +80,10 @@ struct HopperForward {
         smem + kGroups * (kGroupBytes + kSlots * int(sizeof(StageInfo)))) + 4 * group;
     uint64_t* const barriers = reinterpret_cast<uint64_t*>(
         smem + kGroups * (kGroupBytes + kSlots * int(sizeof(StageInfo)) + 4 * int(sizeof(Source)))) +
-        group * (2 * kSlots + 1);
-    uint64_t* const warp_barriers = barriers + 2 * kStages + 1;
+        group * 2 * kSlots;
+    uint64_t* const warp_barriers = barriers + 2 * kStages;
     if (!copies && threadIdx.x % 128 == 0) {
       Group::Stream::init(barriers, barriers + kStages);
-      barrier_init(barriers + 2 * kStages, 4);
       for (int i = 0; i < 4; ++i) {
         uint64_t* const own = warp_barriers + 2 * i * Warps::kStages;
         Warps::Stream::init(own, own + Warps::kStages);

@@ -45,11 +45,12 @@ __device__ __forceinline__ void store_pair(T* to, float x, float y) {
   *reinterpret_cast<cutlass::Array<T, 2>*>(to) = convert(cutlass::Array<float, 2>{x, y});
 }
 
-__device__ __forceinline__ int load_acquire(int const* from) {
+__device__ __forceinline__ int load_relaxed(int const* from) {
   int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
 }
+__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Merge row i of each quad that has it complete; the warp's own part is still in `out`.
 template <typename T, int kHeadDim, int i, class Out>
@@ -112,7 +113,7 @@ __device__ __forceinline__ void finish(Params<T> const& params, Out const& out, 
     deposits[i] = row.request >= 0 && row.part >= 0;
     arrived[i] = params.arrived + int64_t(row.request) * params.q_heads + row.head;
     // If all others are there, this part need not travel through memory.
-    int const seen = params.fused_merge && leader && deposits[i] ? load_acquire(arrived[i]) : -1;
+    int const seen = params.fused_merge && leader && deposits[i] ? load_relaxed(arrived[i]) : -1;
     bool const others = __shfl_sync(~0u, seen, lane & ~3) == row.n_parts - 1;
     complete[i] = deposits[i] && others;
     deposits[i] &= !complete[i];
@@ -138,7 +139,7 @@ __device__ __forceinline__ void finish(Params<T> const& params, Out const& out, 
   if (!params.fused_merge) return;
 
   if (__any_sync(~0u, deposits[0] || deposits[1])) {
-    __threadfence();
+    fence();
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -148,7 +149,7 @@ __device__ __forceinline__ void finish(Params<T> const& params, Out const& out, 
     }
   }
   if (!__any_sync(~0u, complete[0] || complete[1])) return;
-  __threadfence();
+  fence();
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (complete[i] && leader) *arrived[i] = 0;  // as the next run expects it

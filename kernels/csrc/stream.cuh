@@ -29,20 +29,22 @@ template <int kHeadDim, int kRows>
 struct PaddedRows {
   static constexpr int kPitch = kHeadDim + 8;
   static constexpr int kElements = kRows * kPitch;
+  static constexpr int kRepeat = 1;  // at(row + kRepeat, c) - at(row, c) is the same for every row
+  static constexpr int kStep = kPitch;
   static __device__ __forceinline__ int at(int row, int column) { return row * kPitch + column; }
 };
 // ... and this is the 128-byte swizzle that wgmma reads: blocks of 64 columns, 16-byte chunks permuted in each row.
 template <int kHeadDim, int kRows>
 struct SwizzledRows {
   static constexpr int kElements = kRows * kHeadDim;
+  static constexpr int kRepeat = 8, kStep = 8 * 64;
   static __device__ __forceinline__ int at(int row, int column) {
     return column / 64 * (kRows * 64) + row * 64 + ((column % 64) ^ (row % 8 * 8));
   }
 };
 
-// kWarps consumers; kBlock: tokens a consumer touches at once. With kQueries, a unit's query rows travel with its first
-// stage, into one buffer (params.group rows a member).
-template <typename T, int kHeadDim, int kWarps, int kTokens, int kStages, int kBlock, class Rows, bool kQueries = false>
+// kWarps consumers; kBlock: tokens a consumer touches at once.
+template <typename T, int kHeadDim, int kWarps, int kTokens, int kStages, int kBlock, class Rows>
 struct KvStream {
   static constexpr int kTile = Rows::kElements;
   static constexpr int kStageElements = 2 * kTile;  // K, then V
@@ -57,13 +59,9 @@ struct KvStream {
   uint64_t* empty;  // kStages
   StageInfo* info;  // kStages
   int const lane;
-  int members[kQueries ? 2 : 1];  // kQueries: requests of the current unit's members lane, lane + 32
   volatile Source* const source;
   int issued = 0, consumed = 0;
   bool done = false;
-  T* queries = nullptr;              // kQueries: 64 rows
-  uint64_t* queries_free = nullptr;  // kQueries: the consumers have read the last unit's
-  int units = 0;
 
   // The current unit, and the one behind it. The eight words of a work item lie one in a lane, to save registers.
   int words = 0, next_words = 0;
@@ -103,8 +101,8 @@ struct KvStream {
     __syncwarp();
     if (fixed < 0) pop();
     int const first = fixed >= 0 ? fixed : __shfl_sync(~0u, popped, 0);
-    pop();
     fetch(first);
+    if (next_real) pop();  // every pop is waited for: none may land after the last CTA has reset the counter
     advance();
   }
 
@@ -140,12 +138,6 @@ struct KvStream {
     pos = word(words, kStart);
     offset = int64_t(uint32_t(word(words, kOffsetLow))) | (int64_t(word(words, kOffsetHigh)) << 32);
     if (real) {
-      if constexpr (kQueries) {
-        int const* const list = params.plan + params.plan[header::kMembersBegin] + 2 * word(words, kMember);
-        int const count = word(words, kMembers);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) members[j] = lane + j * kWarp < count ? __ldg(list + 2 * (lane + j * kWarp)) : 0;
-      }
       fetch(__shfl_sync(~0u, popped, 0));
       if (next_real) pop();
     }
@@ -193,27 +185,6 @@ struct KvStream {
     }
   }
 
-  // The unit's query rows into shared memory, once the last unit's have been read.
-  __device__ void fetch_queries(int n_members) {
-    if (units > 0) barrier_wait(queries_free, (units - 1) & 1);
-    ++units;
-    __syncwarp();
-    constexpr int kRowsAtOnce = kWarp / kLanesPerRow;
-    int const rows = n_members * params.group;
-    for (int base = 0; base < rows; base += kRowsAtOnce) {
-      int const row = min(base + lane / kLanesPerRow, rows - 1);
-      int const member = params.group_div.div(row);
-      int const low = __shfl_sync(~0u, members[0], member % kWarp), high = __shfl_sync(~0u, members[1], member % kWarp);
-      int const request = member < kWarp ? low : high;
-      T const* const from = params.q + request * params.q_stride +
-                            (head * params.group + row - member * params.group) * kHeadDim;
-#pragma unroll
-      for (int c = lane % kLanesPerRow * kChunk; c < kHeadDim; c += kLanesPerRow * kChunk) {
-        copy_async(queries + SwizzledRows<kHeadDim, 64>::at(row, c), from + c);
-      }
-    }
-  }
-
   __device__ void issue(int stage) {
     if (!real) {
       done = true;
@@ -227,9 +198,6 @@ struct KvStream {
     int const edges = (pos == word(words, kStart) ? kFirst : 0) | (last ? kLast : 0) | (head << kHeadShift);
     int const first_member = word(words, kMember), n_members = word(words, kMembers);
     if (lane == 0) info[stage] = {tokens, edges, first_member, n_members};
-    if constexpr (kQueries) {
-      if (edges & kFirst) fetch_queries(n_members);
-    }
     publish(stage, rows);
     pos += kTokens;
     if (last) {
@@ -243,23 +211,33 @@ struct KvStream {
 
   // Request the stage's rows, 16 bytes a lane; its barrier completes once they are there.
   __device__ void publish(int stage, int rows) {
-    T* const k_tile = ring + stage * kStageElements;
+    constexpr int kRowsAtOnce = kWarp / kLanesPerRow;
+    constexpr int kRepeat = Rows::kRepeat > kRowsAtOnce ? Rows::kRepeat : kRowsAtOnce;
+    constexpr int kPatterns = kRepeat / kRowsAtOnce;
+    constexpr int kParts = kHeadDim / (kLanesPerRow * kChunk);
     int const column = lane % kLanesPerRow * kChunk;
     char const* const k_base = reinterpret_cast<char const*>(params.k + head * params.k_head_stride + column);
     char const* const v_base = reinterpret_cast<char const*>(params.v + head * params.v_head_stride + column);
-    constexpr int kRowsAtOnce = kWarp / kLanesPerRow;
+    uint32_t const tile = smem_address(ring) + stage * (kStageElements * int(sizeof(T)));
+    uint32_t to[kPatterns];
+#pragma unroll
+    for (int i = 0; i < kPatterns; ++i) {
+      to[i] = tile + Rows::at(lane / kLanesPerRow + i * kRowsAtOnce, column) * int(sizeof(T));
+    }
 #pragma unroll
     for (int base = 0; base < kTokens; base += kRowsAtOnce) {
       if (base % 16 == 0 && base >= rows) break;
-      int const row = base + lane / kLanesPerRow;
-      int const slot = __shfl_sync(~0u, slots[base / kWarp], row % kWarp);
+      int const slot = __shfl_sync(~0u, slots[base / kWarp], base % kWarp + lane / kLanesPerRow);
       char const* const k_row = k_base + uint64_t(uint32_t(slot)) * params.k_slot_bytes;
       char const* const v_row = v_base + uint64_t(uint32_t(slot)) * params.v_slot_bytes;
+      int const down = base / kRepeat * (kRepeat / Rows::kRepeat) * Rows::kStep * int(sizeof(T));
 #pragma unroll
-      for (int c = 0; c < kHeadDim; c += kLanesPerRow * kChunk) {
-        T* const to = k_tile + Rows::at(row, c + column);
-        copy_async(to, k_row + c * sizeof(T));
-        copy_async(to + kTile, v_row + c * sizeof(T));
+      for (int part = 0; part < kParts; ++part) {
+        // Columns beyond the first kLanesPerRow * 8 lie in later blocks of the tile.
+        int const c = part * kLanesPerRow * kChunk;
+        uint32_t const at = to[base / kRowsAtOnce % kPatterns] + down + (Rows::at(0, c) - Rows::at(0, 0)) * int(sizeof(T));
+        copy_async(at, k_row + c * sizeof(T));
+        copy_async(at + kTile * int(sizeof(T)), v_row + c * sizeof(T));
       }
     }
     if (lane == 0) barrier_arrive(full + stage);  // publishes the stage's info

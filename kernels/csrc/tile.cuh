@@ -139,6 +139,21 @@ struct Softmax {
   }
 };
 
+// A warp's 16 query rows as the A operand of mma.sync and wgmma; rows[i] points at row lane/4 + 8 i (null: padding).
+template <int kHeadDim, typename T, class Fragment>
+__device__ __forceinline__ void load_queries(Fragment& q, T const* const (&rows)[2]) {
+  auto words = recast<uint32_t>(q);
+  int const column = 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int k = 0; k < kHeadDim / 16; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // (row + 8 (i % 2), k + 8 (i / 2))
+      T const* const row = rows[i % 2];
+      words(k * 4 + i) = row ? *reinterpret_cast<uint32_t const*>(row + k * 16 + 8 * (i / 2) + column) : 0u;
+    }
+  }
+}
+
 // One warp, 16 query rows in registers.
 template <typename T, int kHeadDim, int kPitch>
 struct WarpTile : Softmax {
@@ -153,19 +168,8 @@ struct WarpTile : Softmax {
 
   __device__ WarpTile() : lane(threadIdx.x % 32) {}
 
-  // Start a work unit: rows[i] points at the query row (or is null: the row is padding).
   __device__ void begin(T const* const (&rows)[2]) {
-    auto words = recast<uint32_t>(q);
-    int const column = 2 * (lane % 4);
-#pragma unroll
-    for (int k = 0; k < kHeadDim / 16; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {  // (row + 8 (i % 2), k + 8 (i / 2))
-        T const* const row = rows[i % 2];
-        words(k * 4 + i) =
-            row ? *reinterpret_cast<uint32_t const*>(row + k * 16 + 8 * (i / 2) + column) : 0u;
-      }
-    }
+    load_queries<kHeadDim>(q, rows);
     clear(out);
     Softmax::begin();
   }
