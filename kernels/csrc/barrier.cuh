@@ -49,6 +49,11 @@ __device__ __forceinline__ void copy_async(uint32_t to, void const* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+// The same, or 16 zero bytes without reading anything.
+__device__ __forceinline__ void copy_or_clear(uint32_t to, void const* from, bool copies) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copies ? 16 : 0) : "memory");
+}
+
 // Arrive once all of this thread's asynchronous copies so far have landed.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");

@@ -8,11 +8,6 @@ namespace feather {
 
 constexpr int kLeft = 8;  // params.popped[kLeft + first queue of a launch]: its CTAs that have left
 
-// A queue of the plan.
-struct Queue {
-  int index, first_item, n_work;
-};
-
 template <typename T>
 __device__ Queue find_queue(Params<T> const& params, int index) {
   int const* const begin = params.plan + header::kQueueBegin + index;
@@ -84,8 +79,7 @@ struct WarpTeam {
     Stream stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source);
     WarpTile<T, kHeadDim, Rows::kPitch> tile;
     if (warp == 0) {
-      stream.open(queue.index, queue.first_item, queue.n_work,
-                  fixed_start ? team * int(gridDim.x) + int(blockIdx.x) : -1, teams * int(gridDim.x));
+      stream.open(queue, fixed_start ? team * int(gridDim.x) + int(blockIdx.x) : -1, teams * int(gridDim.x));
     }
     while (true) {
       if (warp == 0) stream.fill();
@@ -96,6 +90,9 @@ struct WarpTeam {
         find_queries<T, kHeadDim>(params, info, 16 * warp, queries);
         tile.begin(queries);
       }
+      Row rows[2];
+      bool const last = info.edges & kLast;
+      if (last) find_rows(params, info, 16 * warp, rows);  // in time for the answer to be there
       if (16 * warp < info.n_members * params.group) {
 #pragma unroll 1
         for (int token = 0; token < info.tokens; token += kBlock) {
@@ -104,12 +101,10 @@ struct WarpTeam {
         }
       }
       stream.release();
-      if (info.edges & kLast) {
+      if (last) {
         if (warp == 0) stream.fill();  // the next unit's rows travel while this one is merged
         float lse[2];
         tile.end(tile.out, lse);
-        Row rows[2];  // looked up again: registers are dearer than a cached load
-        find_rows(params, info, 16 * warp, rows);
         finish<T, kHeadDim>(params, tile.out, lse, rows);
       }
     }

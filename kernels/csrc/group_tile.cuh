@@ -54,9 +54,9 @@ struct GroupTile : Softmax {
     return scores;
   }
 
-  // out += P V over the first `tokens` tokens, in steps of 16: what lies behind them in the tile may be anything.
+  // out += P V; the rows of V behind the last token are zeros.
   template <class P>
-  __device__ void accumulate(P& p, T const* v_tile, int tokens, int thread) {
+  __device__ void accumulate(P& p, T const* v_tile, int thread) {
     OutMma mma;
     auto slice = mma.get_slice(thread);
     auto v = slice.partition_fragment_B(make_tensor(make_smem_ptr(v_tile), VLayout{}));
@@ -67,15 +67,8 @@ struct GroupTile : Softmax {
     warpgroup_fence_operand(p_a);
     warpgroup_arrive();
     mma.accumulate_ = GMMA::ScaleOut::One;
-    if (tokens > kTokens - 16) {
 #pragma unroll
-      for (int i = 0; i < kTokens / 16; ++i) gemm(mma, p_a(_, _, i), v(_, _, i), out);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kTokens / 16 - 1; ++i) {
-        if (16 * i < tokens) gemm(mma, p_a(_, _, i), v(_, _, i), out);
-      }
-    }
+    for (int i = 0; i < kTokens / 16; ++i) gemm(mma, p_a(_, _, i), v(_, _, i), out);
     warpgroup_commit_batch();
     warpgroup_wait<0>();
     warpgroup_fence_operand(out);
@@ -86,7 +79,7 @@ struct GroupTile : Softmax {
     auto scores = score(k_tile, thread);
     soften(scores, prepare<kTokens>(scores, tokens, params), out);
     auto p = rounded<T>(scores);
-    accumulate(p, v_tile, tokens, thread);
+    accumulate(p, v_tile, thread);
   }
 };
 

@@ -13,25 +13,23 @@ struct GroupTeam {
   static constexpr int kStages = kStages_;
   using Tile = GroupTile<T, kHeadDim>;
   using Rows = SwizzledRows<kHeadDim, Tile::kTokens>;
-  using Stream = KvStream<T, kHeadDim, 4, Tile::kTokens, kStages, 16, Rows>;
+  template <Copies kCopies>
+  using StreamOf = KvStream<T, kHeadDim, 4, Tile::kTokens, kStages, 16, Rows, true, kCopies>;
+  using Stream = StreamOf<Copies::kOnlyK>;
   static constexpr int kRingBytes = kStages * Stream::kStageElements * int(sizeof(T));
 
-  // barriers: full and empty of each stage.
-  static __device__ Stream stream(Params<T> const& params, unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source) {
-    return Stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source);
-  }
-
+  // barriers: full and empty of each stage. Units are dealt out in turn, so that both producers walk the same ones.
+  template <Copies kCopies>
   static __device__ void produce(Params<T> const& params, Queue const& queue, int group, int groups,
                                  unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source) {
-    Stream stream = GroupTeam::stream(params, smem, barriers, infos, source);
-    stream.open(queue.index, queue.first_item, queue.n_work, group * int(gridDim.x) + int(blockIdx.x),
-                groups * int(gridDim.x));
+    StreamOf<kCopies> stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source);
+    stream.open(queue, group * int(gridDim.x) + int(blockIdx.x), 0, groups * int(gridDim.x));
     stream.produce();
   }
 
   static __device__ void consume(Params<T> const& params, unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source) {
     int const warp = threadIdx.x / 32 % 4;
-    Stream stream = GroupTeam::stream(params, smem, barriers, infos, source);
+    Stream stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source);
     Tile tile;
     while (true) {
       StageInfo const info = stream.wait();
@@ -42,13 +40,14 @@ struct GroupTeam {
         find_queries<T, kHeadDim>(params, info, 16 * warp, queries);
         tile.begin(queries);
       }
-      if (info.tokens > 0) tile.attend(stream.k_tile(), stream.v_tile(), info.tokens, params);
+      Row rows[2];
+      bool const last = info.edges & kLast;
+      if (last) find_rows(params, info, 16 * warp, rows);  // in time for the answer to be there
+      tile.attend(stream.k_tile(), stream.v_tile(), info.tokens, params);
       stream.release();
-      if (info.edges & kLast) {
+      if (last) {
         float lse[2];
         tile.end(tile.out, lse);
-        Row rows[2];
-        find_rows(params, info, 16 * warp, rows);
         finish<T, kHeadDim>(params, tile.out, lse, rows);
       }
     }
@@ -73,7 +72,7 @@ struct HopperForward {
     extern __shared__ __align__(1024) unsigned char smem[];
     int const warp = threadIdx.x / 32 % 4;
     bool const copies = threadIdx.x >= 128 * kGroups;
-    int const group = copies ? warp : threadIdx.x / 128;
+    int const group = copies ? warp / 2 : threadIdx.x / 128;
     unsigned char* const ring = smem + group * kGroupBytes;
     StageInfo* const infos = reinterpret_cast<StageInfo*>(smem + kGroups * kGroupBytes) + group * kSlots;
     Source* const source = reinterpret_cast<Source*>(
@@ -94,7 +93,11 @@ struct HopperForward {
     if (copies) {
       cutlass::arch::warpgroup_reg_dealloc<kGroups == 2 ? 56 : 56>();
       if (group < kGroups && large.n_work) {
-        Group::produce(params, large, group, kGroups, ring, barriers, infos, source);
+        if (warp % 2 == 0) {
+          Group::template produce<Copies::kOnlyK>(params, large, group, kGroups, ring, barriers, infos, source);
+        } else {
+          Group::template produce<Copies::kOnlyV>(params, large, group, kGroups, ring, barriers, infos, source + 1);
+        }
       }
     } else {
       cutlass::arch::warpgroup_reg_alloc<kGroups == 2 ? 224 : 240>();

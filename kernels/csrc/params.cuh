@@ -48,4 +48,9 @@ struct Params {
   float soft_cap_scale;   // softmax scale over the cap
 };
 
+// A queue of the plan, as a launch sees it.
+struct Queue {
+  int index, first_item, n_work;
+};
+
 }  // namespace feather

@@ -43,8 +43,12 @@ struct SwizzledRows {
   }
 };
 
-// kWarps consumers; kBlock: tokens a consumer touches at once.
-template <typename T, int kHeadDim, int kWarps, int kTokens, int kStages, int kBlock, class Rows>
+// Who fills the ring: one warp, or two that walk the same units, one for K and one for V.
+enum class Copies { kBoth, kOnlyK, kOnlyV };
+
+// kWarps consumers; kBlock: tokens a consumer touches at once. kClean: rows of V behind the last token are zeros.
+template <typename T, int kHeadDim, int kWarps, int kTokens, int kStages, int kBlock, class Rows, bool kClean = false,
+          Copies kCopies = Copies::kBoth>
 struct KvStream {
   static constexpr int kTile = Rows::kElements;
   static constexpr int kStageElements = 2 * kTile;  // K, then V
@@ -59,7 +63,7 @@ struct KvStream {
   uint64_t* empty;  // kStages
   StageInfo* info;  // kStages
   int const lane;
-  volatile Source* const source;
+  Source* const source;
   int issued = 0, consumed = 0;
   bool done = false;
 
@@ -70,8 +74,9 @@ struct KvStream {
   int64_t offset = 0;
   int pos = 0, stop = 0, next_stop = 0;
   bool next_stop_known = false;
+  int stride = 0;           // > 0: every stride-th unit, instead of asking the queue
   int popped = 0;           // lane 0: the answer of the last atomicAdd
-  int slots[kPerLane];      // of the tokens at pos
+  int pages[kPerLane];      // of the tokens at pos, as the table holds them
 
   __device__ KvStream(Params<T> const& params_, T* ring_, uint64_t* full_, uint64_t* empty_, StageInfo* info_,
                       Source* source_)
@@ -85,29 +90,32 @@ struct KvStream {
 
   static __device__ void init(uint64_t* full, uint64_t* empty) {
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(full + i, kWarp + 1);
+      barrier_init(full + i, (kCopies == Copies::kBoth ? 1 : 2) * kWarp + 1);
       barrier_init(empty + i, kWarps);
     }
   }
 
-  // Producer: start on a queue. fixed >= 0 gives the first unit without asking the queue.
-  __device__ void open(int queue, int first_item, int n_work, int fixed, int fixed_total) {
-    if (lane == 0) {
-      source->queue = queue;
-      source->first_item = first_item;
-      source->n_work = n_work;
-      source->first_popped = fixed >= 0 ? fixed_total : 0;
-    }
+  // Producer: start on a queue, either with unit `fixed` (then what the queue pops, counted from `fixed_total`; or every
+  // `stride`-th), or, if that is negative, with what the queue pops.
+  __device__ void open(Queue const& queue, int fixed, int fixed_total, int stride_ = 0) {
+    stride = stride_;
+    if (lane == 0) *source = {queue.index, queue.first_item, queue.n_work, fixed >= 0 ? fixed_total : 0};
     __syncwarp();
-    if (fixed < 0) pop();
-    int const first = fixed >= 0 ? fixed : __shfl_sync(~0u, popped, 0);
+    int first = fixed;
+    if (fixed < 0) {
+      pop();
+      first = take();
+    }
     fetch(first);
     if (next_real) pop();  // every pop is waited for: none may land after the last CTA has reset the counter
     advance();
   }
 
   __device__ void pop() {
-    if (lane == 0) popped = source->first_popped + atomicAdd(params.popped + source->queue, 1);
+    if (stride == 0 && lane == 0) popped = atomicAdd(params.popped + source->queue, 1);
+  }
+  __device__ int take() const {  // the unit behind `next`
+    return stride ? next_work + stride : source->first_popped + __shfl_sync(~0u, popped, 0);
   }
 
   static constexpr int kOffsetLow = 0, kOffsetHigh = 1, kStart = 2, kStop = 3, kGrows = 4, kMember = 5, kMembers = 6;
@@ -138,23 +146,26 @@ struct KvStream {
     pos = word(words, kStart);
     offset = int64_t(uint32_t(word(words, kOffsetLow))) | (int64_t(word(words, kOffsetHigh)) << 32);
     if (real) {
-      fetch(__shfl_sync(~0u, popped, 0));
+      fetch(take());
       if (next_real) pop();
     }
     look_up();
   }
 
-  __device__ void look_up() {  // the slots of the tokens at pos, clamped to the unit's last token
+  // The pages of the tokens at pos, clamped to the unit's last token. What the table answers is first touched by
+  // publish(), so that nobody waits for it here.
+  __device__ void look_up() {
     if (!real || pos >= stop) return;
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) slots[j] = slot_of(min(pos + lane % kTokens + j * kWarp, stop - 1));
+    for (int j = 0; j < kPerLane; ++j) {
+      int64_t const entry = offset + (token(j) >> params.page_bits);
+      pages[j] = params.table_is_64 ? int(__ldg(static_cast<int64_t const*>(params.table) + entry))
+                                    : __ldg(static_cast<int const*>(params.table) + entry);
+    }
   }
-
-  __device__ int slot_of(int token) const {
-    int64_t const entry = offset + (token >> params.page_bits);
-    int const page = params.table_is_64 ? int(__ldg(static_cast<int64_t const*>(params.table) + entry))
-                                        : __ldg(static_cast<int const*>(params.table) + entry);
-    return (page << params.page_bits) | (token & ((1 << params.page_bits) - 1));
+  __device__ int token(int j) const { return min(pos + lane % kTokens + j * kWarp, stop - 1); }
+  __device__ int slot(int j) const {
+    return (pages[j] << params.page_bits) | (token(j) & ((1 << params.page_bits) - 1));
   }
 
   // Producer: fill every free stage; blocks only if nothing at all is in flight.
@@ -188,7 +199,7 @@ struct KvStream {
   __device__ void issue(int stage) {
     if (!real) {
       done = true;
-      if (lane == 0) info[stage] = {-1, 0, 0, 0};
+      if (kCopies != Copies::kOnlyV && lane == 0) info[stage] = {-1, 0, 0, 0};
       publish(stage, 0);
       return;
     }
@@ -197,7 +208,7 @@ struct KvStream {
     bool const last = pos + kTokens >= stop;
     int const edges = (pos == word(words, kStart) ? kFirst : 0) | (last ? kLast : 0) | (head << kHeadShift);
     int const first_member = word(words, kMember), n_members = word(words, kMembers);
-    if (lane == 0) info[stage] = {tokens, edges, first_member, n_members};
+    if (kCopies != Copies::kOnlyV && lane == 0) info[stage] = {tokens, edges, first_member, n_members};
     publish(stage, rows);
     pos += kTokens;
     if (last) {
@@ -219,6 +230,9 @@ struct KvStream {
     char const* const k_base = reinterpret_cast<char const*>(params.k + head * params.k_head_stride + column);
     char const* const v_base = reinterpret_cast<char const*>(params.v + head * params.v_head_stride + column);
     uint32_t const tile = smem_address(ring) + stage * (kStageElements * int(sizeof(T)));
+    int slots[kPerLane];
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) slots[j] = slot(j);
     uint32_t to[kPatterns];
 #pragma unroll
     for (int i = 0; i < kPatterns; ++i) {
@@ -226,7 +240,7 @@ struct KvStream {
     }
 #pragma unroll
     for (int base = 0; base < kTokens; base += kRowsAtOnce) {
-      if (base % 16 == 0 && base >= rows) break;
+      if (!(kClean && kCopies != Copies::kOnlyK) && base % 16 == 0 && base >= rows) break;
       int const slot = __shfl_sync(~0u, slots[base / kWarp], base % kWarp + lane / kLanesPerRow);
       char const* const k_row = k_base + uint64_t(uint32_t(slot)) * params.k_slot_bytes;
       char const* const v_row = v_base + uint64_t(uint32_t(slot)) * params.v_slot_bytes;
@@ -236,11 +250,17 @@ struct KvStream {
         // Columns beyond the first kLanesPerRow * 8 lie in later blocks of the tile.
         int const c = part * kLanesPerRow * kChunk;
         uint32_t const at = to[base / kRowsAtOnce % kPatterns] + down + (Rows::at(0, c) - Rows::at(0, 0)) * int(sizeof(T));
-        copy_async(at, k_row + c * sizeof(T));
-        copy_async(at + kTile * int(sizeof(T)), v_row + c * sizeof(T));
+        if (kCopies != Copies::kOnlyV) copy_async(at, k_row + c * sizeof(T));
+        if (kCopies != Copies::kOnlyK) {
+          if (kClean) {
+            copy_or_clear(at + kTile * int(sizeof(T)), v_row + c * sizeof(T), base + lane / kLanesPerRow < rows);
+          } else {
+            copy_async(at + kTile * int(sizeof(T)), v_row + c * sizeof(T));
+          }
+        }
       }
     }
-    if (lane == 0) barrier_arrive(full + stage);  // publishes the stage's info
+    if (kCopies != Copies::kOnlyV && lane == 0) barrier_arrive(full + stage);  // publishes the stage's info
     barrier_arrive_after_copies(full + stage);
   }
 
@@ -248,7 +268,7 @@ struct KvStream {
     if (lane >= kTokens) return;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      uint64_t const slot = uint32_t(slots[j]);
+      uint64_t const slot = uint32_t(this->slot(j));
       prefetch_row<kRowBytes>(reinterpret_cast<char const*>(params.k + head * params.k_head_stride) +
                               slot * params.k_slot_bytes);
       prefetch_row<kRowBytes>(reinterpret_cast<char const*>(params.v + head * params.v_head_stride) +
