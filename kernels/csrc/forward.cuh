@@ -2,7 +2,7 @@
 #pragma once
 #include "merge.cuh"
 #include "stream.cuh"
-#include "tile.cuh"
+#include "thin_tile.cuh"
 
 namespace feather {
 
@@ -28,14 +28,14 @@ __device__ void leave(Params<T> const& params) {
   *left = 0;
 }
 
-// The requests of a warp's rows (16, from first_row of the unit on), and how their results join others.
-template <typename T>
+// The requests of a warp's rows, which are the unit's from first_row on, and how their results join others.
+template <class Layout, typename T>
 __device__ void find_rows(Params<T> const& params, StageInfo const& info, int first_row, Row (&rows)[2]) {
   int const* const members = params.plan + params.plan[header::kMembersBegin] + 2 * info.first_member;
   int const* const part_begin = params.plan + params.plan[header::kPartBeginBegin];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    int const row = first_row + threadIdx.x % 32 / 4 + 8 * i;
+    int const row = first_row + Layout::row(i);
     int const member = params.group_div.div(row);
     rows[i] = Row{};
     if (member >= info.n_members) continue;
@@ -48,24 +48,22 @@ __device__ void find_rows(Params<T> const& params, StageInfo const& info, int fi
   }
 }
 
-// Where the queries of a warp's rows are; null for padding.
+// Where the queries of a unit's row are; null for padding.
 template <typename T, int kHeadDim>
-__device__ void find_queries(Params<T> const& params, StageInfo const& info, int first_row, T const* (&queries)[2]) {
-  int const* const members = params.plan + params.plan[header::kMembersBegin] + 2 * info.first_member;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    int const row = first_row + threadIdx.x % 32 / 4 + 8 * i;
-    int const member = params.group_div.div(row);
-    int const head = (info.edges >> kHeadShift) * params.group + row - member * params.group;
-    bool const real = member < info.n_members;
-    queries[i] = real ? params.q + __ldg(members + 2 * member) * params.q_stride + head * kHeadDim : nullptr;
-  }
+__device__ T const* find_query(Params<T> const& params, StageInfo const& info, int row) {
+  int const member = params.group_div.div(row);
+  if (member >= info.n_members) return nullptr;
+  int const request = __ldg(params.plan + params.plan[header::kMembersBegin] + 2 * (info.first_member + member));
+  int const head = (info.edges >> kHeadShift) * params.group + row - member * params.group;
+  return params.q + request * params.q_stride + head * kHeadDim;
 }
 
-// A tile shape of the portable path: teams of kWarps warps share KV tiles of kTokens tokens, m = 16 kWarps.
-template <typename T, int kHeadDim, int kWarps_, int kTokens_, int kRingBytesPerWarp>
+// A tile shape of the portable path: teams of kWarps warps share KV tiles of kTokens tokens, m = 16 kWarps; or m = 8,
+// with the operands swapped, for a single warp.
+template <typename T, int kHeadDim, int kWarps_, int kTokens_, int kRingBytesPerWarp, bool kThin = false>
 struct WarpTeam {
   static constexpr int kWarps = kWarps_, kTokens = kTokens_, kBlock = 16;
+  static_assert(!kThin || kWarps == 1, "8 rows are one warp's");
   using Rows = PaddedRows<kHeadDim, kTokens>;
   static constexpr int kRingBytes = kWarps * kRingBytesPerWarp;
   static constexpr int kStages = kRingBytes / (2 * Rows::kElements * int(sizeof(T)));
@@ -77,7 +75,8 @@ struct WarpTeam {
                              unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source) {
     int const warp = threadIdx.x / 32 % kWarps;
     Stream stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source);
-    WarpTile<T, kHeadDim, Rows::kPitch> tile;
+    std::conditional_t<kThin, ThinTile<T, kHeadDim, Rows::kPitch>, WarpTile<T, kHeadDim, Rows::kPitch>> tile;
+    using Layout = typename decltype(tile)::Layout;
     if (warp == 0) {
       stream.open(queue, fixed_start ? team * int(gridDim.x) + int(blockIdx.x) : -1, teams * int(gridDim.x));
     }
@@ -86,26 +85,29 @@ struct WarpTeam {
       StageInfo const info = stream.wait();
       if (info.tokens < 0) break;
       if (info.edges & kFirst) {
-        T const* queries[2];
-        find_queries<T, kHeadDim>(params, info, 16 * warp, queries);
-        tile.begin(queries);
+        int const row = 16 * warp + threadIdx.x % 32 / 4;
+        if constexpr (kThin) {
+          tile.begin(find_query<T, kHeadDim>(params, info, row));
+        } else {
+          tile.begin({find_query<T, kHeadDim>(params, info, row), find_query<T, kHeadDim>(params, info, row + 8)});
+        }
       }
       Row rows[2];
       bool const last = info.edges & kLast;
-      if (last) find_rows(params, info, 16 * warp, rows);  // in time for the answer to be there
+      if (last) find_rows<Layout>(params, info, 16 * warp, rows);  // in time for the answer to be there
       if (16 * warp < info.n_members * params.group) {
 #pragma unroll 1
         for (int token = 0; token < info.tokens; token += kBlock) {
-          tile.template attend<kBlock>(stream.k_tile() + Rows::at(token, 0), stream.v_tile() + Rows::at(token, 0),
-                                       info.tokens - token, params);
+          tile.attend(stream.k_tile() + Rows::at(token, 0), stream.v_tile() + Rows::at(token, 0),
+                      info.tokens - token, params);
         }
       }
       stream.release();
       if (last) {
         if (warp == 0) stream.fill();  // the next unit's rows travel while this one is merged
         float lse[2];
-        tile.end(tile.out, lse);
-        finish<T, kHeadDim>(params, tile.out, lse, rows);
+        tile.end(lse);
+        finish<T, kHeadDim, Layout>(params, tile.out, lse, rows);
       }
     }
   }

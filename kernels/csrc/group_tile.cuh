@@ -10,6 +10,7 @@ namespace feather {
 template <typename T, int kHeadDim>
 struct GroupTile : Softmax {
   static constexpr int kRows = 64, kTokens = 64;
+  using Layout = WideLayout<T, kHeadDim>;
   using KLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<T>{}, Shape<Int<kTokens>, Int<kHeadDim>>{}));
   // V as the (head_dim, tokens) operand: the same bytes as a K tile, tokens outermost within 64 columns.
   using VLayout = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<T>{}, Shape<Int<kHeadDim>, Int<kTokens>>{},
@@ -22,7 +23,7 @@ struct GroupTile : Softmax {
   using OutFragment = decltype(partition_fragment_C(OutMma{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
 
   // A k16 step's operand is 8 values a lane.
-  using QFragment = decltype(make_tensor<T>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kHeadDim / 16>>>{}));
+  using QFragment = decltype(make_tensor<T>(cute::Layout<Shape<Shape<_2, _2, _2>, _1, Int<kHeadDim / 16>>>{}));
 
   QFragment q;
   OutFragment out;
@@ -61,7 +62,7 @@ struct GroupTile : Softmax {
     auto slice = mma.get_slice(thread);
     auto v = slice.partition_fragment_B(make_tensor(make_smem_ptr(v_tile), VLayout{}));
     // The accumulators of 16 tokens are, in order, the A operand of a k16 step.
-    auto p_a = make_tensor(p.data(), Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTokens / 16>>,
+    auto p_a = make_tensor(p.data(), cute::Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTokens / 16>>,
                                             Stride<Stride<_1, _2, _4>, _0, _8>>{});
     warpgroup_fence_operand(out);
     warpgroup_fence_operand(p_a);

@@ -36,19 +36,18 @@ struct GroupTeam {
       if (info.tokens < 0) break;
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what cp.async wrote
       if (info.edges & kFirst) {
-        T const* queries[2];
-        find_queries<T, kHeadDim>(params, info, 16 * warp, queries);
-        tile.begin(queries);
+        int const row = 16 * warp + threadIdx.x % 32 / 4;
+        tile.begin({find_query<T, kHeadDim>(params, info, row), find_query<T, kHeadDim>(params, info, row + 8)});
       }
       Row rows[2];
       bool const last = info.edges & kLast;
-      if (last) find_rows(params, info, 16 * warp, rows);  // in time for the answer to be there
+      if (last) find_rows<typename Tile::Layout>(params, info, 16 * warp, rows);  // in time for the answer to be there
       tile.attend(stream.k_tile(), stream.v_tile(), info.tokens, params);
       stream.release();
       if (last) {
         float lse[2];
         tile.end(tile.out, lse);
-        finish<T, kHeadDim>(params, tile.out, lse, rows);
+        finish<T, kHeadDim, typename Tile::Layout>(params, tile.out, lse, rows);
       }
     }
   }
@@ -64,7 +63,8 @@ struct HopperForward {
   static constexpr int kWarpBytes = 3 * 2 * PaddedRows<kHeadDim, 16>::kElements * int(sizeof(T));
   static constexpr int kGroupBytes = Group::kRingBytes > 4 * kWarpBytes ? Group::kRingBytes : (4 * kWarpBytes + 1023) / 1024 * 1024;
   using Warps = WarpTeam<T, kHeadDim, 1, 16, kWarpBytes>;
-  static constexpr int kSlots = kStages + 4 * Warps::kStages;  // of a group
+  using ThinWarps = WarpTeam<T, kHeadDim, 1, 16, kWarpBytes, true>;
+  static constexpr int kSlots = kStages + 8 * Warps::kStages;  // of a group
   static constexpr int kSmem =
       kGroups * (kGroupBytes + kSlots * int(sizeof(StageInfo)) + 4 * int(sizeof(Source)) + 2 * kSlots * int(sizeof(uint64_t)));
 
@@ -83,13 +83,13 @@ struct HopperForward {
     uint64_t* const warp_barriers = barriers + 2 * kStages;
     if (!copies && threadIdx.x % 128 == 0) {
       Group::Stream::init(barriers, barriers + kStages);
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < 8; ++i) {
         uint64_t* const own = warp_barriers + 2 * i * Warps::kStages;
         Warps::Stream::init(own, own + Warps::kStages);
       }
     }
     __syncthreads();
-    Queue const large = find_queue(params, 0), small = find_queue(params, 1);
+    Queue const large = find_queue(params, 0), small = find_queue(params, 1), thin = find_queue(params, 2);
     if (copies) {
       cutlass::arch::warpgroup_reg_dealloc<kGroups == 2 ? 56 : 56>();
       if (group < kGroups && large.n_work) {
@@ -105,10 +105,15 @@ struct HopperForward {
         Group::consume(params, ring, barriers, infos, source);
         asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
       }
-      if (small.n_work) {
-        Warps::run(params, small, large.n_work == 0, 4 * group + warp, 4 * kGroups, ring + warp * Warps::kRingBytes,
-                   warp_barriers + 2 * warp * Warps::kStages, infos + kStages + warp * Warps::kStages, source + warp);
-      }
+      auto const run = [&](auto warps, Queue const& queue, bool fixed_start, int index) {
+        if (queue.n_work) {
+          decltype(warps)::run(params, queue, fixed_start, 4 * group + warp, 4 * kGroups, ring + warp * kWarpBytes,
+                               warp_barriers + 2 * index * Warps::kStages, infos + kStages + index * Warps::kStages,
+                               source + warp);
+        }
+      };
+      run(Warps{}, small, large.n_work == 0, warp);
+      run(ThinWarps{}, thin, large.n_work + small.n_work == 0, 4 + warp);
       asm volatile("bar.sync 1, %0;" ::"n"(128 * kGroups) : "memory");
       leave(params);
     }

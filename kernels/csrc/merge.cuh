@@ -1,10 +1,8 @@
 // Partial results: deposit them, and merge a request's parts once they are all there (PAT 7).
 //
-// A part is a normalised fp32 result and its log-sum-exp. Parts are always combined in position order, two at a time,
-// so the result is the same bit for bit whoever arrives last.
+// A part is a normalised fp32 result and its log-sum-exp. Parts are always combined in position order, so the
+// result is the same bit for bit whoever arrives last.
 #pragma once
-#include <cutlass/numeric_conversion.h>
-
 #include "params.cuh"
 
 namespace feather {
@@ -25,25 +23,18 @@ struct PartSum {
   float sum[kCount] = {};
   float weight = 0.f, top = -INFINITY;
 
-  __device__ __forceinline__ void add(float lse0, float const (&part0)[kCount], float lse1,
-                                      float const (&part1)[kCount]) {
-    float const next = fmaxf(top, fmaxf(lse0, lse1));
+  __device__ __forceinline__ void add(float lse, float const (&part)[kCount]) {
+    float const next = fmaxf(top, lse);
     float const minus = next == -INFINITY ? 0.f : -next;
-    float const alpha = exp2f(top + minus), w0 = exp2f(lse0 + minus), w1 = exp2f(lse1 + minus);
+    float const alpha = exp2f(top + minus), w = exp2f(lse + minus);
     top = next;
-    weight = fmaf(weight, alpha, w0) + w1;
+    weight = fmaf(weight, alpha, w);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) sum[i] = fmaf(w1, part1[i], fmaf(w0, part0[i], sum[i] * alpha));
+    for (int i = 0; i < kCount; ++i) sum[i] = fmaf(w, part[i], sum[i] * alpha);
   }
   __device__ __forceinline__ float inverse() const { return weight == 0.f ? 0.f : 1.f / weight; }  // NaN stays NaN
   __device__ __forceinline__ float lse() const { return weight == 0.f ? -INFINITY : top + log2f(weight); }
 };
-
-template <typename T>
-__device__ __forceinline__ void store_pair(T* to, float x, float y) {
-  cutlass::NumericArrayConverter<T, float, 2> convert;
-  *reinterpret_cast<cutlass::Array<T, 2>*>(to) = convert(cutlass::Array<float, 2>{x, y});
-}
 
 __device__ __forceinline__ int load_relaxed(int const* from) {
   int value;
@@ -52,88 +43,73 @@ __device__ __forceinline__ int load_relaxed(int const* from) {
 }
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// Merge row i of each quad that has it complete; the warp's own part is still in `out`.
-template <typename T, int kHeadDim, int i, class Out>
-__device__ __forceinline__ void merge_row(Params<T> const& params, Out const& out, float own_lse, Row const& row) {
-  constexpr int kColumns = 64;  // at a time, to save registers
-  constexpr int kCount = kColumns / 4;                       // values a lane holds of them
-  int const column = 2 * (threadIdx.x % 4);
+// Merge one row of each lane group that has it complete; `own` is the part that has not left the registers.
+template <typename T, int kHeadDim, class Layout>
+__device__ __forceinline__ void merge_row(Params<T> const& params, float const (&own)[Layout::kCount], float own_lse,
+                                          Row const& row) {
+  constexpr int kAtOnce = Layout::kCount <= 16 ? 4 : 1;  // parts in flight
   float const* const lse = params.part_lse + int64_t(row.first_part) * params.q_heads + row.head;
-  float const* const value = params.part_out + (int64_t(row.first_part) * params.q_heads + row.head) * kHeadDim + column;
-  T* const to = params.out + row.request * params.out_stride + row.head * kHeadDim + column;
-  int const own = row.part - row.first_part;
-#pragma unroll
-  for (int base = 0; base < kHeadDim; base += kColumns) {
-    PartSum<kCount> total;
-    auto const load = [&](int k, float& part_lse, float(&part)[kCount]) {
-      if (k < row.n_parts && k != own) {
-        part_lse = __ldcg(lse + int64_t(k) * params.q_heads);
-        float const* const from = value + int64_t(k) * params.q_heads * kHeadDim + base;
-#pragma unroll
-        for (int j = 0; j < kCount / 2; ++j) {
-          float2 const pair = __ldcg(reinterpret_cast<float2 const*>(from + 8 * j));
-          part[2 * j] = pair.x, part[2 * j + 1] = pair.y;
-        }
-      } else {
-        part_lse = k == own ? own_lse : -INFINITY;
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) part[j] = k == own ? out(base / 2 + 4 * (j / 2) + 2 * i + j % 2) : 0.f;
-      }
-    };
+  float const* const value = params.part_out + (int64_t(row.first_part) * params.q_heads + row.head) * kHeadDim;
+  int const own_index = row.part - row.first_part;
+  PartSum<Layout::kCount> total;
 #pragma unroll 1
-    for (int k = 0; k < row.n_parts; k += 2) {
-      float lse0, lse1, part0[kCount], part1[kCount];
-      load(k, lse0, part0);
-      load(k + 1, lse1, part1);
-      total.add(lse0, part0, lse1, part1);
-    }
-    float const inverse = total.inverse();
+  for (int k = 0; k < row.n_parts; k += kAtOnce) {
+    float part_lse[kAtOnce], part[kAtOnce][Layout::kCount];
 #pragma unroll
-    for (int j = 0; j < kCount / 2; ++j) {
-      store_pair(to + base + 8 * j, total.sum[2 * j] * inverse, total.sum[2 * j + 1] * inverse);
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (k + u < row.n_parts && k + u != own_index) {
+        part_lse[u] = __ldcg(lse + int64_t(k + u) * params.q_heads);
+        Layout::load(value + int64_t(k + u) * params.q_heads * kHeadDim, part[u]);
+      } else {
+        bool const is_own = k + u == own_index;
+        part_lse[u] = is_own ? own_lse : -INFINITY;
+#pragma unroll
+        for (int j = 0; j < Layout::kCount; ++j) part[u][j] = is_own ? own[j] : 0.f;
+      }
     }
-    if (params.lse && base == 0 && threadIdx.x % 4 == 0) {
-      params.lse[int64_t(row.request) * params.q_heads + row.head] = total.lse() * kLn2;
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (k + u < row.n_parts) total.add(part_lse[u], part[u]);
     }
+  }
+  float const inverse = total.inverse();
+#pragma unroll
+  for (int j = 0; j < Layout::kCount; ++j) total.sum[j] *= inverse;
+  Layout::store(params.out + row.request * params.out_stride + row.head * kHeadDim, total.sum);
+  if (params.lse && Layout::leads()) {
+    params.lse[int64_t(row.request) * params.q_heads + row.head] = total.lse() * kLn2;
   }
 }
 
 // A warp has finished a work unit: write single results out, merge what is complete, deposit the rest.
-template <typename T, int kHeadDim, class Out>
+template <typename T, int kHeadDim, class Layout, class Out>
 __device__ __forceinline__ void finish(Params<T> const& params, Out const& out, float const (&lse)[2],
                                        Row const (&rows)[2]) {
-  int const lane = threadIdx.x % 32;
-  bool const leader = lane % 4 == 0;
-  int const column = 2 * (lane % 4);
   bool complete[2], deposits[2];
-  int* arrived[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    Row const& row = rows[i];
-    deposits[i] = row.request >= 0 && row.part >= 0;
-    arrived[i] = params.arrived + int64_t(row.request) * params.q_heads + row.head;
+    deposits[i] = rows[i].request >= 0 && rows[i].part >= 0;
     // If all others are there, this part need not travel through memory.
-    int const seen = params.fused_merge && leader && deposits[i] ? load_relaxed(arrived[i]) : -1;
-    bool const others = __shfl_sync(~0u, seen, lane & ~3) == row.n_parts - 1;
+    int* const arrived = params.arrived + int64_t(rows[i].request) * params.q_heads + rows[i].head;
+    int const seen = params.fused_merge && Layout::leads() && deposits[i] ? load_relaxed(arrived) : -1;
+    bool const others = __shfl_sync(~0u, seen, Layout::leader()) == rows[i].n_parts - 1;
     complete[i] = deposits[i] && others;
     deposits[i] &= !complete[i];
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    Row const& row = rows[i];
-    if (row.request >= 0 && row.part < 0) {
-      T* const to = params.out + row.request * params.out_stride + row.head * kHeadDim + column;
+    float values[Layout::kCount];
 #pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) store_pair(to + 8 * j, out(4 * j + 2 * i), out(4 * j + 2 * i + 1));
-      if (params.lse && leader) params.lse[int64_t(row.request) * params.q_heads + row.head] = lse[i] * kLn2;
-    } else if (deposits[i]) {
-      int64_t const at = int64_t(row.part) * params.q_heads + row.head;
-      float* const to = params.part_out + at * kHeadDim + column;
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) {
-        __stcg(reinterpret_cast<float2*>(to + 8 * j), make_float2(out(4 * j + 2 * i), out(4 * j + 2 * i + 1)));
+    for (int j = 0; j < Layout::kCount; ++j) values[j] = Layout::value(out, i, j);
+    if (rows[i].request >= 0 && rows[i].part < 0) {
+      Layout::store(params.out + rows[i].request * params.out_stride + rows[i].head * kHeadDim, values);
+      if (params.lse && Layout::leads()) {
+        params.lse[int64_t(rows[i].request) * params.q_heads + rows[i].head] = lse[i] * kLn2;
       }
-      if (leader) __stcg(params.part_lse + at, lse[i]);
+    } else if (deposits[i]) {
+      int64_t const at = int64_t(rows[i].part) * params.q_heads + rows[i].head;
+      Layout::deposit(params.part_out + at * kHeadDim, values);
+      if (Layout::leads()) __stcg(params.part_lse + at, lse[i]);
     }
   }
   if (!params.fused_merge) return;
@@ -143,8 +119,9 @@ __device__ __forceinline__ void finish(Params<T> const& params, Out const& out, 
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      int const before = leader && deposits[i] ? atomicAdd(arrived[i], 1) : -1;
-      bool const last = __shfl_sync(~0u, before, lane & ~3) == rows[i].n_parts - 1;
+      int* const arrived = params.arrived + int64_t(rows[i].request) * params.q_heads + rows[i].head;
+      int const before = Layout::leads() && deposits[i] ? atomicAdd(arrived, 1) : -1;
+      bool const last = __shfl_sync(~0u, before, Layout::leader()) == rows[i].n_parts - 1;
       complete[i] |= deposits[i] && last;
     }
   }
@@ -152,10 +129,15 @@ __device__ __forceinline__ void finish(Params<T> const& params, Out const& out, 
   fence();
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (complete[i] && leader) *arrived[i] = 0;  // as the next run expects it
+    if (!complete[i]) continue;
+    if (Layout::leads()) {  // as the next run expects it
+      params.arrived[int64_t(rows[i].request) * params.q_heads + rows[i].head] = 0;
+    }
+    float own[Layout::kCount];
+#pragma unroll
+    for (int j = 0; j < Layout::kCount; ++j) own[j] = Layout::value(out, i, j);
+    merge_row<T, kHeadDim, Layout>(params, own, lse[i], rows[i]);
   }
-  if (complete[0]) merge_row<T, kHeadDim, 0>(params, out, lse[0], rows[0]);
-  if (complete[1]) merge_row<T, kHeadDim, 1>(params, out, lse[1], rows[1]);
 }
 
 // The merge as a kernel of its own: a warp per (request, query head), kHeadDim / 32 columns a lane.
@@ -173,23 +155,17 @@ __global__ void merge_kernel(Params<T> const params) {
     float const* const lse = params.part_lse + int64_t(first_part) * params.q_heads + head;
     float const* const value = params.part_out + (int64_t(first_part) * params.q_heads + head) * kHeadDim + column;
     PartSum<kCount> total;
-    auto const load = [&](int k, float& part_lse, float(&part)[kCount]) {
-      bool const real = k < n_parts;
-      part_lse = real ? lse[int64_t(k) * params.q_heads] : -INFINITY;
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) part[j] = real ? value[int64_t(k) * params.q_heads * kHeadDim + j] : 0.f;
-    };
 #pragma unroll 4
-    for (int k = 0; k < n_parts; k += 2) {
-      float lse0, lse1, part0[kCount], part1[kCount];
-      load(k, lse0, part0);
-      load(k + 1, lse1, part1);
-      total.add(lse0, part0, lse1, part1);
+    for (int k = 0; k < n_parts; ++k) {
+      float part[kCount];
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) part[j] = value[int64_t(k) * params.q_heads * kHeadDim + j];
+      total.add(lse[int64_t(k) * params.q_heads], part);
     }
     float const inverse = total.inverse();
     T* const to = params.out + request * params.out_stride + head * kHeadDim + column;
 #pragma unroll
-    for (int j = 0; j < kCount; j += 2) store_pair(to + j, total.sum[j] * inverse, total.sum[j + 1] * inverse);
+    for (int j = 0; j < kCount; ++j) to[j] = T(total.sum[j] * inverse);
     if (params.lse && column == 0) params.lse[int64_t(request) * params.q_heads + head] = total.lse() * kLn2;
   }
 }

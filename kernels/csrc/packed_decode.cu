@@ -35,9 +35,9 @@ constexpr int kGroupStages = FEATHER_HEAD_DIM == 128 ? 3 : 6, kGroups = 2;
 constexpr int kRingBytes = 3 * 2 * 16 * (256 + 8) * 2, kCtas = 1;
 constexpr int kGroupStages = 2, kGroups = 1;
 #endif
-template <int kWarps, int kTokens>
-using Team = feather::WarpTeam<T, kHeadDim, kWarps, kTokens, kRingBytes>;
-using Portable = feather::PortableForward<T, kHeadDim, kRingBytes, kCtas, Team<4, 32>, Team<2, 32>, Team<1, 16>>;
+template <int kWarps, int kTokens, bool kThin = false>
+using Team = feather::WarpTeam<T, kHeadDim, kWarps, kTokens, kRingBytes, kThin>;
+using Portable = feather::PortableForward<T, kHeadDim, kRingBytes, kCtas, Team<4, 32>, Team<2, 32>, Team<1, 16>, Team<1, 16, true>>;
 #if FEATHER_HOPPER
 using Hopper = feather::HopperForward<T, kHeadDim, kGroupStages, kGroups>;
 #endif

@@ -42,6 +42,55 @@ __device__ __forceinline__ auto rounded(Scores const& scores) {
   return p;
 }
 
+// The shift of an online softmax follows the maximum only when that has grown by more than 2^8: the sums stay well
+// inside fp16 and fp32, and results are rescaled rarely.
+constexpr float kSlack = 8.f;
+
+template <typename T>
+__device__ __forceinline__ float soft_capped(float score, Params<T> const& params) {  // cap * tanh(score * scale / cap)
+  float const e = exp2f(score * params.soft_cap_scale * 2.885390082f);
+  return params.soft_cap_log2 * (1.f - __fdividef(2.f, e + 1.f));
+}
+
+// What a row's sum of p * v is multiplied with, and the log-sum-exp, base 2; a NaN in the cache stays visible.
+__device__ __forceinline__ float normaliser(float sum, float shift, float& lse) {
+  lse = sum > 0.f ? shift + log2f(sum) : (sum == 0.f ? -INFINITY : sum);
+  return sum == 0.f ? 0.f : 1.f / sum;
+}
+
+// How a lane holds the results of 16 rows, in the accumulators of mma.sync and wgmma alike: rows lane / 4 + {0, 8}, of
+// each the columns 8 j + 2 (lane % 4) + {0, 1}.
+template <typename T, int kHeadDim>
+struct WideLayout {
+  static constexpr int kCount = kHeadDim / 4;
+  static __device__ int row(int i) { return threadIdx.x % 32 / 4 + 8 * i; }
+  static __device__ bool leads() { return threadIdx.x % 4 == 0; }
+  static __device__ int leader() { return threadIdx.x % 32 & ~3; }
+  template <class Out>
+  static __device__ float value(Out const& out, int i, int j) { return out(4 * (j / 2) + 2 * i + j % 2); }
+  static __device__ void load(float const* row, float (&values)[kCount]) {
+#pragma unroll
+    for (int j = 0; j < kCount; j += 2) {
+      float2 const pair = __ldcg(reinterpret_cast<float2 const*>(row + 4 * j + 2 * (threadIdx.x % 4)));
+      values[j] = pair.x, values[j + 1] = pair.y;
+    }
+  }
+  static __device__ void deposit(float* row, float const (&values)[kCount]) {
+#pragma unroll
+    for (int j = 0; j < kCount; j += 2) {
+      __stcg(reinterpret_cast<float2*>(row + 4 * j + 2 * (threadIdx.x % 4)), make_float2(values[j], values[j + 1]));
+    }
+  }
+  static __device__ void store(T* row, float const (&values)[kCount]) {
+#pragma unroll
+    for (int j = 0; j < kCount; j += 2) {
+      cutlass::NumericArrayConverter<T, float, 2> convert;
+      *reinterpret_cast<cutlass::Array<T, 2>*>(row + 4 * j + 2 * (threadIdx.x % 4)) =
+          convert(cutlass::Array<float, 2>{values[j], values[j + 1]});
+    }
+  }
+};
+
 // The running softmax of a warp's 16 rows, in the accumulator layout of mma.sync and wgmma alike: a lane holds rows
 // lane/4 and lane/4 + 8, element i is column 8 (i / 4) + 2 (lane % 4) + i % 2 of row i / 2 % 2.
 struct Softmax {
@@ -57,10 +106,7 @@ struct Softmax {
   __device__ float prepare(Scores& scores, int tokens, Params<T> const& params) {
 #if FEATHER_SOFT_CAP
 #pragma unroll
-    for (int i = 0; i < size(scores); ++i) {  // cap * tanh(x), x = score * scale / cap
-      float const e = exp2f(scores(i) * params.soft_cap_scale * 2.885390082f);
-      scores(i) = params.soft_cap_log2 * (1.f - __fdividef(2.f, e + 1.f));
-    }
+    for (int i = 0; i < size(scores); ++i) scores(i) = soft_capped(scores(i), params);
     float const scale = 1.f;
 #else
     float const scale = params.scale_log2;
@@ -76,11 +122,9 @@ struct Softmax {
     return scale;
   }
 
-  // Online softmax: scores become exp2(scale * score - shift). The shift follows the maximum only when that has grown
-  // by more than 2^8: the sums stay well inside fp16 and fp32, and `out` is rescaled rarely.
+  // Scores become exp2(scale * score - shift).
   template <class Scores, class Out>
   __device__ void soften(Scores& scores, float scale, Out& out) {
-    constexpr float kSlack = 8.f;
     float top[2];
     bool grown = false;
 #pragma unroll
@@ -129,10 +173,7 @@ struct Softmax {
     float inverse[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      float const sum = quad_sum(row_sum[row]);
-      inverse[row] = sum > 0.f ? 1.f / sum : 0.f;
-      lse[row] = sum > 0.f ? shift[row] + log2f(sum) : -INFINITY;
-      if (sum != sum) inverse[row] = lse[row] = sum;  // a NaN in the cache stays visible
+      inverse[row] = normaliser(quad_sum(row_sum[row]), shift[row], lse[row]);
     }
 #pragma unroll
     for (int i = 0; i < size(out); ++i) out(i) *= inverse[i / 2 % 2];
@@ -157,10 +198,12 @@ __device__ __forceinline__ void load_queries(Fragment& q, T const* const (&rows)
 // One warp, 16 query rows in registers.
 template <typename T, int kHeadDim, int kPitch>
 struct WarpTile : Softmax {
-  using Mma = TiledMMA<MMA_Atom<typename MmaOp<T>::type>, Layout<Shape<_1, _1, _1>>, Tile<_16, _16, _16>>;
+  using Mma = TiledMMA<MMA_Atom<typename MmaOp<T>::type>, cute::Layout<Shape<_1, _1, _1>>, Tile<_16, _16, _16>>;
   using OutFragment = decltype(partition_fragment_C(Mma{}, Shape<_16, Int<kHeadDim>>{}));
   using QFragment = decltype(Mma{}.get_slice(0).partition_fragment_A(
-      make_tensor(static_cast<T*>(nullptr), Layout<Shape<_16, Int<kHeadDim>>, Stride<Int<kHeadDim>, _1>>{})));
+      make_tensor(static_cast<T*>(nullptr), cute::Layout<Shape<_16, Int<kHeadDim>>, Stride<Int<kHeadDim>, _1>>{})));
+
+  using Layout = WideLayout<T, kHeadDim>;
 
   QFragment q;
   OutFragment out;  // sum of p * v, not yet divided by sum
@@ -174,13 +217,15 @@ struct WarpTile : Softmax {
     Softmax::begin();
   }
 
-  // Attend to kBlock tokens, of which the first `tokens` count.
-  template <int kBlock>
+  __device__ void end(float (&lse)[2]) { Softmax::end(out, lse); }
+
+  // Attend to 16 tokens, of which the first `tokens` count.
   __device__ void attend(T const* k_tile, T const* v_tile, int tokens, Params<T> const& params) {
+    constexpr int kBlock = 16;
     Mma mma;
     auto thread_mma = mma.get_slice(lane);
-    auto s_k = make_tensor(make_smem_ptr(k_tile), Layout<Shape<Int<kBlock>, Int<kHeadDim>>, Stride<Int<kPitch>, _1>>{});
-    auto s_v = make_tensor(make_smem_ptr(v_tile), Layout<Shape<Int<kHeadDim>, Int<kBlock>>, Stride<_1, Int<kPitch>>>{});
+    auto s_k = make_tensor(make_smem_ptr(k_tile), cute::Layout<Shape<Int<kBlock>, Int<kHeadDim>>, Stride<Int<kPitch>, _1>>{});
+    auto s_v = make_tensor(make_smem_ptr(v_tile), cute::Layout<Shape<Int<kHeadDim>, Int<kBlock>>, Stride<_1, Int<kPitch>>>{});
 
     auto k_copy = make_tiled_copy_B(Copy_Atom<SM75_U32x4_LDSM_N, T>{}, mma);
     auto k_thread = k_copy.get_slice(lane);
@@ -199,7 +244,7 @@ struct WarpTile : Softmax {
 
     auto p = rounded<T>(scores);
     // The accumulators of 16 tokens are, in order, the A operand of a k16 step.
-    auto p_a = make_tensor(p.data(), Layout<Shape<_8, _1, Int<kBlock / 16>>, Stride<_1, _0, _8>>{});
+    auto p_a = make_tensor(p.data(), cute::Layout<Shape<_8, _1, Int<kBlock / 16>>, Stride<_1, _0, _8>>{});
 
     auto v_copy = make_tiled_copy_B(Copy_Atom<SM75_U16x8_LDSM_T, T>{}, mma);
     auto v_thread = v_copy.get_slice(lane);

@@ -22,7 +22,7 @@ from feather_kernels.pack import SPLITS, STRATEGIES
 Tiles = Sequence[tuple[int, int]]
 
 DEFAULT_TILES: tuple[tuple[int, int], ...] = ((16, 16), (32, 16), (64, 32))
-DEFAULT_ALPHA = {16: 0.12, 32: 0.2, 64: 0.4, 128: 0.6}  # share of a processor's tokens, by the rows of the tile
+DEFAULT_ALPHA = {8: 0.3, 16: 0.3, 32: 0.5, 64: 1.0}  # share of a processor's tokens, by the rows of the tile
 COMPUTE_SPLIT_COST = 64.0  # row-tokens that a partial row is worth to `compute`: its bytes at a few FLOP each
 MIN_GROWTH = 256  # tokens that any tail may grow before its plan is stale
 
@@ -348,7 +348,7 @@ def _checked_tiles(tiles: Tiles, group_size: int) -> tuple[tuple[int, int], ...]
 
 def _alpha(alpha: Sequence[float] | None, tiles: tuple[tuple[int, int], ...]) -> list[float]:
     if alpha is None:
-        return [max((share for m, share in DEFAULT_ALPHA.items() if m <= tile[0]), default=0.12) for tile in tiles]
+        return [max((share for m, share in DEFAULT_ALPHA.items() if m <= tile[0]), default=0.3) for tile in tiles]
     if len(alpha) != len(tiles) or min(alpha) <= 0:
         raise PlanError(f"alpha is {tuple(alpha)}: give a number above 0 for each of the {len(tiles)} tiles")
     return [float(share) for share in alpha]

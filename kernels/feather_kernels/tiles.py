@@ -4,6 +4,6 @@ from __future__ import annotations
 
 # By ascending m; csrc/packed_decode.cu lists the same, largest first.
 TILES = {
-    "portable": ((16, 16), (32, 32), (64, 32)),
-    "hopper": ((16, 16), (64, 64)),
+    "portable": ((8, 16), (16, 16), (32, 32), (64, 32)),
+    "hopper": ((8, 16), (16, 16), (64, 64)),
 }
