@@ -22,6 +22,7 @@ from typing import Any
 
 from decode_cases import COPY_BANDWIDTH, MATRIX_RATE, Case, Heads, Watchdog, choose_trees, parse_heads, tree_case
 from decode_report import plot, row_header, row_line, summary
+
 from feather_kernels.trees import PAT_TREES, parse_tree
 
 TOLERANCE = {"float16": 5e-3, "bfloat16": 2e-2}  # of |out - reference| / |reference|, both over all checked rows
@@ -185,6 +186,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     import torch
     from decode_systems import choose_systems
     from decode_timing import Flush, copy_bandwidth, graph_overhead_us, machine
+
     from feather_kernels.build import load_kernel
 
     begun = time.monotonic()

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from feather_kernels.forest import Forest
 from feather_kernels.pack import STRATEGIES
 from feather_kernels.plan import Planner, make_plan

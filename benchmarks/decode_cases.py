@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 from feather_kernels.forest import Forest
 from feather_kernels.trees import PAT_TREES, forest_table, parse_tree, tree_forest
 

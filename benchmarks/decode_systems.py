@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from decode_cases import Case, attend, padded_slots
+
 from feather_kernels import PackedDecodeWrapper
 from feather_kernels.tiles import TILES
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 
 from decode_cases import grid, parse_heads, tree_case
+
 from feather_kernels.trees import PAT_TREES
 
 METRICS = {  # ncu's name: (column, factor, format); bytes and times come in the unit that the CSV names

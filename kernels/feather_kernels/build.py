@@ -1,7 +1,7 @@
 """Compile the planner and the kernels: ahead of time (``python -m feather_kernels.build``) or at first use.
 
-A library is cached by its sources, its flags, the toolkit and the architecture, so that an edit, a new compiler or another
-GPU never meets a stale build. Nothing is compiled at import.
+A library is cached by its sources, its flags, the toolkit and the architecture, so that an edit, a new compiler or
+another GPU never meets a stale build. Nothing is compiled at import.
 """
 
 from __future__ import annotations
@@ -87,7 +87,11 @@ def kernel_library(dtype: str, head_dim: int, capability: int) -> Path:
     compiler = find_nvcc()
     flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "--use_fast_math", "-DNDEBUG", "-shared"]
     flags += ["-Xcompiler=-fPIC", "-Xptxas=-v", f"-gencode=arch=compute_{target},code=sm_{target}"]
-    flags += [f"-DFEATHER_HOPPER={int(capability == 90)}", f"-DFEATHER_DTYPE_{DTYPES[dtype].upper()}=1", f"-DFEATHER_HEAD_DIM={head_dim}"]
+    flags += [
+        f"-DFEATHER_HOPPER={int(capability == 90)}",
+        f"-DFEATHER_DTYPE_{DTYPES[dtype].upper()}=1",
+        f"-DFEATHER_HEAD_DIM={head_dim}",
+    ]
     return _compile(name, source, [compiler, *flags, f"-I{cutlass_include()}"], toolkit=_version(compiler))
 
 
@@ -98,7 +102,11 @@ def _prebuilt_name(name: str) -> str:
 def find_nvcc() -> str:
     """The CUDA compiler: ``$CUDA_HOME/bin/nvcc``, then the PATH, then /usr/local/cuda."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    places = [*(Path(home) / "bin" / "nvcc" for home in homes if home), shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
+    places = [
+        *(Path(home) / "bin" / "nvcc" for home in homes if home),
+        shutil.which("nvcc"),
+        "/usr/local/cuda/bin/nvcc",
+    ]
     for place in places:
         if place and Path(place).is_file():
             return str(place)

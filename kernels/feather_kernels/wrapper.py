@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -119,7 +118,9 @@ class PackedDecodeWrapper:
             self.device = torch.device("cuda", torch.cuda.current_device())
         major, minor = torch.cuda.get_device_capability(self.device)
         if path == "hopper" and major < 9:
-            raise ValueError(f"path is 'hopper', but {torch.cuda.get_device_name(self.device)} is compute {major}.{minor}")
+            raise ValueError(
+                f"path is 'hopper', but {torch.cuda.get_device_name(self.device)} is compute {major}.{minor}"
+            )
         self.num_qo_heads, self.num_kv_heads, self.head_dim = num_qo_heads, num_kv_heads, head_dim
         self.page_size, self.dtype, self.debug = page_size, dtype, debug
         self.launch = launch
@@ -275,7 +276,11 @@ class PackedDecodeWrapper:
 
     def _flat(self, cache: torch.Tensor) -> torch.Tensor:
         """(pages, page_size, heads, head_dim) as (slots, heads, head_dim)."""
-        if cache.dim() == 4 and cache.shape[1] == self.page_size and cache.stride(0) == self.page_size * cache.stride(1):
+        if (
+            cache.dim() == 4
+            and cache.shape[1] == self.page_size
+            and cache.stride(0) == self.page_size * cache.stride(1)
+        ):
             return cache.flatten(0, 1)
         return cache
 
@@ -289,18 +294,24 @@ class PackedDecodeWrapper:
             if tuple(tensor.shape) != shape:
                 raise PlanError(f"{name} is {list(tensor.shape)}, the plan is for {list(shape)}: plan this batch first")
             if tensor.stride(2) != 1 or tensor.stride(1) != self.head_dim or tensor.stride(0) % 8:
-                raise PlanError(f"{name} has strides {tensor.stride()}: its heads must lie side by side, rows 16-byte aligned")
+                raise PlanError(
+                    f"{name} has strides {tensor.stride()}: its heads must lie side by side, rows 16-byte aligned"
+                )
         for name, tensor in (("k_cache", k), ("v_cache", v)):
-            if tensor.dim() != 3 or tuple(tensor.shape[1:]) != shape[1:1] + (self.num_kv_heads, self.head_dim):
+            if tensor.dim() != 3 or tuple(tensor.shape[1:]) != (self.num_kv_heads, self.head_dim):
                 raise PlanError(
                     f"{name} is {list(tensor.shape)}: give (slots, {self.num_kv_heads}, {self.head_dim}) or "
                     f"(pages, {self.page_size}, {self.num_kv_heads}, {self.head_dim})"
                 )
             if tensor.stride(2) != 1 or tensor.stride(0) % 8 or tensor.stride(1) % 8 or tensor.data_ptr() % 16:
-                raise PlanError(f"{name} has strides {tensor.stride()}: rows of head_dim must be contiguous and 16-byte aligned")
+                raise PlanError(
+                    f"{name} has strides {tensor.stride()}: rows of head_dim must be contiguous and 16-byte aligned"
+                )
         for name, tensor in (("q", q), ("k_cache", k), ("v_cache", v), ("out", out)):
             if tensor is not None and (tensor.dtype != self.dtype or tensor.device != self.device):
-                raise PlanError(f"{name} is {tensor.dtype} on {tensor.device}: the wrapper is for {self.dtype} on {self.device}")
+                raise PlanError(
+                    f"{name} is {tensor.dtype} on {tensor.device}: the wrapper is for {self.dtype} on {self.device}"
+                )
         if self.debug:
             self._check_slots(min(len(k), len(v)))
 

@@ -31,8 +31,9 @@ from typing import Any
 import numpy as np
 import random_batches
 import torch
-from feather_kernels.tiles import TILES
 from random_batches import Batch, Choice
+
+from feather_kernels.tiles import TILES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

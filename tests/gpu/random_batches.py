@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from feather_kernels.forest import Forest
 from feather_kernels.pack import SPLITS, STRATEGIES
 from feather_kernels.tiles import TILES

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import check_decode_kernel as check
 import random_batches
 import torch
+
 from feather_kernels import PackedDecodeWrapper
 
 GPU = torch.cuda.is_available()

@@ -3,9 +3,10 @@
 from itertools import pairwise
 
 import numpy as np
+from hypothesis import strategies as st
+
 from feather_kernels.plan import make_plan
 from feather_kernels.trees import forest_table, random_forest
-from hypothesis import strategies as st
 
 HEADS = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64}
 GROUP = HEADS["num_qo_heads"] // HEADS["num_kv_heads"]

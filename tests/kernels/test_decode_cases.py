@@ -9,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from decode_cases import Case, Heads, choose_trees, parse_heads, tree_case
+
 from feather_kernels.forest import Forest
 from feather_kernels.trees import PAT_TREES, forest_table, random_forest
 

@@ -14,6 +14,7 @@ import bench_decode_kernel as bench
 import decode_report as report
 from decode_cases import Heads, tree_case
 from decode_systems import ABLATIONS, PEERS, Inputs, Pools, choose_systems, reference
+
 from feather_kernels.trees import PAT_TREES
 
 

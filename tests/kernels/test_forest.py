@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from feather_kernels.errors import PlanError
-from feather_kernels.forest import Forest
-from feather_kernels.trees import PAT_TREES, forest_table, parse_tree, random_forest, tree_forest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_checks import ONE_TILE, plan_of
 
+from feather_kernels.errors import PlanError
+from feather_kernels.forest import Forest
+from feather_kernels.trees import PAT_TREES, forest_table, parse_tree, random_forest, tree_forest
 from oracles.packing import prefix_forest
 
 

@@ -12,11 +12,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 import check_decode_kernel as check
 import random_batches
 import torch
+from random_batches import draw, make, small
+
 from feather_kernels import Planner
 from feather_kernels.errors import PlanError
 from feather_kernels.reference import reference_decode
 from feather_kernels.wrapper import PackedDecodeWrapper
-from random_batches import draw, make, small
 
 
 class HostWrapper(PackedDecodeWrapper):

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from feather_kernels.pack import SPLITS, STRATEGIES
-from feather_kernels.plan import MAGIC, Planner
-from feather_kernels.trees import PAT_TREES, parse_tree, tree_forest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_checks import HEADS, ONE_TILE, check_plan, forests, plan_of
+
+from feather_kernels.pack import SPLITS, STRATEGIES
+from feather_kernels.plan import MAGIC, Planner
+from feather_kernels.trees import PAT_TREES, parse_tree, tree_forest
 
 
 @settings(max_examples=300)

@@ -1,12 +1,12 @@
 """What each strategy decides, against the definitions in ``oracles.packing``."""
 
 import pytest
-from feather_kernels.pack import STRATEGIES
-from feather_kernels.trees import PAT_TREES, parse_tree, tree_forest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plan_checks import GROUP, HEADS, ONE_TILE, forests, packs_in, plan_of
 
+from feather_kernels.pack import STRATEGIES
+from feather_kernels.trees import PAT_TREES, parse_tree, tree_forest
 from oracles.packing import Node, algorithm_1, cheapest, packs_of, prefix_forest, traffic
 
 DIM = HEADS["head_dim"]

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from plan_checks import HEADS, plan_of
+
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.plan import Planner, make_plan
 from feather_kernels.trees import tree_forest
-from plan_checks import HEADS, plan_of
 
 FOREST = tree_forest((1, 8), (400, 100))
 

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_checks import plan_of
+
 from feather_kernels.forest import Forest
 from feather_kernels.pack import SPLITS, STRATEGIES
 from feather_kernels.reference import direct_decode, merge, reference_decode
 from feather_kernels.trees import forest_table, random_forest, tree_forest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from plan_checks import plan_of
 
 CHECKED = {"rtol": 1e-9, "atol": 1e-11}
 
