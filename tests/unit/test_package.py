@@ -7,9 +7,18 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import feather_sglang
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(feather_sglang.__file__).parent
 HEAVY = {"sglang", "torch", "torchvision", "transformers"}
 
@@ -57,3 +66,33 @@ def test_a_users_mistake_is_one_line_and_status_2(tmp_path: Path) -> None:
     assert ended.returncode == 2
     (line,) = ended.stderr.strip().splitlines()
     assert line.startswith("feather: error: ") and str(missing) in line
+
+
+def package_table() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def test_every_package_of_the_checkout_is_installed() -> None:
+    folders = {
+        ".".join(file.parent.relative_to(base).parts)
+        for base, name in ((ROOT, "feather_sglang"), (ROOT / "kernels", "feather_kernels"))
+        for file in (base / name).rglob("__init__.py")
+    }
+    assert set(package_table()["packages"]) == folders | {"feather_kernels.csrc"}
+
+
+@pytest.mark.parametrize("package", ["feather_kernels", "feather_kernels.csrc", "feather_sglang"])
+def test_every_file_beside_the_python_modules_is_installed(package: str) -> None:
+    table = package_table()
+    folder = ROOT / table["package-dir"].get(package, package)
+    ours = {file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
+    data = {file for pattern in table["package-data"][package] for file in folder.glob(pattern)}
+    assert {file.name for file in ours - data if file.suffix != ".py"} == set()
+
+
+def test_the_planner_needs_no_torch() -> None:
+    code = (
+        "import sys; import feather_kernels, feather_kernels.build, feather_kernels.tiles; print(sorted(sys.modules))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not any(f"'{name}'" in shown for name in HEAVY)
