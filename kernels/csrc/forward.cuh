@@ -1,5 +1,7 @@
 // The forward kernels: persistent CTAs work through the plan's queues, one queue per tile shape, largest first.
 #pragma once
+#include <algorithm>
+
 #include "merge.cuh"
 #include "stream.cuh"
 #include "thin_tile.cuh"
@@ -13,6 +15,15 @@ __device__ Queue find_queue(Params<T> const& params, int index) {
   int const* const begin = params.plan + header::kQueueBegin + index;
   bool const served = params.queues >> index & 1;
   return {index, begin[0], served ? (begin[1] - begin[0]) * params.kv_heads : 0};
+}
+
+// With programmatic dependent launch a kernel may start while the one before it still runs; its results are there after
+// this. Our own dependents may be launched from then on: they wait here in turn.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 // The last CTA of a launch leaves the queues as the next run expects them.
@@ -30,8 +41,8 @@ __device__ void leave(Params<T> const& params) {
 
 // The requests of a warp's rows, which are the unit's from first_row on, and how their results join others.
 template <class Layout, typename T>
-__device__ void find_rows(Params<T> const& params, StageInfo const& info, int first_row, Row (&rows)[2]) {
-  int const* const members = params.plan + params.plan[header::kMembersBegin] + 2 * info.first_member;
+__device__ void find_rows(Params<T> const& params, StageInfo const& info, int const* members, int first_row,
+                          Row (&rows)[2]) {
   int const* const part_begin = params.plan + params.plan[header::kPartBeginBegin];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -39,23 +50,24 @@ __device__ void find_rows(Params<T> const& params, StageInfo const& info, int fi
     int const member = params.group_div.div(row);
     rows[i] = Row{};
     if (member >= info.n_members) continue;
-    int2 const words = __ldg(reinterpret_cast<int2 const*>(members) + member);
+    int2 const words = reinterpret_cast<int2 const*>(members)[member];
     rows[i].request = words.x;
     rows[i].part = words.y;
     rows[i].head = (info.edges >> kHeadShift) * params.group + row - member * params.group;
-    rows[i].first_part = __ldg(part_begin + words.x);
-    rows[i].n_parts = __ldg(part_begin + words.x + 1) - rows[i].first_part;
+    if (params.fused_merge) {
+      rows[i].first_part = __ldg(part_begin + words.x);
+      rows[i].n_parts = __ldg(part_begin + words.x + 1) - rows[i].first_part;
+    }
   }
 }
 
 // Where the queries of a unit's row are; null for padding.
 template <typename T, int kHeadDim>
-__device__ T const* find_query(Params<T> const& params, StageInfo const& info, int row) {
+__device__ T const* find_query(Params<T> const& params, StageInfo const& info, int const* members, int row) {
   int const member = params.group_div.div(row);
   if (member >= info.n_members) return nullptr;
-  int const request = __ldg(params.plan + params.plan[header::kMembersBegin] + 2 * (info.first_member + member));
   int const head = (info.edges >> kHeadShift) * params.group + row - member * params.group;
-  return params.q + request * params.q_stride + head * kHeadDim;
+  return params.q + members[2 * member] * params.q_stride + head * kHeadDim;
 }
 
 // A tile shape of the portable path: teams of kWarps warps share KV tiles of kTokens tokens, m = 16 kWarps; or m = 8,
@@ -66,15 +78,16 @@ struct WarpTeam {
   static_assert(!kThin || kWarps == 1, "8 rows are one warp's");
   using Rows = PaddedRows<kHeadDim, kTokens>;
   static constexpr int kRingBytes = kWarps * kRingBytesPerWarp;
+  static constexpr int kMemberWords = 32 * kWarps;
   static constexpr int kStages = kRingBytes / (2 * Rows::kElements * int(sizeof(T)));
   static_assert(kStages >= 2, "a ring needs two stages");
   using Stream = KvStream<T, kHeadDim, kWarps, kTokens, kStages, kBlock, Rows>;
 
   // Work through a queue. `team` counts within the CTA, of `teams`; smem, barriers and infos are the team's.
   static __device__ void run(Params<T> const& params, Queue const& queue, bool fixed_start, int team, int teams,
-                             unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source) {
+                             unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source, int* members) {
     int const warp = threadIdx.x / 32 % kWarps;
-    Stream stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source);
+    Stream stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source, members);
     std::conditional_t<kThin, ThinTile<T, kHeadDim, Rows::kPitch>, WarpTile<T, kHeadDim, Rows::kPitch>> tile;
     using Layout = typename decltype(tile)::Layout;
     if (warp == 0) {
@@ -87,14 +100,23 @@ struct WarpTeam {
       if (info.edges & kFirst) {
         int const row = 16 * warp + threadIdx.x % 32 / 4;
         if constexpr (kThin) {
-          tile.begin(find_query<T, kHeadDim>(params, info, row));
+          if (!tile.ahead) tile.fetch(find_query<T, kHeadDim>(params, info, stream.members(), row));
+          tile.begin();
         } else {
-          tile.begin({find_query<T, kHeadDim>(params, info, row), find_query<T, kHeadDim>(params, info, row + 8)});
+          tile.begin({find_query<T, kHeadDim>(params, info, stream.members(), row), find_query<T, kHeadDim>(params, info, stream.members(), row + 8)});
         }
       }
       Row rows[2];
       bool const last = info.edges & kLast;
-      if (last) find_rows<Layout>(params, info, 16 * warp, rows);  // in time for the answer to be there
+      if (last) {  // in time for the answers to be there
+        find_rows<Layout>(params, info, stream.members(), 16 * warp, rows);
+        if constexpr (kThin) {
+          StageInfo const next = stream.peek();
+          if (next.tokens >= 0) {
+            tile.fetch(find_query<T, kHeadDim>(params, next, stream.peek_members(), threadIdx.x % 32 / 4));
+          }
+        }
+      }
       if (16 * warp < info.n_members * params.group) {
 #pragma unroll 1
         for (int token = 0; token < info.tokens; token += kBlock) {
@@ -124,13 +146,20 @@ struct PortableForward {
     return 4 / Team::kWarps * Team::kStages;
   }
   static constexpr int kSlots = (slots<Teams>() + ...);
-  static constexpr int kSmem = kRings + kSlots * int(2 * sizeof(uint64_t) + sizeof(StageInfo)) + 4 * int(sizeof(Source));
+  // A stage of W warps has 32 W member words: the same per warp in every queue, up to the stages.
+  static constexpr int kMemberWords = std::max({4 * 32 * Teams::kStages...});
+  struct Control {
+    StageInfo infos[kSlots];
+    Source sources[4];
+    uint64_t barriers[2 * kSlots];
+    int members[kMemberWords];
+  };
+  static constexpr int kSmem = kRings + int(sizeof(Control));
 
   static __device__ void run(Params<T> const& params) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    StageInfo* const infos = reinterpret_cast<StageInfo*>(smem + kRings);
-    Source* const sources = reinterpret_cast<Source*>(infos + kSlots);
-    uint64_t* const barriers = reinterpret_cast<uint64_t*>(sources + 4);
+    Control& control = *reinterpret_cast<Control*>(smem + kRings);
+    uint64_t* const barriers = control.barriers;
     if (threadIdx.x == 0) {
       uint64_t* next = barriers;
       (
@@ -142,6 +171,7 @@ struct PortableForward {
           ...);
     }
     __syncthreads();
+    wait_for_previous_kernel();
     // The first queue with work starts on fixed units, without a round trip to the counter; later ones are popped only,
     // so that a CTA still busy with large tiles holds nothing back.
     int index = 0, slot = 0;
@@ -152,7 +182,8 @@ struct PortableForward {
           int const team = threadIdx.x / (32 * Teams::kWarps);
           if (queue.n_work) {
             Teams::run(params, queue, fixed_start, team, 4 / Teams::kWarps, smem + team * Teams::kRingBytes,
-                       barriers + 2 * (slot + team * Teams::kStages), infos + slot + team * Teams::kStages, sources + team);
+                       barriers + 2 * (slot + team * Teams::kStages), control.infos + slot + team * Teams::kStages,
+                       control.sources + team, control.members + team * Teams::kStages * Teams::kMemberWords);
             fixed_start = false;
             __syncthreads();
           }

@@ -21,15 +21,15 @@ struct GroupTeam {
   // barriers: full and empty of each stage. Units are dealt out in turn, so that both producers walk the same ones.
   template <Copies kCopies>
   static __device__ void produce(Params<T> const& params, Queue const& queue, int group, int groups,
-                                 unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source) {
-    StreamOf<kCopies> stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source);
+                                 unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source, int* members) {
+    StreamOf<kCopies> stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source, members);
     stream.open(queue, group * int(gridDim.x) + int(blockIdx.x), 0, groups * int(gridDim.x));
     stream.produce();
   }
 
-  static __device__ void consume(Params<T> const& params, unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source) {
+  static __device__ void consume(Params<T> const& params, unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source, int* members) {
     int const warp = threadIdx.x / 32 % 4;
-    Stream stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source);
+    Stream stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source, members);
     Tile tile;
     while (true) {
       StageInfo const info = stream.wait();
@@ -37,11 +37,11 @@ struct GroupTeam {
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what cp.async wrote
       if (info.edges & kFirst) {
         int const row = 16 * warp + threadIdx.x % 32 / 4;
-        tile.begin({find_query<T, kHeadDim>(params, info, row), find_query<T, kHeadDim>(params, info, row + 8)});
+        tile.begin({find_query<T, kHeadDim>(params, info, stream.members(), row), find_query<T, kHeadDim>(params, info, stream.members(), row + 8)});
       }
       Row rows[2];
       bool const last = info.edges & kLast;
-      if (last) find_rows<typename Tile::Layout>(params, info, 16 * warp, rows);  // in time for the answer to be there
+      if (last) find_rows<typename Tile::Layout>(params, info, stream.members(), 16 * warp, rows);  // in time for the answer to be there
       tile.attend(stream.k_tile(), stream.v_tile(), info.tokens, params);
       stream.release();
       if (last) {
@@ -65,58 +65,82 @@ struct HopperForward {
   using Warps = WarpTeam<T, kHeadDim, 1, 16, kWarpBytes>;
   using ThinWarps = WarpTeam<T, kHeadDim, 1, 16, kWarpBytes, true>;
   static constexpr int kSlots = kStages + 8 * Warps::kStages;  // of a group
-  static constexpr int kSmem =
-      kGroups * (kGroupBytes + kSlots * int(sizeof(StageInfo)) + 4 * int(sizeof(Source)) + 2 * kSlots * int(sizeof(uint64_t)));
+  static constexpr int kMemberWords = 4 * 32 * (kStages > Warps::kStages ? kStages : Warps::kStages);
+  struct Control {  // of a group
+    StageInfo infos[kSlots];
+    Source sources[4];
+    uint64_t barriers[2 * kSlots];
+    int members[kMemberWords];
+  };
+  static constexpr int kSmem = kGroups * (kGroupBytes + int(sizeof(Control)));
+
+  // Read again where it is used: a value from before the registers are dealt out would wait in local memory.
+  static __device__ int thread() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+  }
+  static __device__ Control& control_of(unsigned char* smem, int group) {
+    return reinterpret_cast<Control*>(smem + kGroups * kGroupBytes)[group];
+  }
 
   static __device__ void run(Params<T> const& params) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    int const warp = threadIdx.x / 32 % 4;
-    bool const copies = threadIdx.x >= 128 * kGroups;
-    int const group = copies ? warp / 2 : threadIdx.x / 128;
-    unsigned char* const ring = smem + group * kGroupBytes;
-    StageInfo* const infos = reinterpret_cast<StageInfo*>(smem + kGroups * kGroupBytes) + group * kSlots;
-    Source* const source = reinterpret_cast<Source*>(
-        smem + kGroups * (kGroupBytes + kSlots * int(sizeof(StageInfo)))) + 4 * group;
-    uint64_t* const barriers = reinterpret_cast<uint64_t*>(
-        smem + kGroups * (kGroupBytes + kSlots * int(sizeof(StageInfo)) + 4 * int(sizeof(Source)))) +
-        group * 2 * kSlots;
-    uint64_t* const warp_barriers = barriers + 2 * kStages;
-    if (!copies && threadIdx.x % 128 == 0) {
+    if (threadIdx.x < 128 * kGroups && threadIdx.x % 128 == 0) {
+      uint64_t* const barriers = control_of(smem, threadIdx.x / 128).barriers;
       Group::Stream::init(barriers, barriers + kStages);
       for (int i = 0; i < 8; ++i) {
-        uint64_t* const own = warp_barriers + 2 * i * Warps::kStages;
+        uint64_t* const own = barriers + 2 * kStages + 2 * i * Warps::kStages;
         Warps::Stream::init(own, own + Warps::kStages);
       }
     }
     __syncthreads();
-    Queue const large = find_queue(params, 0), small = find_queue(params, 1), thin = find_queue(params, 2);
-    if (copies) {
-      cutlass::arch::warpgroup_reg_dealloc<kGroups == 2 ? 56 : 56>();
-      if (group < kGroups && large.n_work) {
-        if (warp % 2 == 0) {
-          Group::template produce<Copies::kOnlyK>(params, large, group, kGroups, ring, barriers, infos, source);
-        } else {
-          Group::template produce<Copies::kOnlyV>(params, large, group, kGroups, ring, barriers, infos, source + 1);
-        }
-      }
+    wait_for_previous_kernel();
+    if (threadIdx.x >= 128 * kGroups) {
+      cutlass::arch::warpgroup_reg_dealloc<56>();
+      copy(params, smem);
     } else {
       cutlass::arch::warpgroup_reg_alloc<kGroups == 2 ? 224 : 240>();
-      if (large.n_work) {
-        Group::consume(params, ring, barriers, infos, source);
-        asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
-      }
-      auto const run = [&](auto warps, Queue const& queue, bool fixed_start, int index) {
-        if (queue.n_work) {
-          decltype(warps)::run(params, queue, fixed_start, 4 * group + warp, 4 * kGroups, ring + warp * kWarpBytes,
-                               warp_barriers + 2 * index * Warps::kStages, infos + kStages + index * Warps::kStages,
-                               source + warp);
-        }
-      };
-      run(Warps{}, small, large.n_work == 0, warp);
-      run(ThinWarps{}, thin, large.n_work + small.n_work == 0, 4 + warp);
-      asm volatile("bar.sync 1, %0;" ::"n"(128 * kGroups) : "memory");
-      leave(params);
+      compute(params, smem);
     }
+  }
+
+  static __device__ void copy(Params<T> const& params, unsigned char* smem) {
+    int const warp = thread() / 32 % 4, group = warp / 2;
+    Queue const large = find_queue(params, 0);
+    if (group >= kGroups || large.n_work == 0) return;
+    Control& control = control_of(smem, group);
+    unsigned char* const ring = smem + group * kGroupBytes;
+    if (warp % 2 == 0) {
+      Group::template produce<Copies::kOnlyK>(params, large, group, kGroups, ring, control.barriers, control.infos,
+                                              control.sources, control.members);
+    } else {
+      Group::template produce<Copies::kOnlyV>(params, large, group, kGroups, ring, control.barriers, control.infos,
+                                              control.sources + 1, control.members);
+    }
+  }
+
+  static __device__ void compute(Params<T> const& params, unsigned char* smem) {
+    int const group = thread() / 128, warp = thread() / 32 % 4;
+    Control& control = control_of(smem, group);
+    unsigned char* const ring = smem + group * kGroupBytes;
+    Queue const large = find_queue(params, 0), small = find_queue(params, 1), thin = find_queue(params, 2);
+    if (large.n_work) {
+      Group::consume(params, ring, control.barriers, control.infos, control.sources, control.members);
+      asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
+    }
+    auto const run = [&](auto warps, Queue const& queue, bool fixed_start, int index) {
+      if (queue.n_work) {
+        decltype(warps)::run(params, queue, fixed_start, 4 * group + warp, 4 * kGroups, ring + warp * kWarpBytes,
+                             control.barriers + 2 * (kStages + index * Warps::kStages),
+                             control.infos + kStages + index * Warps::kStages, control.sources + warp,
+                             control.members + warp * Warps::kStages * Warps::kMemberWords);
+      }
+    };
+    run(Warps{}, small, large.n_work == 0, warp);
+    run(ThinWarps{}, thin, large.n_work + small.n_work == 0, 4 + warp);
+    asm volatile("bar.sync 1, %0;" ::"n"(128 * kGroups) : "memory");
+    leave(params);
   }
 };
 

@@ -144,6 +144,9 @@ __device__ __forceinline__ void finish(Params<T> const& params, Out const& out, 
 template <typename T, int kHeadDim>
 __global__ void merge_kernel(Params<T> const params) {
   constexpr int kCount = kHeadDim / 32;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
   int const n_requests = params.plan[header::kRequests];
   int const* const part_begin = params.plan + params.plan[header::kPartBeginBegin];
   int const warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32, warps = gridDim.x * blockDim.x / 32;

@@ -42,6 +42,22 @@ using Portable = feather::PortableForward<T, kHeadDim, kRingBytes, kCtas, Team<4
 using Hopper = feather::HopperForward<T, kHeadDim, kGroupStages, kGroups>;
 #endif
 
+// Launch so that the kernel may begin while the one before it in the stream ends (sm_90; it waits for its results).
+template <class Kernel>
+void start(Kernel kernel, int ctas, int threads, int smem, feather::Params<T> const& params, cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(ctas);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem;
+  config.stream = stream;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &overlap;
+  config.numAttrs = FEATHER_HOPPER ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, params), "launch");
+}
+
 template <class Forward, int kMinCtas>
 void launch(feather::Params<T> const& params, int multiprocessors, cudaStream_t stream) {
   auto const kernel = feather::forward_kernel<Forward, T, kMinCtas>;
@@ -51,8 +67,7 @@ void launch(feather::Params<T> const& params, int multiprocessors, cudaStream_t 
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, Forward::kThreads, Forward::kSmem), "occupancy");
     return count;
   }();
-  kernel<<<multiprocessors * ctas, Forward::kThreads, Forward::kSmem, stream>>>(params);
-  check(cudaGetLastError(), "forward kernel");
+  start(kernel, multiprocessors * ctas, Forward::kThreads, Forward::kSmem, params, stream);
 }
 
 int multiprocessors(int device) {
@@ -130,8 +145,7 @@ void merge(TensorView q, TensorView k, TensorView v, TensorView out, Optional<Te
   int64_t const rows = q.size(0) * q.size(1);
   int const sms = multiprocessors(q.device().device_id);
   int const ctas = std::max<int64_t>(1, std::min<int64_t>((rows + 3) / 4, 16 * sms));
-  feather::merge_kernel<T, kHeadDim><<<ctas, 128, 0, stream_of(q)>>>(params);
-  check(cudaGetLastError(), "merge kernel");
+  start(feather::merge_kernel<T, kHeadDim>, ctas, 128, 0, params, stream_of(q));
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(forward, forward);

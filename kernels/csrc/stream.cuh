@@ -14,8 +14,8 @@ constexpr int kWarp = 32;
 struct alignas(16) StageInfo {
   int tokens;  // valid KV tokens; -1: the queue is empty
   int edges;   // kFirst | kLast, and the KV head above them
-  int first_member;
   int n_members;
+  int unused;
 };
 constexpr int kFirst = 1, kLast = 2, kHeadShift = 2;
 
@@ -48,7 +48,7 @@ enum class Copies { kBoth, kOnlyK, kOnlyV };
 
 // kWarps consumers; kBlock: tokens a consumer touches at once. kClean: rows of V behind the last token are zeros.
 template <typename T, int kHeadDim, int kWarps, int kTokens, int kStages, int kBlock, class Rows, bool kClean = false,
-          Copies kCopies = Copies::kBoth>
+          Copies kCopies = Copies::kBoth, int kMemberWords = 32 * kWarps>
 struct KvStream {
   static constexpr int kTile = Rows::kElements;
   static constexpr int kStageElements = 2 * kTile;  // K, then V
@@ -64,6 +64,7 @@ struct KvStream {
   StageInfo* info;  // kStages
   int const lane;
   Source* const source;
+  int* const member_table;  // kStages * kMemberWords: request and part of each member, with a unit's first and last stage
   int issued = 0, consumed = 0;
   bool done = false;
 
@@ -77,16 +78,18 @@ struct KvStream {
   int stride = 0;           // > 0: every stride-th unit, instead of asking the queue
   int popped = 0;           // lane 0: the answer of the last atomicAdd
   int pages[kPerLane];      // of the tokens at pos, as the table holds them
+  int member_words[kMemberWords / kWarp];  // of the current unit
 
   __device__ KvStream(Params<T> const& params_, T* ring_, uint64_t* full_, uint64_t* empty_, StageInfo* info_,
-                      Source* source_)
+                      Source* source_, int* member_table_)
       : params(params_),
         ring(ring_),
         full(full_),
         empty(empty_),
         info(info_),
         lane(threadIdx.x % kWarp),
-        source(source_) {}
+        source(source_),
+        member_table(member_table_) {}
 
   static __device__ void init(uint64_t* full, uint64_t* empty) {
     for (int i = 0; i < kStages; ++i) {
@@ -146,6 +149,13 @@ struct KvStream {
     pos = word(words, kStart);
     offset = int64_t(uint32_t(word(words, kOffsetLow))) | (int64_t(word(words, kOffsetHigh)) << 32);
     if (real) {
+      int const* const list = params.plan + params.plan[header::kMembersBegin] + 2 * word(words, kMember);
+      int const count = 2 * word(words, kMembers);
+#pragma unroll
+      for (int j = 0; j < kMemberWords / kWarp; ++j) {
+        int const index = lane + j * kWarp;
+        if (kCopies != Copies::kOnlyV && index < count) member_words[j] = __ldg(list + index);
+      }
       fetch(take());
       if (next_real) pop();
     }
@@ -207,8 +217,16 @@ struct KvStream {
     int const rows = (tokens + kBlock - 1) / kBlock * kBlock;
     bool const last = pos + kTokens >= stop;
     int const edges = (pos == word(words, kStart) ? kFirst : 0) | (last ? kLast : 0) | (head << kHeadShift);
-    int const first_member = word(words, kMember), n_members = word(words, kMembers);
-    if (kCopies != Copies::kOnlyV && lane == 0) info[stage] = {tokens, edges, first_member, n_members};
+    int const n_members = word(words, kMembers);
+    if (kCopies != Copies::kOnlyV) {
+      if (lane == 0) info[stage] = {tokens, edges, n_members, 0};
+      if (edges & (kFirst | kLast)) {
+#pragma unroll
+        for (int j = 0; j < kMemberWords / kWarp; ++j) {
+          member_table[stage * kMemberWords + lane + j * kWarp] = member_words[j];
+        }
+      }
+    }
     publish(stage, rows);
     pos += kTokens;
     if (last) {
@@ -260,7 +278,8 @@ struct KvStream {
         }
       }
     }
-    if (kCopies != Copies::kOnlyV && lane == 0) barrier_arrive(full + stage);  // publishes the stage's info
+    __syncwarp();
+    if (kCopies != Copies::kOnlyV && lane == 0) barrier_arrive(full + stage);  // publishes the stage's info and members
     barrier_arrive_after_copies(full + stage);
   }
 
@@ -282,8 +301,15 @@ struct KvStream {
     barrier_wait(full + stage, (consumed / kStages) & 1);
     return info[stage];
   }
+  __device__ int const* members() const { return member_table + consumed % kStages * kMemberWords; }
   __device__ T const* k_tile() const { return ring + (consumed % kStages) * kStageElements; }
   __device__ T const* v_tile() const { return k_tile() + kTile; }
+  // The stage behind the one at hand, if a single warp has requested it already; else tokens = -1.
+  __device__ StageInfo peek() const {
+    static_assert(kWarps == 1);
+    return issued - consumed > 1 ? info[(consumed + 1) % kStages] : StageInfo{-1, 0, 0, 0};
+  }
+  __device__ int const* peek_members() const { return member_table + (consumed + 1) % kStages * kMemberWords; }
   __device__ void release() {
     __syncwarp();
     if (kWarps > 1 && lane == 0) barrier_arrive(empty + consumed % kStages);

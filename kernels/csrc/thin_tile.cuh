@@ -57,20 +57,29 @@ struct ThinTile {
     }
   };
 
-  uint32_t q[kHeadDim / 16][2];
+  uint32_t q[kHeadDim / 16][2], next_q[kHeadDim / 16][2];
+  bool ahead = false;       // next_q is that of the unit to come
   float out[kHeadDim / 4];  // sum of p * v, not yet divided; [4 (column / 16) + 2 (column / 8 % 2) + row % 2]
   float shift[2], row_sum[2];
 
-  // Start a work unit; `row` points at query row lane / 4 (null: padding).
-  __device__ void begin(T const* row) {
+  // Read a unit's queries; `row` points at query row lane / 4 (null: padding). May run ahead of the unit at hand.
+  __device__ void fetch(T const* row) {
     int const column = 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        q[k][i] = row ? *reinterpret_cast<uint32_t const*>(row + 16 * k + 8 * i + column) : 0u;
+        next_q[k][i] = row ? *reinterpret_cast<uint32_t const*>(row + 16 * k + 8 * i + column) : 0u;
       }
     }
+    ahead = true;
+  }
+
+  // Start the unit whose queries were fetched last.
+  __device__ void begin() {
+    ahead = false;
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k) q[k][0] = next_q[k][0], q[k][1] = next_q[k][1];
 #pragma unroll
     for (float& x : out) x = 0.f;
     shift[0] = shift[1] = -INFINITY;

@@ -85,7 +85,7 @@ class PackedDecodeWrapper:
         split: str = "balanced",
         tiles: tuple[tuple[int, int], ...] | None = None,
         launch: str = "persistent",
-        merge: str = "fused",
+        merge: str = "kernel",
         prefetch: bool = False,
         logit_soft_cap: float = 0.0,
         sm_scale: float | None = None,
