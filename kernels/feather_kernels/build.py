@@ -95,6 +95,15 @@ def kernel_library(dtype: str, head_dim: int, capability: int) -> Path:
     return _compile(name, source, [compiler, *flags, f"-I{cutlass_include()}"], toolkit=_version(compiler))
 
 
+@functools.cache
+def load_memory_probe(capability: int) -> Any:
+    """The kernel behind ``feather_kernels.memory_probe``; compiled at first use."""
+    target, compiler = _target(capability), find_nvcc()
+    flags = ["-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC", f"-gencode=arch=compute_{target},code=sm_{target}"]
+    source = source_dir() / "memory_probe.cu"
+    return _load(_compile(f"memory_probe_sm{target}", source, [compiler, *flags], toolkit=_version(compiler)))
+
+
 def _prebuilt_name(name: str) -> str:
     return f"{name}-{_source_key(source_dir() / 'packed_decode.cu')}.so"
 
@@ -148,9 +157,9 @@ def _version(compiler: str) -> str:
 def _source_key(source: Path) -> str:
     """A key of every source file that the library may be made of: a header's edit rebuilds it."""
     digest = hashlib.sha256()
-    suffixes = {".cpp": (".cpp", ".h"), ".cu": (".cu", ".cuh")}[source.suffix]
+    headers = {".cpp": ".h", ".cu": ".cuh"}[source.suffix]
     for file in sorted(source.parent.rglob("*")):
-        if file.suffix in suffixes:
+        if file == source or file.suffix == headers:
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from feather_kernels.build import load_planner
 from feather_kernels.errors import PlanError
 
 IntArray = npt.NDArray[np.integer]
@@ -135,7 +135,7 @@ class Forest:
         _same_length("request_node_ids", deepest, "row_offset", row)
         found = np.empty((2, len(ids)), np.int32), np.empty(len(deepest), np.int32)
         source = ids, parents, length, deepest, seq_len
-        return _shared(cls, load_planner().forest_from_nodes, source, *found, seq_len, row)
+        return _shared(cls, _planner().forest_from_nodes, source, *found, seq_len, row)
 
     @classmethod
     def from_block_table(
@@ -175,7 +175,7 @@ class Forest:
         if row_offset is None:
             row_offset = np.arange(len(table), dtype=np.int64) * table.shape[1]
         found = np.empty((2, len(table)), np.int32), np.empty(len(table), np.int32)
-        build = load_planner().forest_from_block_table
+        build = _planner().forest_from_block_table
         return _shared(cls, build, (table, page_size, seq_len), *found, seq_len, np.asarray(row_offset))
 
 
@@ -195,6 +195,12 @@ def _shared(
     except ValueError as error:
         raise PlanError(str(error)) from None
     return cls(parent[:count], length[:count], request_node, seq_len, row_offset)
+
+
+def _planner() -> Any:
+    from feather_kernels.build import load_planner  # here: `python -m feather_kernels.build` imports this package first
+
+    return load_planner()
 
 
 def _vector(name: str, values: Ints, dtype: type[np.integer]) -> IntArray:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from feather_kernels.build import load_planner
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest, IntArray
 from feather_kernels.pack import SPLITS, STRATEGIES
@@ -138,6 +137,8 @@ class Planner:
         self._config[16 : 16 + 2 * len(self.tiles)] = np.ravel(self.tiles)
         self._reals = np.array([profit_factor or 0, compute_split_cost, *_alpha(alpha, self.tiles)], np.float64)
         self._stats = np.zeros(8, np.int64)
+        from feather_kernels.build import load_planner  # here: `python -m feather_kernels.build` imports this first
+
         module = load_planner()
         self._plan = module.plan
         self.buffer_size = int(module.buffer_size(self._config))

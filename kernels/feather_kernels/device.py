@@ -1,0 +1,91 @@
+"""A GPU as the tile solver sees it: its limits, and what was measured on it (PAT 5.2)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from feather_kernels.errors import BuildError
+from feather_kernels.tile_selector import NRule
+
+PROFILES = Path(__file__).resolve().parent / "devices"
+
+
+@dataclass(frozen=True)
+class Device:
+    """The numbers of one GPU model; ``devices/*.json`` holds those that were measured.
+
+    Attributes
+    ----------
+    name : str
+        As the driver reports it.
+    capability : int
+        Compute capability times ten.
+    n_sm : int
+        Multiprocessors.
+    shared_per_sm, shared_per_block : int
+        Bytes of shared memory; the second is what a block may opt in to.
+    registers_per_sm, registers_per_thread : int
+        32-bit registers.
+    latency_ns : float or None
+        L: latency of a copy from global to shared memory, None until measured.
+    bandwidth : float or None
+        B: bytes per ns of a device-to-device copy, read and written bytes both counted; None until measured.
+    n_rule : dict of str to NRule
+        The selector's rule of each path.
+    """
+
+    name: str
+    capability: int
+    n_sm: int
+    shared_per_sm: int
+    shared_per_block: int
+    registers_per_sm: int = 65536
+    registers_per_thread: int = 255
+    latency_ns: float | None = None
+    bandwidth: float | None = None
+    n_rule: dict[str, NRule] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, device: Any = None) -> Device:
+        """A torch device (the current one by default), with its model's measured numbers where there is a profile."""
+        import torch
+
+        if not torch.cuda.is_available():
+            raise BuildError("torch sees no NVIDIA GPU: name a profile with --device, or run this where there is one")
+        found = torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device)
+        static = cls(
+            found.name,
+            10 * found.major + found.minor,
+            found.multi_processor_count,
+            found.shared_memory_per_multiprocessor,
+            found.shared_memory_per_block_optin,
+            found.regs_per_multiprocessor,
+        )
+        if not static.profile.is_file():
+            return static
+        known = cls.load(static.profile)
+        return replace(static, latency_ns=known.latency_ns, bandwidth=known.bandwidth, n_rule=known.n_rule)
+
+    @classmethod
+    def load(cls, profile: str | Path) -> Device:
+        """A profile by path, or by name (``h200``)."""
+        file = profile if isinstance(profile, Path) else PROFILES / f"{profile}.json"
+        if not file.is_file():
+            have = ", ".join(sorted(known.stem for known in PROFILES.glob("*.json")))
+            raise BuildError(f"no device profile {file.stem}: there is {have}")
+        fields = json.loads(file.read_text())
+        rules = {path: NRule.from_json(rule) for path, rule in fields.pop("n_rule", {}).items()}
+        return cls(**fields, n_rule=rules)
+
+    @property
+    def profile(self) -> Path:
+        """Where this model's profile is kept: "NVIDIA H200" in ``devices/h200.json``."""
+        words = self.name.lower().removeprefix("nvidia ").split()
+        return PROFILES / f"{'-'.join(words)}.json"
+
+    def save(self, file: Path) -> None:
+        fields = {**asdict(self), "n_rule": {path: rule.to_json() for path, rule in self.n_rule.items()}}
+        file.write_text(json.dumps(fields, indent=2) + "\n")

@@ -1,0 +1,84 @@
+"""The tile selector's rule for n (PAT 5.2, "Deriving KV tile n"). Its rule for m, rounding up, is in ``csrc/plan.h``.
+
+Each path is built with one n for each m at present, so that every rule has one piece and nothing is looked up when a
+batch is planned. The rule is kept per GPU all the same, so that a second n needs no other format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+Piece = tuple[int | None, int]  # longest KV of the piece (None: no limit), its n
+
+EQUIVALENT = 1.02  # of the best time: PAT finds feasible tiles within 2% of each other
+STABLE = 3  # KV lengths in a row that choose the same n
+
+
+@dataclass(frozen=True)
+class NRule:
+    """For each m, the pieces in order of KV length; the last one has no limit."""
+
+    pieces: Mapping[int, tuple[Piece, ...]]
+
+    def choose_n(self, m: int, kv_len: int) -> int:
+        """The n for m query rows that read ``kv_len`` tokens.
+
+        Raises
+        ------
+        ValueError
+            A rule without this m.
+        """
+        if m not in self.pieces:
+            raise ValueError(f"no rule for m = {m}: it has {', '.join(map(str, self.pieces))}")
+        return next(n for longest, n in self.pieces[m] if longest is None or kv_len <= longest)
+
+    @classmethod
+    def from_json(cls, rule: Mapping[str, Sequence[Sequence[Any]]]) -> NRule:
+        return cls({int(m): tuple((longest, n) for longest, n in pieces) for m, pieces in rule.items()})
+
+    def to_json(self) -> dict[str, list[list[int | None]]]:
+        return {str(m): [list(piece) for piece in pieces] for m, pieces in self.pieces.items()}
+
+
+def derive_pieces(
+    choices: Sequence[int], time_of: Callable[[int, int], float], kv_lens: Sequence[int]
+) -> tuple[Piece, ...]:
+    """The largest n within 2% of the best, by KV length, until `STABLE` lengths in a row agree (PAT 5.2).
+
+    Parameters
+    ----------
+    choices : sequence of int
+        The n that are built for one m. Where there is one only, nothing is timed.
+    time_of : callable
+        (n, KV length) -> time of a run.
+    kv_lens : sequence of int
+        The sweep, ascending.
+    """
+    if len(choices) == 1:
+        return ((None, choices[0]),)
+    chosen: list[tuple[int, int]] = []
+    for kv_len in kv_lens:
+        times = {n: time_of(n, kv_len) for n in choices}
+        best = min(times.values())
+        chosen.append((kv_len, max(n for n, time in times.items() if time <= EQUIVALENT * best)))
+        if len(chosen) >= STABLE and len({n for _, n in chosen[-STABLE:]}) == 1 and chosen[-1][1] == max(choices):
+            break
+    pieces: list[Piece] = []
+    for (kv_len, n), (_, following) in pairwise(chosen):
+        if n != following:
+            pieces.append((kv_len, n))
+    return (*pieces, (None, chosen[-1][1]))
+
+
+def derive_rule(
+    tiles: Sequence[tuple[int, int]], time_of: Callable[[int, int, int], float], kv_lens: Sequence[int]
+) -> NRule:
+    """`derive_pieces` for every m of ``tiles``; ``time_of`` takes (m, n, KV length)."""
+    pieces = {}
+    for m in sorted({m for m, _ in tiles}):
+        choices = sorted(n for other, n in tiles if other == m)
+        pieces[m] = derive_pieces(choices, lambda n, kv_len, m=m: time_of(m, n, kv_len), kv_lens)  # type: ignore[misc]
+    return NRule(pieces)

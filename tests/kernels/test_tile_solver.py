@@ -1,0 +1,138 @@
+"""PAT's constraints on tile shapes, against numbers worked out by hand; and the compiler's report that they need."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from feather_kernels import tiles
+from feather_kernels.device import Device
+from feather_kernels.errors import BuildError
+from feather_kernels.tile_solver import Path as KernelPath
+from feather_kernels.tile_solver import Registers, feasible_tiles, least_n, register_report, shared_bytes
+
+LOG = Path(__file__).parents[1] / "data" / "packed_decode_sm90a.log"
+H200 = Device.load("h200")
+
+
+def verdict(tile, path="portable", device=H200, head_dim=128, report=None, stages=2):
+    report = register_report(LOG.read_text()) if report is None else report
+    ((_, _, ok, reason),) = feasible_tiles(device, head_dim, 2, report, [tile], path, stages)
+    return ok, reason
+
+
+def test_the_compilers_report():
+    report = register_report(LOG.read_text())
+    assert sorted(report.values()) == [Registers(56, 0), Registers(168, 36), Registers(240, 0)]
+    assert [used for name, used in report.items() if "HopperForward" in name] == [Registers(168, 36)]
+    assert register_report("ptxas info    : Used 9 registers\n") == {}
+
+
+def test_shared_memory_by_hand():
+    portable, hopper = KernelPath.of("portable", 128), KernelPath.of("hopper", 128)
+    # four single warps a block, two stages of K and V, 16 rows of 136 elements of 2 bytes
+    assert shared_bytes(portable, 16, 16, 128, 2) == 4 * 2 * 2 * 16 * 136 * 2 == 69632
+    assert shared_bytes(portable, 64, 32, 128, 2) == 1 * 2 * 2 * 32 * 136 * 2
+    # two warpgroups, three stages, rows without padding
+    assert shared_bytes(hopper, 64, 64, 128, 2, stages=3) == 2 * 3 * 2 * 64 * 128 * 2 == 196608
+    assert shared_bytes(KernelPath.of("hopper", 256), 64, 64, 256, 2) == 1 * 2 * 2 * 64 * 256 * 2
+
+
+def test_constraint_1_shared_memory():
+    assert verdict((64, 64), "hopper", stages=3)[0]
+    assert verdict((64, 64), "hopper", stages=4) == (False, "1: 262144 bytes of shared memory, a block has 232448")
+    # two blocks of 139264 bytes, and 1 KB that the driver takes of each
+    assert verdict((64, 128)) == (False, "1: 2 blocks of 139264 bytes of shared memory, an SM has 233472")
+    exact = replace(H200, shared_per_sm=2 * (139264 + 1024))
+    assert verdict((64, 128), device=exact)[0]
+    assert not verdict((64, 128), device=replace(exact, shared_per_sm=exact.shared_per_sm - 1))[0]
+
+
+def test_constraint_1_registers():
+    # 2 blocks of 128 threads, and registers are given out in eights
+    assert verdict((16, 16), report={"PortableForward": Registers(255, 0)})[0]  # 2 * 128 * 256 == 65536
+    assert verdict((16, 16), report={"PortableForward": Registers(256, 0)})[1].startswith("1: 256 registers a thread")
+    # 384 threads: 170 registers count as 176, and 384 * 176 = 67584
+    assert verdict((64, 64), "hopper", report={"HopperForward": Registers(168, 0)})[0]
+    assert verdict((64, 64), "hopper", report={"HopperForward": Registers(170, 0)}) == (
+        False,
+        "1: 1 blocks use 67584 registers, an SM has 65536",
+    )
+
+
+def test_constraint_2_covers_the_latency():
+    device = replace(H200, latency_ns=800.0, bandwidth=4300.0)
+    hopper, portable = KernelPath.of("hopper", 128), KernelPath.of("portable", 128)
+    # 800 ns * 4300 bytes/ns = 3.44 MB in flight; 132 SMs * 2 teams * 256 bytes a row = 67584: 50.9 rows
+    assert least_n(device, hopper, 64, 128, 2) == 51
+    assert least_n(device, portable, 16, 128, 2) == 13  # 8 teams an SM: 12.7
+    assert least_n(replace(device, latency_ns=67584.0, bandwidth=64.0), hopper, 64, 128, 2) == 64  # no rounding up
+    assert verdict((64, 32), "hopper", device) == (False, "2: n = 32, the memory's latency needs 51")
+    assert verdict((64, 64), "hopper", device)[0]
+
+
+def test_constraint_2_is_not_checked_without_a_latency():
+    assert least_n(replace(H200, latency_ns=None), KernelPath.of("hopper", 128), 64, 128, 2) is None
+    ok, reason = verdict((64, 16), "hopper", replace(H200, latency_ns=None))
+    assert ok and "constraint 2 not checked" in reason
+
+
+@pytest.mark.parametrize(
+    "tile, path, begin",
+    [
+        ((16, 8), "portable", "3: n = 8 is no power of two from 16 on"),
+        ((16, 48), "portable", "3: n = 48"),
+        ((4, 16), "portable", "3: m = 4 is no power of two from 8 on"),
+        ((24, 16), "portable", "3: m = 24"),
+        ((128, 16), "portable", "3: m = 128 needs 8 warps, a block has 4"),
+        ((32, 16), "hopper", "3: m = 32, wgmma has 64 rows"),
+        ((128, 64), "hopper", "3: m = 128, wgmma has 64 rows"),
+    ],
+)
+def test_constraint_3(tile, path, begin):
+    ok, reason = verdict(tile, path)
+    assert not ok and reason.startswith(begin)
+
+
+def test_unknown_registers_and_spills_are_said():
+    assert "registers not checked" in verdict((16, 16), report={})[1]
+    assert "spills 36 bytes" in verdict((64, 64), "hopper")[1]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("path", sorted(tiles.TILES))
+def test_every_tile_that_is_built_is_feasible_on_an_h200(path, head_dim):
+    verdicts = feasible_tiles(replace(H200, latency_ns=None), head_dim, 2, {}, tiles.TILES[path], path)
+    assert [(v.m, v.n, v.reason) for v in verdicts if not v.ok] == []
+
+
+def test_the_command_prints_a_table(capsys):
+    assert tiles.main(["--device", "h200", "--log", str(LOG)]) == 0
+    shown = capsys.readouterr().out
+    assert "NVIDIA H200, head_dim 128, float16" in shown
+    hopper = shown[shown.index("hopper: 1 x 384 threads an SM, 168 registers a thread") :].splitlines()
+    (line,) = (line for line in hopper if line.split()[:3] == ["*", "64", "64"])
+    assert line.split()[3:5] == ["2", "131072"] and line.endswith("yes")
+
+
+@pytest.mark.parametrize("wrong", [["--device", "h300"], ["--device", "h200", "--measure"], ["--stages", "1"]])
+def test_a_mistake_is_one_line_and_status_2(wrong, capsys):
+    assert tiles.main(wrong) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("feather_kernels.tiles: error: ")
+
+
+def test_a_profile_is_read_back_as_it_was_saved(tmp_path):
+    H200.save(tmp_path / "copy.json")
+    assert Device.load(tmp_path / "copy.json") == H200
+    assert H200.profile.name == "h200.json"
+    with pytest.raises(BuildError, match="no device profile h300: there is h200"):
+        Device.load("h300")
+
+
+def test_latency_is_the_flat_part():
+    pytest.importorskip("torch")
+    from feather_kernels.memory_probe import flat_part
+
+    assert flat_part([600.0, 610.0, 650.0, 800.0, 1500.0]) == 620.0  # 660 is the limit
+    assert flat_part([600.0, 700.0, 610.0]) == 600.0
