@@ -160,16 +160,16 @@ struct PortableForward {
     extern __shared__ __align__(1024) unsigned char smem[];
     Control& control = *reinterpret_cast<Control*>(smem + kRings);
     uint64_t* const barriers = control.barriers;
-    if (threadIdx.x == 0) {
-      uint64_t* next = barriers;
-      (
-          [&] {
-            for (int team = 0; team < 4 / Teams::kWarps; ++team, next += 2 * Teams::kStages) {
-              Teams::Stream::init(next, next + Teams::kStages);
-            }
-          }(),
-          ...);
-    }
+    int first = 0;
+    (
+        [&] {
+          constexpr int kCount = 2 * slots<Teams>();
+          for (int i = threadIdx.x; i < kCount; i += kThreads) {
+            barrier_init(barriers + first + i, Teams::Stream::arrivals(i % (2 * Teams::kStages)));
+          }
+          first += kCount;
+        }(),
+        ...);
     __syncthreads();
     wait_for_previous_kernel();
     // The first queue with work starts on fixed units, without a round trip to the counter; later ones are popped only,

@@ -25,11 +25,20 @@ struct GroupTile : Softmax {
   // A k16 step's operand is 8 values a lane.
   using QFragment = decltype(make_tensor<T>(cute::Layout<Shape<Shape<_2, _2, _2>, _1, Int<kHeadDim / 16>>>{}));
 
-  QFragment q;
+  QFragment q, next_q;
+  bool ahead = false;  // next_q is that of the unit to come
   OutFragment out;
 
-  __device__ void begin(T const* const (&rows)[2]) {
-    load_queries<kHeadDim>(q, rows);
+  // Read a unit's queries (see load_queries). May run ahead of the unit at hand.
+  __device__ void fetch(T const* const (&rows)[2]) {
+    load_queries<kHeadDim>(next_q, rows);
+    ahead = true;
+  }
+
+  // Start the unit whose queries were fetched last.
+  __device__ void begin() {
+    ahead = false;
+    copy(next_q, q);
     clear(out);
     Softmax::begin();
   }

@@ -27,6 +27,11 @@ struct GroupTeam {
     stream.produce();
   }
 
+  static __device__ void fetch(Params<T> const& params, Tile& tile, StageInfo const& info, int const* members, int warp) {
+    int const row = 16 * warp + threadIdx.x % 32 / 4;
+    tile.fetch({find_query<T, kHeadDim>(params, info, members, row), find_query<T, kHeadDim>(params, info, members, row + 8)});
+  }
+
   static __device__ void consume(Params<T> const& params, unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source, int* members) {
     int const warp = threadIdx.x / 32 % 4;
     Stream stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source, members);
@@ -36,12 +41,16 @@ struct GroupTeam {
       if (info.tokens < 0) break;
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what cp.async wrote
       if (info.edges & kFirst) {
-        int const row = 16 * warp + threadIdx.x % 32 / 4;
-        tile.begin({find_query<T, kHeadDim>(params, info, stream.members(), row), find_query<T, kHeadDim>(params, info, stream.members(), row + 8)});
+        if (!tile.ahead) fetch(params, tile, info, stream.members(), warp);
+        tile.begin();
       }
       Row rows[2];
       bool const last = info.edges & kLast;
-      if (last) find_rows<typename Tile::Layout>(params, info, stream.members(), 16 * warp, rows);  // in time for the answer to be there
+      if (last) {  // in time for the answers to be there
+        find_rows<typename Tile::Layout>(params, info, stream.members(), 16 * warp, rows);
+        StageInfo const next = stream.peek();
+        if (next.tokens >= 0) fetch(params, tile, next, stream.peek_members(), warp);
+      }
       tile.attend(stream.k_tile(), stream.v_tile(), info.tokens, params);
       stream.release();
       if (last) {
@@ -86,13 +95,12 @@ struct HopperForward {
 
   static __device__ void run(Params<T> const& params) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    if (threadIdx.x < 128 * kGroups && threadIdx.x % 128 == 0) {
-      uint64_t* const barriers = control_of(smem, threadIdx.x / 128).barriers;
-      Group::Stream::init(barriers, barriers + kStages);
-      for (int i = 0; i < 8; ++i) {
-        uint64_t* const own = barriers + 2 * kStages + 2 * i * Warps::kStages;
-        Warps::Stream::init(own, own + Warps::kStages);
-      }
+    static_assert(2 * kSlots <= 128);
+    int const index = threadIdx.x % 128;
+    if (threadIdx.x < 128 * kGroups && index < 2 * kSlots) {
+      barrier_init(control_of(smem, threadIdx.x / 128).barriers + index,
+                   index < 2 * kStages ? Group::Stream::arrivals(index)
+                                       : Warps::Stream::arrivals((index - 2 * kStages) % (2 * Warps::kStages)));
     }
     __syncthreads();
     wait_for_previous_kernel();

@@ -93,7 +93,7 @@ __device__ __forceinline__ void finish(Params<T> const& params, Out const& out, 
     int* const arrived = params.arrived + int64_t(rows[i].request) * params.q_heads + rows[i].head;
     int const seen = params.fused_merge && Layout::leads() && deposits[i] ? load_relaxed(arrived) : -1;
     bool const others = __shfl_sync(~0u, seen, Layout::leader()) == rows[i].n_parts - 1;
-    complete[i] = deposits[i] && others;
+    complete[i] = params.fused_merge && deposits[i] && others;
     deposits[i] &= !complete[i];
   }
 #pragma unroll

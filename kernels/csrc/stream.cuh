@@ -91,11 +91,9 @@ struct KvStream {
         source(source_),
         member_table(member_table_) {}
 
-  static __device__ void init(uint64_t* full, uint64_t* empty) {
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(full + i, (kCopies == Copies::kBoth ? 1 : 2) * kWarp + 1);
-      barrier_init(empty + i, kWarps);
-    }
+  // Barriers of a team: kStages full, then kStages empty; how many arrivals complete barrier `index`.
+  static constexpr int arrivals(int index) {
+    return index < kStages ? (kCopies == Copies::kBoth ? 1 : 2) * kWarp + 1 : kWarps;
   }
 
   // Producer: start on a queue, either with unit `fixed` (then what the queue pops, counted from `fixed_total`; or every
@@ -133,10 +131,13 @@ struct KvStream {
     next_words = __ldg(params.plan + params.plan[header::kItemsBegin] + 8 * item + lane % 8);
   }
 
+  // Ask for the next unit's end: the item's own, or the sequence length as it is now.
   __device__ void learn_stop() {
     if (next_stop_known || !next_real) return;
     int const grows = word(next_words, kGrows);
-    next_stop = grows >= 0 ? __ldg(params.seq_lens + grows) : word(next_words, kStop);
+    int const* const own = params.plan + params.plan[header::kItemsBegin] +
+                           8 * (source->first_item + params.kv_heads_div.div(next_work)) + kStop;
+    next_stop = __ldg(grows >= 0 ? params.seq_lens + grows : own);
     next_stop_known = true;
   }
 
@@ -153,8 +154,8 @@ struct KvStream {
       int const count = 2 * word(words, kMembers);
 #pragma unroll
       for (int j = 0; j < kMemberWords / kWarp; ++j) {
-        int const index = lane + j * kWarp;
-        if (kCopies != Copies::kOnlyV && index < count) member_words[j] = __ldg(list + index);
+        int const index = min(lane + j * kWarp, count - 1);
+        if (kCopies != Copies::kOnlyV) member_words[j] = __ldg(list + index);
       }
       fetch(take());
       if (next_real) pop();
@@ -210,7 +211,8 @@ struct KvStream {
     if (!real) {
       done = true;
       if (kCopies != Copies::kOnlyV && lane == 0) info[stage] = {-1, 0, 0, 0};
-      publish(stage, 0);
+      int const none[kPerLane] = {};
+      publish(stage, 0, 0, 0, none);
       return;
     }
     int const tokens = max(0, min(kTokens, stop - pos));
@@ -227,19 +229,25 @@ struct KvStream {
         }
       }
     }
-    publish(stage, rows);
+    int slots[kPerLane];
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) slots[j] = slot(j);
+    int const this_head = head;
+    // Ask the table for the stage behind this one before this one's rows are requested.
     pos += kTokens;
     if (last) {
       advance();
     } else {
       learn_stop();
       look_up();
-      if (params.prefetch) prefetch();
     }
+    publish(stage, rows, kTokens, this_head, slots);
+    if (params.prefetch && !last) prefetch();
   }
 
-  // Request the stage's rows, 16 bytes a lane; its barrier completes once they are there.
-  __device__ void publish(int stage, int rows) {
+  // Request the stage's rows, 16 bytes a lane; its barrier completes once they are there. With kClean, V has zeros from
+  // `rows` to `clean_rows`.
+  __device__ void publish(int stage, int rows, int clean_rows, int head, int const (&slots)[kPerLane]) {
     constexpr int kRowsAtOnce = kWarp / kLanesPerRow;
     constexpr int kRepeat = Rows::kRepeat > kRowsAtOnce ? Rows::kRepeat : kRowsAtOnce;
     constexpr int kPatterns = kRepeat / kRowsAtOnce;
@@ -248,9 +256,6 @@ struct KvStream {
     char const* const k_base = reinterpret_cast<char const*>(params.k + head * params.k_head_stride + column);
     char const* const v_base = reinterpret_cast<char const*>(params.v + head * params.v_head_stride + column);
     uint32_t const tile = smem_address(ring) + stage * (kStageElements * int(sizeof(T)));
-    int slots[kPerLane];
-#pragma unroll
-    for (int j = 0; j < kPerLane; ++j) slots[j] = slot(j);
     uint32_t to[kPatterns];
 #pragma unroll
     for (int i = 0; i < kPatterns; ++i) {
@@ -258,7 +263,7 @@ struct KvStream {
     }
 #pragma unroll
     for (int base = 0; base < kTokens; base += kRowsAtOnce) {
-      if (!(kClean && kCopies != Copies::kOnlyK) && base % 16 == 0 && base >= rows) break;
+      if (base % 16 == 0 && base >= (kClean && kCopies != Copies::kOnlyK ? clean_rows : rows)) break;
       int const slot = __shfl_sync(~0u, slots[base / kWarp], base % kWarp + lane / kLanesPerRow);
       char const* const k_row = k_base + uint64_t(uint32_t(slot)) * params.k_slot_bytes;
       char const* const v_row = v_base + uint64_t(uint32_t(slot)) * params.v_slot_bytes;
@@ -304,10 +309,11 @@ struct KvStream {
   __device__ int const* members() const { return member_table + consumed % kStages * kMemberWords; }
   __device__ T const* k_tile() const { return ring + (consumed % kStages) * kStageElements; }
   __device__ T const* v_tile() const { return k_tile() + kTile; }
-  // The stage behind the one at hand, if a single warp has requested it already; else tokens = -1.
+  // The stage behind the one at hand, if it is there already; else tokens = -1.
   __device__ StageInfo peek() const {
-    static_assert(kWarps == 1);
-    return issued - consumed > 1 ? info[(consumed + 1) % kStages] : StageInfo{-1, 0, 0, 0};
+    int const next = consumed + 1, stage = next % kStages;
+    bool const there = kWarps == 1 ? issued > next : barrier_ready(full + stage, (next / kStages) & 1);
+    return __all_sync(~0u, there) ? info[stage] : StageInfo{-1, 0, 0, 0};
   }
   __device__ int const* peek_members() const { return member_table + (consumed + 1) % kStages * kMemberWords; }
   __device__ void release() {

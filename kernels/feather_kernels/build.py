@@ -52,7 +52,7 @@ def load_planner() -> Any:
 
 
 @functools.cache
-def load_kernel(dtype: str, head_dim: int, capability: int) -> Any:
+def load_kernel(dtype: str, head_dim: int, capability: int, soft_cap: bool = False) -> Any:
     """The forward and merge kernels of one configuration.
 
     Parameters
@@ -61,23 +61,25 @@ def load_kernel(dtype: str, head_dim: int, capability: int) -> Any:
     head_dim : {64, 128, 256}
     capability : int
         Compute capability times ten (90 for an H100 or H200).
+    soft_cap : bool
+        With a soft cap on the scores.
 
     Raises
     ------
     BuildError
         Unsupported configuration or GPU, no library built ahead and no nvcc, missing headers, or a failed compilation.
     """
-    return _load(kernel_library(dtype, head_dim, capability))
+    return _load(kernel_library(dtype, head_dim, capability, soft_cap))
 
 
-def kernel_library(dtype: str, head_dim: int, capability: int) -> Path:
+def kernel_library(dtype: str, head_dim: int, capability: int, soft_cap: bool = False) -> Path:
     """The path of one configuration's library, compiled if it is not there yet (see `load_kernel`)."""
     if dtype not in DTYPES:
         raise BuildError(f"dtype {dtype} is not supported: use float16 or bfloat16")
     if head_dim not in HEAD_DIMS:
         raise BuildError(f"head_dim {head_dim} is not supported: use one of {', '.join(map(str, HEAD_DIMS))}")
     target = _target(capability)
-    name = f"packed_decode_{dtype}_d{head_dim}_sm{target}"
+    name = f"packed_decode_{dtype}_d{head_dim}{'_cap' if soft_cap else ''}_sm{target}"
     source = source_dir() / "packed_decode.cu"
     prebuilt = os.environ.get("FEATHER_KERNELS_PREBUILT")
     if prebuilt:
@@ -204,13 +206,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--arch", type=int, nargs="+", default=[90], choices=sorted(ARCHITECTURES), metavar="NN")
     parser.add_argument("--dtype", nargs="+", default=sorted(DTYPES), choices=sorted(DTYPES))
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], choices=HEAD_DIMS)
+    parser.add_argument("--soft-cap", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")
     parser.add_argument("--out", type=Path, help="also copy the libraries here, for FEATHER_KERNELS_PREBUILT")
     options = parser.parse_args(arguments)
     try:
         for capability in options.arch:
             for dtype in options.dtype:
                 for head_dim in options.head_dim:
-                    print(_export(kernel_library(dtype, head_dim, capability), options.out), flush=True)
+                    for soft_cap in options.soft_cap:
+                        library = kernel_library(dtype, head_dim, capability, bool(soft_cap))
+                        print(_export(library, options.out), flush=True)
     except BuildError as error:
         print(f"feather_kernels.build: error: {error}", file=sys.stderr)
         return 2

@@ -129,7 +129,7 @@ class PackedDecodeWrapper:
         self.logit_soft_cap = logit_soft_cap
         self.path = "portable" if path == "portable" or major < 9 else "hopper"
         self._flags = _FUSED * (self.merge == "fused") | _PREFETCH * prefetch | _PORTABLE * (self.path == "portable")
-        self._module = load_kernel(str(dtype).removeprefix("torch."), head_dim, 10 * major + minor)
+        self._module = load_kernel(str(dtype).removeprefix("torch."), head_dim, 10 * major + minor, logit_soft_cap > 0)
         built = TILES[self.path]
         self._tiles = tuple(sorted(tiles or built))
         if self._tiles != built[-len(self._tiles) :]:
