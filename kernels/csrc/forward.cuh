@@ -43,7 +43,6 @@ __device__ void leave(Params<T> const& params) {
 template <class Layout, typename T>
 __device__ void find_rows(Params<T> const& params, StageInfo const& info, int const* members, int first_row,
                           Row (&rows)[2]) {
-  int const* const part_begin = params.plan + params.plan[header::kPartBeginBegin];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     int const row = first_row + Layout::row(i);
@@ -54,10 +53,6 @@ __device__ void find_rows(Params<T> const& params, StageInfo const& info, int co
     rows[i].request = words.x;
     rows[i].part = words.y;
     rows[i].head = (info.edges >> kHeadShift) * params.group + row - member * params.group;
-    if (params.fused_merge) {
-      rows[i].first_part = __ldg(part_begin + words.x);
-      rows[i].n_parts = __ldg(part_begin + words.x + 1) - rows[i].first_part;
-    }
   }
 }
 
@@ -106,11 +101,11 @@ struct WarpTeam {
           tile.begin({find_query<T, kHeadDim>(params, info, stream.members(), row), find_query<T, kHeadDim>(params, info, stream.members(), row + 8)});
         }
       }
-      Row rows[2];
       bool const last = info.edges & kLast;
-      if (last) {  // in time for the answers to be there
+      Row rows[2];
+      if (last) {
         find_rows<Layout>(params, info, stream.members(), 16 * warp, rows);
-        if constexpr (kThin) {
+        if constexpr (kThin) {  // the next unit's queries, in time for them to be there
           StageInfo const next = stream.peek();
           if (next.tokens >= 0) {
             tile.fetch(find_query<T, kHeadDim>(params, next, stream.peek_members(), threadIdx.x % 32 / 4));
@@ -126,7 +121,7 @@ struct WarpTeam {
       }
       stream.release();
       if (last) {
-        if (warp == 0) stream.fill();  // the next unit's rows travel while this one is merged
+        if (warp == 0) stream.fill();  // the next unit's rows travel while this one is written
         float lse[2];
         tile.end(lse);
         finish<T, kHeadDim, Layout>(params, tile.out, lse, rows);

@@ -6,6 +6,8 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include <algorithm>
+
 namespace feather {
 
 template <typename T, int kHeadDim, int kStages_>
@@ -46,9 +48,9 @@ struct GroupTeam {
       }
       Row rows[2];
       bool const last = info.edges & kLast;
-      if (last) {  // in time for the answers to be there
+      if (last) {
         find_rows<typename Tile::Layout>(params, info, stream.members(), 16 * warp, rows);
-        StageInfo const next = stream.peek();
+        StageInfo const next = stream.peek();  // its queries, in time for them to be there
         if (next.tokens >= 0) fetch(params, tile, next, stream.peek_members(), warp);
       }
       tile.attend(stream.k_tile(), stream.v_tile(), info.tokens, params);
@@ -72,12 +74,14 @@ struct HopperForward {
   static constexpr int kWarpBytes = 3 * 2 * PaddedRows<kHeadDim, 16>::kElements * int(sizeof(T));
   static constexpr int kGroupBytes = Group::kRingBytes > 4 * kWarpBytes ? Group::kRingBytes : (4 * kWarpBytes + 1023) / 1024 * 1024;
   using Warps = WarpTeam<T, kHeadDim, 1, 16, kWarpBytes>;
-  using ThinWarps = WarpTeam<T, kHeadDim, 1, 16, kWarpBytes, true>;
-  static constexpr int kSlots = kStages + 8 * Warps::kStages;  // of a group
-  static constexpr int kMemberWords = 4 * 32 * (kStages > Warps::kStages ? kStages : Warps::kStages);
+  // Thin units are computed by the copying warps too: kThinWarps a group.
+  static constexpr int kThinWarps = 4 + 4 / kGroups;
+  using ThinWarps = WarpTeam<T, kHeadDim, 1, 16, kGroupBytes / kThinWarps / 128 * 128, true>;
+  static constexpr int kSlots = kStages + 4 * Warps::kStages + kThinWarps * ThinWarps::kStages;  // of a group
+  static constexpr int kMemberWords = 32 * std::max({4 * kStages, 4 * Warps::kStages, kThinWarps * ThinWarps::kStages});
   struct Control {  // of a group
     StageInfo infos[kSlots];
-    Source sources[4];
+    Source sources[kThinWarps];
     uint64_t barriers[2 * kSlots];
     int members[kMemberWords];
   };
@@ -98,28 +102,54 @@ struct HopperForward {
     static_assert(2 * kSlots <= 128);
     int const index = threadIdx.x % 128;
     if (threadIdx.x < 128 * kGroups && index < 2 * kSlots) {
+      int const small = index - 2 * kStages, thin = small - 8 * Warps::kStages;
       barrier_init(control_of(smem, threadIdx.x / 128).barriers + index,
-                   index < 2 * kStages ? Group::Stream::arrivals(index)
-                                       : Warps::Stream::arrivals((index - 2 * kStages) % (2 * Warps::kStages)));
+                   small < 0   ? Group::Stream::arrivals(index)
+                   : thin < 0  ? Warps::Stream::arrivals(small % (2 * Warps::kStages))
+                               : ThinWarps::Stream::arrivals(thin % (2 * ThinWarps::kStages)));
     }
     __syncthreads();
     wait_for_previous_kernel();
     if (threadIdx.x >= 128 * kGroups) {
-      cutlass::arch::warpgroup_reg_dealloc<56>();
-      copy(params, smem);
+      cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
+      int const warp = thread() / 32 % 4, group = warp / (4 / kGroups);
+      copy(params, smem, group, warp % (4 / kGroups));
+      hand_over<true>(group);
+      cutlass::arch::warpgroup_reg_alloc<168>();
+      run_thin(params, smem, group, 4 + warp % (4 / kGroups));
     } else {
-      cutlass::arch::warpgroup_reg_alloc<kGroups == 2 ? 224 : 240>();
-      compute(params, smem);
+      cutlass::arch::warpgroup_reg_alloc<kComputeRegisters>();
+      int const warp = thread() / 32 % 4, group = thread() / 128;
+      compute(params, smem, group, warp);
+      hand_over<false>(group);
+      cutlass::arch::warpgroup_reg_dealloc<168>();
+      run_thin(params, smem, group, warp);
+    }
+    __syncthreads();
+    leave(params);
+  }
+
+  // 168 registers a thread at launch: as many as the copying warps give up, the computing ones get.
+  static constexpr int kCopyRegisters = 56, kComputeRegisters = kGroups == 2 ? 224 : 240;
+
+  // The group's ring is free for the copying warps; the computing ones need not wait for them.
+  template <bool kWaits>
+  static __device__ void hand_over(int group) {
+    constexpr int kCount = 128 + 128 / kGroups;
+    if constexpr (kWaits) {
+      asm volatile("bar.sync %0, %1;" ::"r"(2 + group), "n"(kCount) : "memory");
+    } else {
+      asm volatile("bar.arrive %0, %1;" ::"r"(2 + group), "n"(kCount) : "memory");
+      asm volatile("bar.sync %0, 128;" ::"r"(4 + group) : "memory");
     }
   }
 
-  static __device__ void copy(Params<T> const& params, unsigned char* smem) {
-    int const warp = thread() / 32 % 4, group = warp / 2;
+  static __device__ void copy(Params<T> const& params, unsigned char* smem, int group, int role) {
     Queue const large = find_queue(params, 0);
-    if (group >= kGroups || large.n_work == 0) return;
+    if (large.n_work == 0 || role > 1) return;
     Control& control = control_of(smem, group);
     unsigned char* const ring = smem + group * kGroupBytes;
-    if (warp % 2 == 0) {
+    if (role == 0) {
       Group::template produce<Copies::kOnlyK>(params, large, group, kGroups, ring, control.barriers, control.infos,
                                               control.sources, control.members);
     } else {
@@ -128,27 +158,31 @@ struct HopperForward {
     }
   }
 
-  static __device__ void compute(Params<T> const& params, unsigned char* smem) {
-    int const group = thread() / 128, warp = thread() / 32 % 4;
+  static __device__ void compute(Params<T> const& params, unsigned char* smem, int group, int warp) {
     Control& control = control_of(smem, group);
     unsigned char* const ring = smem + group * kGroupBytes;
-    Queue const large = find_queue(params, 0), small = find_queue(params, 1), thin = find_queue(params, 2);
+    Queue const large = find_queue(params, 0), small = find_queue(params, 1);
     if (large.n_work) {
       Group::consume(params, ring, control.barriers, control.infos, control.sources, control.members);
-      asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
+      asm volatile("bar.sync %0, 128;" ::"r"(4 + group) : "memory");
     }
-    auto const run = [&](auto warps, Queue const& queue, bool fixed_start, int index) {
-      if (queue.n_work) {
-        decltype(warps)::run(params, queue, fixed_start, 4 * group + warp, 4 * kGroups, ring + warp * kWarpBytes,
-                             control.barriers + 2 * (kStages + index * Warps::kStages),
-                             control.infos + kStages + index * Warps::kStages, control.sources + warp,
-                             control.members + warp * Warps::kStages * Warps::kMemberWords);
-      }
-    };
-    run(Warps{}, small, large.n_work == 0, warp);
-    run(ThinWarps{}, thin, large.n_work + small.n_work == 0, 4 + warp);
-    asm volatile("bar.sync 1, %0;" ::"n"(128 * kGroups) : "memory");
-    leave(params);
+    if (small.n_work) {
+      Warps::run(params, small, large.n_work == 0, 4 * group + warp, 4 * kGroups, ring + warp * kWarpBytes,
+                 control.barriers + 2 * (kStages + warp * Warps::kStages),
+                 control.infos + kStages + warp * Warps::kStages, control.sources + warp,
+                 control.members + warp * Warps::kStages * 32);
+    }
+  }
+
+  static __device__ void run_thin(Params<T> const& params, unsigned char* smem, int group, int warp) {
+    Queue const thin = find_queue(params, 2);
+    if (thin.n_work == 0) return;
+    bool const first = find_queue(params, 0).n_work + find_queue(params, 1).n_work == 0;
+    Control& control = control_of(smem, group);
+    int const slot = kStages + 4 * Warps::kStages + warp * ThinWarps::kStages;
+    ThinWarps::run(params, thin, first, kThinWarps * group + warp, kThinWarps * kGroups,
+                   smem + group * kGroupBytes + warp * ThinWarps::kRingBytes, control.barriers + 2 * slot,
+                   control.infos + slot, control.sources + warp, control.members + warp * ThinWarps::kStages * 32);
   }
 };
 

@@ -92,7 +92,6 @@ feather::Params<T> make_params(TensorView q, TensorView k, TensorView v, TensorV
   params.part_out = static_cast<float*>(part_out.data_ptr());
   params.part_lse = static_cast<float*>(part_lse.data_ptr());
   params.popped = static_cast<int*>(counters.data_ptr());
-  params.arrived = params.popped + 2 * feather::kLeft;
   params.plan = static_cast<int const*>(plan.data_ptr());
   params.seq_lens = static_cast<int const*>(seq_lens.data_ptr());
   params.table = table.data_ptr();
@@ -109,8 +108,7 @@ feather::Params<T> make_params(TensorView q, TensorView k, TensorView v, TensorV
   params.kv_heads_div = feather::FastDivide(params.kv_heads);
   params.group_div = feather::FastDivide(params.group);
   params.page_bits = page_bits;
-  params.fused_merge = flags & 1;
-  params.prefetch = flags & 2;
+  params.prefetch = flags & 1;
   double const log2e = 1.4426950408889634;
   params.scale_log2 = sm_scale * log2e;
   params.soft_cap_log2 = soft_cap * log2e;
@@ -123,7 +121,7 @@ cudaStream_t stream_of(TensorView tensor) {
   return static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
 }
 
-// flags: 1 = merge in the forward kernel, 2 = L2 prefetch, 4 = portable path; queues: a bit per tile shape.
+// flags: 1 = L2 prefetch, 2 = portable path; queues: a bit per tile shape.
 void forward(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, TensorView part_out,
              TensorView part_lse, TensorView counters, TensorView plan, TensorView seq_lens, TensorView table,
              int64_t page_bits, double sm_scale, double soft_cap, int64_t flags, int64_t queues) {
@@ -132,7 +130,7 @@ void forward(TensorView q, TensorView k, TensorView v, TensorView out, Optional<
   params.queues = queues;
   int const sms = multiprocessors(q.device().device_id);
 #if FEATHER_HOPPER
-  if (!(flags & 4)) return launch<Hopper, 1>(params, sms, stream_of(q));
+  if (!(flags & 2)) return launch<Hopper, 1>(params, sms, stream_of(q));
 #endif
   launch<Portable, kCtas>(params, sms, stream_of(q));
 }

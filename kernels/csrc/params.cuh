@@ -29,7 +29,6 @@ struct Params {
   float* lse;        // (requests, q_heads), natural logarithm, or null
   float* part_out;   // (parts, q_heads, head_dim): normalised partial results
   float* part_lse;   // (parts, q_heads): their log-sum-exp, base 2
-  int* arrived;      // (requests, q_heads): parts deposited so far; zero between runs
   int* popped;       // per tile: work units taken from its queue; zero between runs
   int const* plan;   // header, items, members, part_begin
   int const* seq_lens;
@@ -41,7 +40,6 @@ struct Params {
   int page_bits;
   unsigned queues;  // a bit per queue that this launch serves
   bool table_is_64;
-  bool fused_merge;
   bool prefetch;
   float scale_log2;       // softmax scale times log2(e)
   float soft_cap_log2;    // logit soft cap times log2(e); 0 = none

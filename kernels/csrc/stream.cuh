@@ -1,7 +1,7 @@
 // The KV stream of one team of warps: work units popped from a queue, their KV rows flowing through a ring of stages.
 //
 // A team is W warps that share each KV tile (16 query rows a warp, m = 16 W). Its first warp is also the producer: it
-// runs ahead of the arithmetic across work units, so that a new unit's rows are in flight while the last one is merged.
+// runs ahead of the arithmetic across work units, so that a new unit's rows are in flight while the last one is written.
 #pragma once
 #include "barrier.cuh"
 #include "params.cuh"

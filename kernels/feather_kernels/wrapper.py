@@ -14,10 +14,9 @@ from feather_kernels.plan import PackPlan, Planner
 from feather_kernels.tiles import TILES
 
 LAUNCHES = ("persistent", "streams", "serial")
-MERGES = ("fused", "kernel")
 PATHS = ("auto", "portable", "hopper")
-_FUSED, _PREFETCH, _PORTABLE = 1, 2, 4
-_QUEUES = 16  # counters before the arrivals: work units popped, and CTAs that have left, per queue
+_PREFETCH, _PORTABLE = 1, 2
+_COUNTERS = 16  # per queue: work units popped, and CTAs that have left
 
 
 class PackedDecodeWrapper:
@@ -47,8 +46,6 @@ class PackedDecodeWrapper:
         The tile shapes to use: the largest one or more of `feather_kernels.tiles.TILES[path]`; all by default.
     launch : {"persistent", "streams", "serial"}
         One launch for all tile shapes; or one launch a shape, on parallel streams (PAT 6) or one after the other.
-    merge : {"fused", "kernel"}
-        The last part of a request to finish merges it, or a kernel of its own does.
     prefetch : bool
         Prefetch the next KV tile into L2 (``cp.async.bulk.prefetch.L2``).
     logit_soft_cap : float
@@ -85,7 +82,6 @@ class PackedDecodeWrapper:
         split: str = "balanced",
         tiles: tuple[tuple[int, int], ...] | None = None,
         launch: str = "persistent",
-        merge: str = "kernel",
         prefetch: bool = False,
         logit_soft_cap: float = 0.0,
         sm_scale: float | None = None,
@@ -108,7 +104,7 @@ class PackedDecodeWrapper:
             raise ValueError(f"sm_scale is {sm_scale}: give a positive scale")
         if dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype is {dtype}: use torch.float16 or torch.bfloat16")
-        for name, value, known in (("launch", launch, LAUNCHES), ("merge", merge, MERGES), ("path", path, PATHS)):
+        for name, value, known in (("launch", launch, LAUNCHES), ("path", path, PATHS)):
             if value not in known:
                 raise ValueError(f"{name} is {value!r}: use one of {', '.join(known)}")
         self.device = torch.device(device)
@@ -124,11 +120,10 @@ class PackedDecodeWrapper:
         self.num_qo_heads, self.num_kv_heads, self.head_dim = num_qo_heads, num_kv_heads, head_dim
         self.page_size, self.dtype, self.debug = page_size, dtype, debug
         self.launch = launch
-        self.merge = merge if launch == "persistent" else "kernel"
         self.sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
         self.logit_soft_cap = logit_soft_cap
         self.path = "portable" if path == "portable" or major < 9 else "hopper"
-        self._flags = _FUSED * (self.merge == "fused") | _PREFETCH * prefetch | _PORTABLE * (self.path == "portable")
+        self._flags = _PREFETCH * prefetch | _PORTABLE * (self.path == "portable")
         self._module = load_kernel(str(dtype).removeprefix("torch."), head_dim, 10 * major + minor, logit_soft_cap > 0)
         built = TILES[self.path]
         self._tiles = tuple(sorted(tiles or built))
@@ -149,7 +144,7 @@ class PackedDecodeWrapper:
         self._turn = 0
         self._part_out = torch.empty(max_parts, num_qo_heads, head_dim, dtype=torch.float32, device=self.device)
         self._part_lse = torch.empty(max_parts, num_qo_heads, dtype=torch.float32, device=self.device)
-        self._counters = torch.zeros(_QUEUES + max_requests * num_qo_heads, dtype=torch.int32, device=self.device)
+        self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=self.device)
         self._table: torch.Tensor | None = None
         self._seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=self.device)
         self._streams = [torch.cuda.Stream(self.device) for _ in self._tiles] if launch == "streams" else []
@@ -257,7 +252,7 @@ class PackedDecodeWrapper:
                 self._module.forward(*arguments, 1 << queue)
         else:
             self._run_on_streams(arguments)
-        if self.merge == "kernel":
+        if self.pack_plan.n_parts or torch.cuda.is_current_stream_capturing():  # a graph may meet parts later
             self._module.merge(*arguments, 0)
         return (out, lse) if lse is not None else out
 
