@@ -68,8 +68,9 @@ class Path:
         return max(1, m // 16)
 
     def teams(self, m: int) -> int:
-        """Teams a block."""
-        return self.warps // self.team_warps(m)
+        """Teams a block. On the Hopper path units of eight rows run on the copying warps too."""
+        warps = self.threads // 32 if self.name == "hopper" and m == 8 else self.warps
+        return warps // self.team_warps(m)
 
     def padding(self, m: int) -> int:
         """Elements between rows in shared memory, for ldmatrix; wgmma's rows are swizzled instead."""
