@@ -223,9 +223,8 @@ ABLATIONS: dict[str, System] = {
     "feather-optimal": feather(strategy="optimal"),
     "feather-query": feather(strategy="query"),
     "feather-fixed": feather_fixed,
-    "feather-streams": feather(launch="streams", merge="kernel"),
-    "feather-serial": feather(launch="serial", merge="kernel"),
-    "feather-merge": feather(merge="kernel"),
+    "feather-streams": feather(launch="streams"),
+    "feather-serial": feather(launch="serial"),
     "feather-prefetch": feather(prefetch=True),
     "feather-portable": feather(path="portable"),
 }

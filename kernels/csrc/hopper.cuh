@@ -74,11 +74,15 @@ struct HopperForward {
   static constexpr int kWarpBytes = 3 * 2 * PaddedRows<kHeadDim, 16>::kElements * int(sizeof(T));
   static constexpr int kGroupBytes = Group::kRingBytes > 4 * kWarpBytes ? Group::kRingBytes : (4 * kWarpBytes + 1023) / 1024 * 1024;
   using Warps = WarpTeam<T, kHeadDim, 1, 16, kWarpBytes>;
-  // Thin units are computed by the copying warps too: kThinWarps a group.
-  static constexpr int kThinWarps = 4 + 4 / kGroups;
+  // Short thin units are a matter of latency: the copying warps compute too, kThinWarps a group. Long ones are a matter
+  // of bytes in flight: fewer warps with deeper rings.
+  static constexpr int kThinWarps = 4 + 4 / kGroups, kLongUnit = 256;
   using ThinWarps = WarpTeam<T, kHeadDim, 1, 16, kGroupBytes / kThinWarps / 128 * 128, true>;
-  static constexpr int kSlots = kStages + 4 * Warps::kStages + kThinWarps * ThinWarps::kStages;  // of a group
-  static constexpr int kMemberWords = 32 * std::max({4 * kStages, 4 * Warps::kStages, kThinWarps * ThinWarps::kStages});
+  using DeepWarps = WarpTeam<T, kHeadDim, 1, 16, kWarpBytes, true>;
+  static constexpr int kThinSlots = kStages + 4 * Warps::kStages;
+  static constexpr int kDeepSlots = kThinSlots + kThinWarps * ThinWarps::kStages;
+  static constexpr int kSlots = kDeepSlots + 4 * DeepWarps::kStages;  // of a group
+  static constexpr int kMemberWords = 32 * std::max({4 * kStages, 4 * Warps::kStages, kThinWarps * ThinWarps::kStages, 4 * DeepWarps::kStages});
   struct Control {  // of a group
     StageInfo infos[kSlots];
     Source sources[kThinWarps];
@@ -102,11 +106,12 @@ struct HopperForward {
     static_assert(2 * kSlots <= 128);
     int const index = threadIdx.x % 128;
     if (threadIdx.x < 128 * kGroups && index < 2 * kSlots) {
-      int const small = index - 2 * kStages, thin = small - 8 * Warps::kStages;
+      int const small = index - 2 * kStages, thin = index - 2 * kThinSlots, deep = index - 2 * kDeepSlots;
       barrier_init(control_of(smem, threadIdx.x / 128).barriers + index,
                    small < 0   ? Group::Stream::arrivals(index)
                    : thin < 0  ? Warps::Stream::arrivals(small % (2 * Warps::kStages))
-                               : ThinWarps::Stream::arrivals(thin % (2 * ThinWarps::kStages)));
+                   : deep < 0  ? ThinWarps::Stream::arrivals(thin % (2 * ThinWarps::kStages))
+                               : DeepWarps::Stream::arrivals(deep % (2 * DeepWarps::kStages)));
     }
     __syncthreads();
     wait_for_previous_kernel();
@@ -178,11 +183,22 @@ struct HopperForward {
     Queue const thin = find_queue(params, 2);
     if (thin.n_work == 0) return;
     bool const first = find_queue(params, 0).n_work + find_queue(params, 1).n_work == 0;
+    // Units come longest first.
+    int const* const item = params.plan + params.plan[header::kItemsBegin] + 8 * thin.first_item;
     Control& control = control_of(smem, group);
-    int const slot = kStages + 4 * Warps::kStages + warp * ThinWarps::kStages;
-    ThinWarps::run(params, thin, first, kThinWarps * group + warp, kThinWarps * kGroups,
-                   smem + group * kGroupBytes + warp * ThinWarps::kRingBytes, control.barriers + 2 * slot,
-                   control.infos + slot, control.sources + warp, control.members + warp * ThinWarps::kStages * 32);
+    unsigned char* const ring = smem + group * kGroupBytes;
+    auto const run = [&](auto warps, int warps_per_group, int first_slot) {
+      using Team = decltype(warps);
+      int const slot = first_slot + warp * Team::kStages;
+      Team::run(params, thin, first, warps_per_group * group + warp, warps_per_group * kGroups,
+                ring + warp * Team::kRingBytes, control.barriers + 2 * slot, control.infos + slot,
+                control.sources + warp, control.members + warp * Team::kStages * 32);
+    };
+    if (item[3] - item[2] <= kLongUnit) {
+      run(ThinWarps{}, kThinWarps, kThinSlots);
+    } else if (warp < 4) {
+      run(DeepWarps{}, 4, kDeepSlots);
+    }
   }
 };
 

@@ -439,7 +439,7 @@ def coverage(outcomes: list[Outcome]) -> str:
         "kind": Counter(choice.kind for choice in choices),
         "grown": Counter(bool(choice.growth) for choice in choices),
     }
-    for name in ("strategy", "split", "launch", "merge", "path", "tiles"):
+    for name in ("strategy", "split", "launch", "path", "tiles"):
         parts[name] = Counter(str(dict(choice.wrapper).get(name, "-")) for choice in choices)
     lines = []
     for name, counts in parts.items():

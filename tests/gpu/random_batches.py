@@ -32,13 +32,7 @@ TOKENS, ELEMENTS = (
     1 << 28,
 )  # of all sequences, and times KV heads and head_dim: what a case's reference costs
 BIG_TOKENS, BIG_ELEMENTS, BIG_SHARE = 3_000_000, 1 << 30, 0.05
-LAUNCHES = (
-    ("persistent", "fused"),
-    ("persistent", "fused"),
-    ("persistent", "kernel"),
-    ("streams", "kernel"),
-    ("serial", "kernel"),
-)
+LAUNCHES = ("persistent", "persistent", "persistent", "streams", "serial")
 KINDS = ("alone", "flat", "levels", "random", "random", "random")
 PATHS = ("auto", "auto", "auto", "portable", "hopper")
 WILD = 1 << 24  # beyond every cache here: a page id that only memory checkers may meet
@@ -92,7 +86,7 @@ def draw(seed: int, hopper: bool = True) -> Choice:
             requests = (requests + 1) // 2
         elif longest > 1:
             longest = (longest + 1) // 2
-    launch, merge = LAUNCHES[rng.integers(len(LAUNCHES))]
+    launch = LAUNCHES[rng.integers(len(LAUNCHES))]
     path = str(rng.choice(PATHS))
     built = TILES["hopper" if hopper and path != "portable" else "portable"]
     first_tile = int(rng.integers(len(built))) if rng.random() < 0.15 else 0
@@ -100,7 +94,7 @@ def draw(seed: int, hopper: bool = True) -> Choice:
     strategy = "profit" if rng.random() < 0.3 else str(rng.choice(list(STRATEGIES)))
     split = "balanced" if rng.random() < 0.5 else str(rng.choice(list(SPLITS)))
     wrapper: dict[str, Any] = {
-        "strategy": strategy, "split": split, "launch": launch, "merge": merge,
+        "strategy": strategy, "split": split, "launch": launch,
         "path": path if hopper or path != "hopper" else "auto", "prefetch": bool(rng.random() < 0.2),
         "grow": bool(growth or rng.random() < 0.5), "debug": bool(rng.random() < 0.05),
     }  # fmt: skip
@@ -117,10 +111,10 @@ def draw(seed: int, hopper: bool = True) -> Choice:
 
 
 def small(seed: int, hopper: bool = True) -> Choice:
-    """A tiny case for memory checkers; launches, merges and paths take turns. Unused table entries point nowhere."""
+    """A tiny case for memory checkers; launches and paths take turns. Unused table entries point nowhere."""
     rng = np.random.default_rng(seed)
     wrapper = {name: value for name, value in draw(seed, hopper).wrapper if name not in ("tiles", "debug")}
-    wrapper["launch"], wrapper["merge"] = LAUNCHES[1:][seed % 4]
+    wrapper["launch"] = LAUNCHES[1:][seed % 4]
     wrapper["path"] = "hopper" if hopper and seed % 3 == 1 else "portable" if seed % 3 == 2 else "auto"
     group = (1, 4, 8, 16)[seed // 3 % 4]
     return replace(

@@ -105,7 +105,7 @@ def test_a_right_kernel_passes_the_tiny_cases(seed):
 
 def test_the_tiny_cases_have_every_launch_and_path():
     wrappers = [dict(small(seed).wrapper) for seed in range(check.SMALL_CASES)]
-    assert {(w["launch"], w["merge"]) for w in wrappers} == set(random_batches.LAUNCHES)
+    assert {w["launch"] for w in wrappers} == set(random_batches.LAUNCHES)
     assert {w["path"] for w in wrappers} == {"auto", "portable", "hopper"}
 
 
