@@ -74,9 +74,9 @@ struct HopperForward {
   static constexpr int kWarpBytes = 3 * 2 * PaddedRows<kHeadDim, 16>::kElements * int(sizeof(T));
   static constexpr int kGroupBytes = Group::kRingBytes > 4 * kWarpBytes ? Group::kRingBytes : (4 * kWarpBytes + 1023) / 1024 * 1024;
   using Warps = WarpTeam<T, kHeadDim, 1, 16, kWarpBytes>;
-  // Short thin units are a matter of latency: the copying warps compute too, kThinWarps a group. Long ones are a matter
+  // Short thin units are a matter of latency: the two warps that copied for a group compute too. Long ones are a matter
   // of bytes in flight: fewer warps with deeper rings.
-  static constexpr int kThinWarps = 4 + 4 / kGroups, kLongUnit = 256;
+  static constexpr int kThinWarps = 6, kLongUnit = 256;
   using ThinWarps = WarpTeam<T, kHeadDim, 1, 16, kGroupBytes / kThinWarps / 128 * 128, true>;
   using DeepWarps = WarpTeam<T, kHeadDim, 1, 16, kWarpBytes, true>;
   static constexpr int kThinSlots = kStages + 4 * Warps::kStages;
@@ -117,11 +117,13 @@ struct HopperForward {
     wait_for_previous_kernel();
     if (threadIdx.x >= 128 * kGroups) {
       cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
-      int const warp = thread() / 32 % 4, group = warp / (4 / kGroups);
-      copy(params, smem, group, warp % (4 / kGroups));
-      hand_over<true>(group);
+      int const group = thread() / 64 % 2, role = thread() / 32 % 2;
+      if (group < kGroups) {
+        copy(params, smem, group, role);
+        hand_over<true>(group);
+      }
       cutlass::arch::warpgroup_reg_alloc<168>();
-      run_thin(params, smem, group, 4 + warp % (4 / kGroups));
+      if (group < kGroups) run_thin(params, smem, group, 4 + role);
     } else {
       cutlass::arch::warpgroup_reg_alloc<kComputeRegisters>();
       int const warp = thread() / 32 % 4, group = thread() / 128;
@@ -140,7 +142,7 @@ struct HopperForward {
   // The group's ring is free for the copying warps; the computing ones need not wait for them.
   template <bool kWaits>
   static __device__ void hand_over(int group) {
-    constexpr int kCount = 128 + 128 / kGroups;
+    constexpr int kCount = 128 + 64;
     if constexpr (kWaits) {
       asm volatile("bar.sync %0, %1;" ::"r"(2 + group), "n"(kCount) : "memory");
     } else {
@@ -151,7 +153,7 @@ struct HopperForward {
 
   static __device__ void copy(Params<T> const& params, unsigned char* smem, int group, int role) {
     Queue const large = find_queue(params, 0);
-    if (large.n_work == 0 || role > 1) return;
+    if (large.n_work == 0) return;
     Control& control = control_of(smem, group);
     unsigned char* const ring = smem + group * kGroupBytes;
     if (role == 0) {

@@ -32,7 +32,7 @@ void check(cudaError_t error, char const* what) {
 constexpr int kRingBytes = 3 * 2 * 16 * (128 + 8) * 2, kCtas = 2;
 constexpr int kGroupStages = FEATHER_HEAD_DIM == 128 ? 3 : 6, kGroups = 2;
 #else
-constexpr int kRingBytes = 3 * 2 * 16 * (256 + 8) * 2, kCtas = 1;
+constexpr int kRingBytes = 2 * 2 * 16 * (256 + 8) * 2, kCtas = 1;
 constexpr int kGroupStages = 2, kGroups = 1;
 #endif
 template <int kWarps, int kTokens, bool kThin = false>

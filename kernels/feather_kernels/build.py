@@ -20,7 +20,7 @@ from typing import Any
 
 from feather_kernels.errors import BuildError
 
-ARCHITECTURES = {80: "80", 86: "86", 89: "89", 90: "90a"}  # compute capability x 10 -> code generation target
+ARCHITECTURES = {80: "80", 90: "90a"}  # compute capability x 10 -> code generation target
 DTYPES = {"float16": "half", "bfloat16": "bfloat16"}
 HEAD_DIMS = (64, 128, 256)
 
