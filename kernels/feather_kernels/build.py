@@ -93,6 +93,7 @@ def kernel_library(dtype: str, head_dim: int, capability: int, soft_cap: bool = 
         f"-DFEATHER_HOPPER={int(capability == 90)}",
         f"-DFEATHER_DTYPE_{DTYPES[dtype].upper()}=1",
         f"-DFEATHER_HEAD_DIM={head_dim}",
+        f"-DFEATHER_SOFT_CAP={int(soft_cap)}",
     ]
     return _compile(name, source, [compiler, *flags, f"-I{cutlass_include()}"], toolkit=_version(compiler))
 
