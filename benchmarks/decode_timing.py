@@ -37,6 +37,7 @@ class Captured:
     """
 
     def __init__(self, call: Callable[[], torch.Tensor]) -> None:
+        self._call = call  # keeps alive what the graphs read and write: a system's plan and scratch
         for _ in range(3):
             call()
         torch.cuda.synchronize()
