@@ -131,7 +131,7 @@ struct WarpTeam {
 };
 
 // The portable path (sm_80 and later): four warps a CTA, regrouped into teams from queue to queue.
-template <typename T, int kHeadDim, int kRingBytesPerWarp, int kMinCtas, class... Teams>
+template <typename T, int kHeadDim, int kRingBytesPerWarp, class... Teams>
 struct PortableForward {
   static constexpr int kThreads = 128;
   static constexpr int kTiles = sizeof...(Teams);

@@ -6,6 +6,10 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 
+#include <algorithm>
+#include <array>
+#include <atomic>
+
 #include "forward.cuh"
 #if FEATHER_HOPPER
 #include "hopper.cuh"
@@ -28,17 +32,14 @@ void check(cudaError_t error, char const* what) {
 }
 
 // Ring bytes a warp of the portable path, and CTAs a multiprocessor: as much shared memory as there is.
-#if FEATHER_HEAD_DIM <= 128
-constexpr int kRingBytes = 3 * 2 * 16 * (128 + 8) * 2, kCtas = 2;
-constexpr int kGroupStages = FEATHER_HEAD_DIM == 128 ? 3 : 6, kGroups = 2;
-#else
-constexpr int kRingBytes = 2 * 2 * 16 * (256 + 8) * 2, kCtas = 1;
-constexpr int kGroupStages = 2, kGroups = 1;
-#endif
+constexpr int kRingBytes = kHeadDim <= 128 ? 3 * 2 * 16 * (128 + 8) * 2 : 2 * 2 * 16 * (256 + 8) * 2;
+constexpr int kCtas = kHeadDim <= 128 ? 2 : 1;
 template <int kWarps, int kTokens, bool kThin = false>
 using Team = feather::WarpTeam<T, kHeadDim, kWarps, kTokens, kRingBytes, kThin>;
-using Portable = feather::PortableForward<T, kHeadDim, kRingBytes, kCtas, Team<4, 32>, Team<2, 32>, Team<1, 16>, Team<1, 16, true>>;
+using Portable = feather::PortableForward<T, kHeadDim, kRingBytes, Team<4, 32>, Team<2, 32>, Team<1, 16>,
+                                          Team<1, 16, true>>;
 #if FEATHER_HOPPER
+constexpr int kGroupStages = kHeadDim == 64 ? 6 : kHeadDim == 128 ? 3 : 2, kGroups = kHeadDim <= 128 ? 2 : 1;
 using Hopper = feather::HopperForward<T, kHeadDim, kGroupStages, kGroups>;
 #endif
 
@@ -58,25 +59,30 @@ void start(Kernel kernel, int ctas, int threads, int smem, feather::Params<T> co
   check(cudaLaunchKernelEx(&config, kernel, params), "launch");
 }
 
-template <class Forward, int kMinCtas>
-void launch(feather::Params<T> const& params, int multiprocessors, cudaStream_t stream) {
-  auto const kernel = feather::forward_kernel<Forward, T, kMinCtas>;
-  static int const ctas = [&] {  // that fit on one multiprocessor
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Forward::kSmem), "shared memory");
-    int count = 0;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, Forward::kThreads, Forward::kSmem), "occupancy");
-    return count;
-  }();
-  start(kernel, multiprocessors * ctas, Forward::kThreads, Forward::kSmem, params, stream);
-}
+constexpr int kMaxDevices = 64;
 
 int multiprocessors(int device) {
-  static int const count = [device] {
-    int value = 0;
-    check(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device), "device");
-    return value;
-  }();
+  static std::array<std::atomic<int>, kMaxDevices> counts{};
+  int count = counts[device].load();
+  if (count == 0) {
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "device");
+    counts[device].store(count);
+  }
   return count;
+}
+
+template <class Forward, int kMinCtas>
+void launch(feather::Params<T> const& params, int device, cudaStream_t stream) {
+  auto const kernel = feather::forward_kernel<Forward, T, kMinCtas>;
+  static std::array<std::atomic<int>, kMaxDevices> fitting{};  // CTAs on one multiprocessor of each device
+  int ctas = fitting[device].load();
+  if (ctas == 0) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Forward::kSmem), "shared memory");
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel, Forward::kThreads, Forward::kSmem), "occupancy");
+    if (ctas == 0) TVM_FFI_THROW(RuntimeError) << "the forward kernel does not fit on this GPU";
+    fitting[device].store(ctas);
+  }
+  start(kernel, multiprocessors(device) * ctas, Forward::kThreads, Forward::kSmem, params, stream);
 }
 
 feather::Params<T> make_params(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse,
@@ -128,11 +134,11 @@ void forward(TensorView q, TensorView k, TensorView v, TensorView out, Optional<
   auto params = make_params(q, k, v, out, lse, part_out, part_lse, counters, plan, seq_lens, table, page_bits, sm_scale,
                             soft_cap, flags);
   params.queues = queues;
-  int const sms = multiprocessors(q.device().device_id);
+  int const device = q.device().device_id;
 #if FEATHER_HOPPER
-  if (!(flags & 2)) return launch<Hopper, 1>(params, sms, stream_of(q));
+  if (!(flags & 2)) return launch<Hopper, 1>(params, device, stream_of(q));
 #endif
-  launch<Portable, kCtas>(params, sms, stream_of(q));
+  launch<Portable, kCtas>(params, device, stream_of(q));
 }
 
 void merge(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, TensorView part_out,

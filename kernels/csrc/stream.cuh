@@ -163,8 +163,8 @@ struct KvStream {
     look_up();
   }
 
-  // The pages of the tokens at pos, clamped to the unit's last token. What the table answers is first touched by
-  // publish(), so that nobody waits for it here.
+  // The pages of the tokens at pos, clamped to the unit's last token. Nobody waits here for what the table answers: the
+  // next issue() does.
   __device__ void look_up() {
     if (!real || pos >= stop) return;
 #pragma unroll

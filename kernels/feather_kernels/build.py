@@ -10,11 +10,13 @@ import argparse
 import functools
 import hashlib
 import importlib.util
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,33 +71,69 @@ def load_kernel(dtype: str, head_dim: int, capability: int, soft_cap: bool = Fal
     BuildError
         Unsupported configuration or GPU, no library built ahead and no nvcc, missing headers, or a failed compilation.
     """
-    return _load(kernel_library(dtype, head_dim, capability, soft_cap))
+    return _load(kernel_library(Configuration(dtype, head_dim, capability, soft_cap)))
 
 
-def kernel_library(dtype: str, head_dim: int, capability: int, soft_cap: bool = False) -> Path:
-    """The path of one configuration's library, compiled if it is not there yet (see `load_kernel`)."""
-    if dtype not in DTYPES:
-        raise BuildError(f"dtype {dtype} is not supported: use float16 or bfloat16")
-    if head_dim not in HEAD_DIMS:
-        raise BuildError(f"head_dim {head_dim} is not supported: use one of {', '.join(map(str, HEAD_DIMS))}")
-    target = _target(capability)
-    name = f"packed_decode_{dtype}_d{head_dim}{'_cap' if soft_cap else ''}_sm{target}"
-    source = source_dir() / "packed_decode.cu"
-    prebuilt = os.environ.get("FEATHER_KERNELS_PREBUILT")
-    if prebuilt:
-        library = Path(prebuilt) / _prebuilt_name(name)
-        if library.is_file():
-            return library
+@dataclass(frozen=True)
+class Configuration:
+    """What one library of kernels is compiled for (see `load_kernel`).
+
+    Raises
+    ------
+    BuildError
+        A dtype, head dimension or GPU that the kernels do not support.
+    """
+
+    dtype: str
+    head_dim: int
+    capability: int
+    soft_cap: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise BuildError(f"dtype {self.dtype} is not supported: use float16 or bfloat16")
+        if self.head_dim not in HEAD_DIMS:
+            known = ", ".join(map(str, HEAD_DIMS))
+            raise BuildError(f"head_dim {self.head_dim} is not supported: use one of {known}")
+        _target(self.capability)
+
+    @property
+    def name(self) -> str:
+        cap = "_cap" if self.soft_cap else ""
+        return f"packed_decode_{self.dtype}_d{self.head_dim}{cap}_sm{_target(self.capability)}"
+
+    @property
+    def flags(self) -> list[str]:
+        """nvcc's, but for include folders."""
+        target = _target(self.capability)
+        return [
+            *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "--use_fast_math", "-DNDEBUG", "-shared"),
+            *("-Xcompiler=-fPIC", "-Xptxas=-v", f"-gencode=arch=compute_{target},code=sm_{target}"),
+            f"-DFEATHER_HOPPER={int(self.capability == 90)}",
+            f"-DFEATHER_DTYPE_{DTYPES[self.dtype].upper()}=1",
+            f"-DFEATHER_HEAD_DIM={self.head_dim}",
+            f"-DFEATHER_SOFT_CAP={int(self.soft_cap)}",
+        ]
+
+    @property
+    def prebuilt(self) -> str:
+        """The file's name in ``$FEATHER_KERNELS_PREBUILT``: it changes with the sources and the flags."""
+        key = hashlib.sha256(" ".join([_source_key(_source()), *self.flags]).encode()).hexdigest()[:16]
+        return f"{self.name}-{key}.so"
+
+
+def kernel_library(configuration: Configuration) -> Path:
+    """The path of one configuration's library, compiled if it is not there yet."""
+    folder = os.environ.get("FEATHER_KERNELS_PREBUILT")
+    if folder and (Path(folder) / configuration.prebuilt).is_file():
+        return Path(folder) / configuration.prebuilt
     compiler = find_nvcc()
-    flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "--use_fast_math", "-DNDEBUG", "-shared"]
-    flags += ["-Xcompiler=-fPIC", "-Xptxas=-v", f"-gencode=arch=compute_{target},code=sm_{target}"]
-    flags += [
-        f"-DFEATHER_HOPPER={int(capability == 90)}",
-        f"-DFEATHER_DTYPE_{DTYPES[dtype].upper()}=1",
-        f"-DFEATHER_HEAD_DIM={head_dim}",
-        f"-DFEATHER_SOFT_CAP={int(soft_cap)}",
-    ]
-    return _compile(name, source, [compiler, *flags, f"-I{cutlass_include()}"], toolkit=_version(compiler))
+    command = [compiler, *configuration.flags, f"-I{cutlass_include()}"]
+    return _compile(configuration.name, _source(), command, toolkit=_version(compiler))
+
+
+def _source() -> Path:
+    return source_dir() / "packed_decode.cu"
 
 
 @functools.cache
@@ -105,10 +143,6 @@ def load_memory_probe(capability: int) -> Any:
     flags = ["-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC", f"-gencode=arch=compute_{target},code=sm_{target}"]
     source = source_dir() / "memory_probe.cu"
     return _load(_compile(f"memory_probe_sm{target}", source, [compiler, *flags], toolkit=_version(compiler)))
-
-
-def _prebuilt_name(name: str) -> str:
-    return f"{name}-{_source_key(source_dir() / 'packed_decode.cu')}.so"
 
 
 def find_nvcc() -> str:
@@ -211,25 +245,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="also copy the libraries here, for FEATHER_KERNELS_PREBUILT")
     options = parser.parse_args(arguments)
     try:
-        for capability in options.arch:
-            for dtype in options.dtype:
-                for head_dim in options.head_dim:
-                    for soft_cap in options.soft_cap:
-                        library = kernel_library(dtype, head_dim, capability, bool(soft_cap))
-                        print(_export(library, options.out), flush=True)
+        for choice in itertools.product(options.dtype, options.head_dim, options.arch, map(bool, options.soft_cap)):
+            configuration = Configuration(*choice)
+            library = kernel_library(configuration)
+            if options.out:
+                options.out.mkdir(parents=True, exist_ok=True)
+                library = Path(shutil.copyfile(library, options.out / configuration.prebuilt))
+            print(library, flush=True)
     except BuildError as error:
         print(f"feather_kernels.build: error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _export(library: Path, folder: Path | None) -> Path:
-    if folder is None:
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    copy = folder / _prebuilt_name(library.name.rsplit("-", 1)[0])
-    shutil.copyfile(library, copy)
-    return copy
 
 
 if __name__ == "__main__":

@@ -245,15 +245,16 @@ class PackedDecodeWrapper:
             q, k_cache, v_cache, out, lse, self._part_out, self._part_lse, self._counters, self._plan, self._lens,
             self._table, self.page_size.bit_length() - 1, self.sm_scale, self.logit_soft_cap, self._flags,
         )  # fmt: skip
-        if self.launch == "persistent":
-            self._module.forward(*arguments, (1 << len(self._tiles)) - 1)
-        elif self.launch == "serial":
-            for queue in range(len(self._tiles)):
-                self._module.forward(*arguments, 1 << queue)
-        else:
-            self._run_on_streams(arguments)
-        if self.pack_plan.n_parts or torch.cuda.is_current_stream_capturing():  # a graph may meet parts later
-            self._module.merge(*arguments, 0)
+        with torch.cuda.device(self.device):
+            if self.launch == "persistent":
+                self._module.forward(*arguments, (1 << len(self._tiles)) - 1)
+            elif self.launch == "serial":
+                for queue in range(len(self._tiles)):
+                    self._module.forward(*arguments, 1 << queue)
+            else:
+                self._run_on_streams(arguments)
+            if self.pack_plan.n_parts or torch.cuda.is_current_stream_capturing():  # a graph may meet parts later
+                self._module.merge(*arguments, 0)
         return (out, lse) if lse is not None else out
 
     def _run_on_streams(self, arguments: tuple[Any, ...]) -> None:

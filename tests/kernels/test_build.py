@@ -1,0 +1,129 @@
+"""Building: what a library is compiled for, where it is found, and what is said when something is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from feather_kernels import build
+from feather_kernels.build import Configuration, kernel_library
+from feather_kernels.errors import BuildError
+
+COMPILER = """#!{python}
+import sys
+if "--version" in sys.argv:
+    print("release {release}")
+    sys.exit()
+sys.stderr.write({stderr!r})
+if {code}:
+    sys.exit({code})
+open(sys.argv[sys.argv.index("-o") + 1], "w").write(" ".join(sys.argv))
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEATHER_KERNELS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("FEATHER_KERNELS_PREBUILT", raising=False)
+    headers = tmp_path / "cutlass" / "include" / "cute"
+    headers.mkdir(parents=True)
+    (headers / "tensor.hpp").touch()
+    monkeypatch.setenv("CUTLASS_HOME", str(tmp_path / "cutlass"))
+    build._version.cache_clear()
+    return tmp_path / "cache"
+
+
+def install_nvcc(folder: Path, monkeypatch, release: str = "13.0", code: int = 0, stderr: str = "") -> None:
+    """A stand-in for nvcc that writes down what it was asked for."""
+    nvcc = folder / f"cuda-{release}" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True, exist_ok=True)
+    nvcc.write_text(COMPILER.format(python=sys.executable, release=release, code=code, stderr=stderr))
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(nvcc.parents[1]))
+
+
+def test_each_choice_reaches_the_compiler_and_the_file_name():
+    base = Configuration("float16", 128, 90)
+    others = [
+        Configuration("bfloat16", 128, 90),
+        Configuration("float16", 64, 90),
+        Configuration("float16", 128, 80),
+        Configuration("float16", 128, 90, soft_cap=True),
+    ]
+    for other in others:
+        assert other.flags != base.flags
+        assert other.name != base.name and other.prebuilt != base.prebuilt
+    assert "-DFEATHER_SOFT_CAP=1" in others[3].flags and "-DFEATHER_SOFT_CAP=0" in base.flags
+    assert "-gencode=arch=compute_90a,code=sm_90a" in base.flags and "-DFEATHER_HOPPER=1" in base.flags
+    assert "-gencode=arch=compute_80,code=sm_80" in others[2].flags and "-DFEATHER_HOPPER=0" in others[2].flags
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("float32", 128, 90), "dtype float32 is not supported: use float16 or bfloat16"),
+        (("float16", 96, 90), "head_dim 96 is not supported: use one of 64, 128, 256"),
+        (("float16", 128, 89), "compute capability 8.9 is not supported: these kernels are built for 8.0, 9.0"),
+    ],
+)
+def test_what_is_not_supported_is_said(arguments, message):
+    with pytest.raises(BuildError) as error:
+        Configuration(*arguments)
+    assert str(error.value) == message
+
+
+def test_a_library_is_compiled_once_and_again_for_another_toolkit(cache, tmp_path, monkeypatch):
+    install_nvcc(tmp_path, monkeypatch)
+    first = kernel_library(Configuration("float16", 64, 90))
+    command = first.read_text()
+    assert "packed_decode.cu" in command and "-DFEATHER_HEAD_DIM=64" in command
+    first.write_text("kept")
+    assert kernel_library(Configuration("float16", 64, 90)).read_text() == "kept"
+    install_nvcc(tmp_path, monkeypatch, release="13.1")
+    assert kernel_library(Configuration("float16", 64, 90)) != first
+
+
+def test_a_failed_compilation_is_one_line_and_leaves_no_library(cache, tmp_path, monkeypatch):
+    install_nvcc(tmp_path, monkeypatch, code=1, stderr="note\nmerge.cuh(7): error: expected a ;\nmore\n")
+    with pytest.raises(BuildError, match=r"could not compile packed_decode.cu \(merge.cuh\(7\): error") as error:
+        kernel_library(Configuration("float16", 64, 90))
+    log = Path(str(error.value).rsplit(" ", 1)[1])
+    assert "expected a ;" in log.read_text()
+    assert not list(cache.glob("*.so"))
+
+
+def test_without_nvcc_or_headers_the_message_says_what_to_do(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "find_nvcc", lambda: (_ for _ in ()).throw(BuildError("no nvcc")))
+    with pytest.raises(BuildError, match="no nvcc"):
+        kernel_library(Configuration("float16", 64, 90))
+    monkeypatch.undo()
+    monkeypatch.setenv("CUTLASS_HOME", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BuildError, match="no CUTLASS headers: install flashinfer-python"):
+        build.cutlass_include()
+
+
+def test_a_prebuilt_library_needs_no_compiler_and_is_used_only_for_its_own_sources_and_flags(
+    cache, tmp_path, monkeypatch
+):
+    install_nvcc(tmp_path, monkeypatch)
+    out = tmp_path / "out"
+    assert build.main(["--dtype", "float16", "--head-dim", "64", "--out", str(out)]) == 0
+    library = out / Configuration("float16", 64, 90).prebuilt
+    assert library.is_file()
+    monkeypatch.setenv("FEATHER_KERNELS_PREBUILT", str(out))
+    monkeypatch.setattr(build, "find_nvcc", lambda: (_ for _ in ()).throw(BuildError("no nvcc")))
+    assert kernel_library(Configuration("float16", 64, 90)) == library
+    with pytest.raises(BuildError, match="no nvcc"):
+        kernel_library(Configuration("float16", 64, 90, soft_cap=True))
+
+
+def test_the_command_reports_a_mistake_without_a_traceback(tmp_path):
+    environment = {**os.environ, "FEATHER_KERNELS_CACHE": str(tmp_path)}
+    command = [sys.executable, "-m", "feather_kernels.build", "--head-dim", "96"]
+    answer = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert answer.returncode == 2 and "Traceback" not in answer.stderr
