@@ -10,13 +10,15 @@ namespace feather {
 struct Layout {
   int64_t part_begin, items, members, size;
 
-  explicit Layout(const Config& config) {
+  Layout(int64_t n_requests, int64_t n_items, int64_t n_members) {
     auto aligned = [](int64_t at) { return (at + kAlign - 1) / kAlign * kAlign; };
     part_begin = kHeaderSize;
-    items = aligned(part_begin + config[kMaxRequests] + 1);
-    members = aligned(items + config[kMaxItems] * kItemSize);
-    size = aligned(members + config[kMaxMembers] * kMemberSize);
+    items = aligned(part_begin + n_requests + 1);
+    members = aligned(items + n_items * kItemSize);
+    size = aligned(members + n_members * kMemberSize);
   }
+  // As large as any plan within the capacity.
+  explicit Layout(const Config& config) : Layout(config[kMaxRequests], config[kMaxItems], config[kMaxMembers]) {}
 };
 
 struct EmitScratch {
@@ -45,7 +47,7 @@ inline void sort_entries(EmitScratch& scratch, uint32_t highest) {
 
 inline void emit(const Config& config, const Forest& forest, const Packing& packing, const Schedule& schedule,
                  EmitScratch& scratch, int32_t* buffer) {
-  const Layout layout(config);
+  const Layout layout(forest.n_requests, schedule.n_items, schedule.n_members);
   const int32_t n_tiles = config.n_tiles();
   int32_t* part_begin = buffer + layout.part_begin;
   auto& [entries, swap, cursor, first_part] = scratch;

@@ -13,8 +13,9 @@
 
 namespace feather {
 
-// ---- The buffer: int32, one copy to the device moves all of it. Offsets count int32 from its start and depend on
-// the capacity alone, so that a CUDA graph sees fixed places; `used` is where this plan's last entry ends.
+// ---- The buffer: int32, packed, so that one short copy to the device moves a plan. Offsets count int32 from its start
+// and stand in the header, which the kernel reads: a CUDA graph may be replayed for a plan of another size. `used` is
+// where the last entry ends.
 
 constexpr int32_t kMagic = 0x70616b31;
 constexpr int32_t kHeaderSize = 32;

@@ -52,7 +52,7 @@ class Planner:
     num_qo_heads, num_kv_heads, head_dim : int
         The attention layer; ``num_qo_heads / num_kv_heads`` is the group size G.
     max_requests : int
-        Largest batch. With `max_items` and `max_members` it fixes every place in the buffer.
+        Largest batch. With `max_items` and `max_members` it fixes the size of the buffer.
     strategy : str
         A key of ``pack.STRATEGIES``.
     tiles : sequence of (m, n)
