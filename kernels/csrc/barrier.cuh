@@ -1,4 +1,4 @@
-// mbarriers and asynchronous copies into shared memory (sm_80 and later).
+// mbarriers, the order of kernels, and asynchronous copies into shared memory (sm_80 and later).
 #pragma once
 #include <cstdint>
 
@@ -40,6 +40,21 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
 #else
   while (!barrier_ready(barrier, parity)) {
   }
+#endif
+}
+
+// With programmatic dependent launch (sm_90) a kernel may start while the one before it in the stream still runs, whose
+// results are there after this.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// From here on the next kernel may start; it waits as above.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

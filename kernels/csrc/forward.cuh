@@ -12,18 +12,9 @@ constexpr int kLeft = 8;  // params.popped[kLeft + first queue of a launch]: its
 
 template <typename T>
 __device__ Queue find_queue(Params<T> const& params, int index) {
-  int const* const begin = params.plan + header::kQueueBegin + index;
+  int const* const begin = params.plan + kHeaderQueue + index;
   bool const served = params.queues >> index & 1;
   return {index, begin[0], served ? (begin[1] - begin[0]) * params.kv_heads : 0};
-}
-
-// With programmatic dependent launch a kernel may start while the one before it still runs; its results are there after
-// this. Our own dependents may be launched from then on: they wait here in turn.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 
 // The last CTA of a launch leaves the queues as the next run expects them.
@@ -62,7 +53,17 @@ __device__ T const* find_query(Params<T> const& params, StageInfo const& info, i
   int const member = params.group_div.div(row);
   if (member >= info.n_members) return nullptr;
   int const head = (info.edges >> kHeadShift) * params.group + row - member * params.group;
-  return params.q + members[2 * member] * params.q_stride + head * kHeadDim;
+  return params.q + members[kMemberSize * member] * params.q_stride + head * kHeadDim;
+}
+
+// The same for a lane's two rows of a 16-row fragment (see load_queries), which are the unit's from first_row on.
+template <typename T, int kHeadDim>
+__device__ void find_queries(Params<T> const& params, StageInfo const& info, int const* members, int first_row,
+                             T const* (&queries)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    queries[i] = find_query<T, kHeadDim>(params, info, members, first_row + WideLayout<T, kHeadDim>::row(i));
+  }
 }
 
 // A tile shape of the portable path: teams of kWarps warps share KV tiles of kTokens tokens, m = 16 kWarps; or m = 8,
@@ -73,10 +74,15 @@ struct WarpTeam {
   static_assert(!kThin || kWarps == 1, "8 rows are one warp's");
   using Rows = PaddedRows<kHeadDim, kTokens>;
   static constexpr int kRingBytes = kWarps * kRingBytesPerWarp;
-  static constexpr int kMemberWords = 32 * kWarps;
   static constexpr int kStages = kRingBytes / (2 * Rows::kElements * int(sizeof(T)));
   static_assert(kStages >= 2, "a ring needs two stages");
   using Stream = KvStream<T, kHeadDim, kWarps, kTokens, kStages, kBlock, Rows>;
+  static constexpr int kMemberWords = kStages * Stream::kMemberWords;  // of a team
+
+  template <class Tile>
+  static __device__ void fetch(Params<T> const& params, Tile& tile, StageInfo const& info, int const* members) {
+    tile.fetch(find_query<T, kHeadDim>(params, info, members, threadIdx.x % 32 / 4));
+  }
 
   // Work through a queue. `team` counts within the CTA, of `teams`; smem, barriers and infos are the team's.
   static __device__ void run(Params<T> const& params, Queue const& queue, bool fixed_start, int team, int teams,
@@ -93,12 +99,13 @@ struct WarpTeam {
       StageInfo const info = stream.wait();
       if (info.tokens < 0) break;
       if (info.edges & kFirst) {
-        int const row = 16 * warp + threadIdx.x % 32 / 4;
         if constexpr (kThin) {
-          if (!tile.ahead) tile.fetch(find_query<T, kHeadDim>(params, info, stream.members(), row));
+          if (!tile.ahead) fetch(params, tile, info, stream.members());
           tile.begin();
         } else {
-          tile.begin({find_query<T, kHeadDim>(params, info, stream.members(), row), find_query<T, kHeadDim>(params, info, stream.members(), row + 8)});
+          T const* queries[2];
+          find_queries<T, kHeadDim>(params, info, stream.members(), 16 * warp, queries);
+          tile.begin(queries);
         }
       }
       bool const last = info.edges & kLast;
@@ -107,9 +114,7 @@ struct WarpTeam {
         find_rows<Layout>(params, info, stream.members(), 16 * warp, rows);
         if constexpr (kThin) {  // the next unit's queries, in time for them to be there
           StageInfo const next = stream.peek();
-          if (next.tokens >= 0) {
-            tile.fetch(find_query<T, kHeadDim>(params, next, stream.peek_members(), threadIdx.x % 32 / 4));
-          }
+          if (next.tokens >= 0) fetch(params, tile, next, stream.peek_members());
         }
       }
       if (16 * warp < info.n_members * params.group) {
@@ -134,15 +139,13 @@ struct WarpTeam {
 template <typename T, int kHeadDim, int kRingBytesPerWarp, class... Teams>
 struct PortableForward {
   static constexpr int kThreads = 128;
-  static constexpr int kTiles = sizeof...(Teams);
   static constexpr int kRings = 4 * kRingBytesPerWarp;
   template <class Team>
   static constexpr int slots() {
     return 4 / Team::kWarps * Team::kStages;
   }
   static constexpr int kSlots = (slots<Teams>() + ...);
-  // A stage of W warps has 32 W member words: the same per warp in every queue, up to the stages.
-  static constexpr int kMemberWords = std::max({4 * 32 * Teams::kStages...});
+  static constexpr int kMemberWords = std::max({4 / Teams::kWarps * Teams::kMemberWords...});
   struct Control {
     StageInfo infos[kSlots];
     Source sources[4];
@@ -167,6 +170,7 @@ struct PortableForward {
         ...);
     __syncthreads();
     wait_for_previous_kernel();
+    let_next_kernel_start();
     // The first queue with work starts on fixed units, without a round trip to the counter; later ones are popped only,
     // so that a CTA still busy with large tiles holds nothing back.
     int index = 0, slot = 0;
@@ -178,7 +182,7 @@ struct PortableForward {
           if (queue.n_work) {
             Teams::run(params, queue, fixed_start, team, 4 / Teams::kWarps, smem + team * Teams::kRingBytes,
                        barriers + 2 * (slot + team * Teams::kStages), control.infos + slot + team * Teams::kStages,
-                       control.sources + team, control.members + team * Teams::kStages * Teams::kMemberWords);
+                       control.sources + team, control.members + team * Teams::kMemberWords);
             fixed_start = false;
             __syncthreads();
           }

@@ -43,6 +43,8 @@ struct GroupTile : Softmax {
     Softmax::begin();
   }
 
+  __device__ void end(float (&lse)[2]) { Softmax::end(out, lse); }
+
   // scores = Q K^T; returns once they are there.
   __device__ auto score(T const* k_tile, int thread) {
     ScoreMma mma;
@@ -71,8 +73,9 @@ struct GroupTile : Softmax {
     auto slice = mma.get_slice(thread);
     auto v = slice.partition_fragment_B(make_tensor(make_smem_ptr(v_tile), VLayout{}));
     // The accumulators of 16 tokens are, in order, the A operand of a k16 step.
-    auto p_a = make_tensor(p.data(), cute::Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTokens / 16>>,
-                                            Stride<Stride<_1, _2, _4>, _0, _8>>{});
+    using PLayout =
+        cute::Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTokens / 16>>, Stride<Stride<_1, _2, _4>, _0, _8>>;
+    auto p_a = make_tensor(p.data(), PLayout{});
     warpgroup_fence_operand(out);
     warpgroup_fence_operand(p_a);
     warpgroup_arrive();

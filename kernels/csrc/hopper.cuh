@@ -1,12 +1,12 @@
 // The Hopper path: a producer warp feeds a warpgroup that multiplies 64 query rows with wgmma; units of up to 16 rows
 // go to single warps as on the portable path.
 #pragma once
-#include "forward.cuh"
-#include "group_tile.cuh"
-
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <algorithm>
+
+#include "forward.cuh"
+#include "group_tile.cuh"
 
 namespace feather {
 
@@ -23,18 +23,22 @@ struct GroupTeam {
   // barriers: full and empty of each stage. Units are dealt out in turn, so that both producers walk the same ones.
   template <Copies kCopies>
   static __device__ void produce(Params<T> const& params, Queue const& queue, int group, int groups,
-                                 unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source, int* members) {
+                                 unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source,
+                                 int* members) {
     StreamOf<kCopies> stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source, members);
     stream.open(queue, group * int(gridDim.x) + int(blockIdx.x), 0, groups * int(gridDim.x));
     stream.produce();
   }
 
-  static __device__ void fetch(Params<T> const& params, Tile& tile, StageInfo const& info, int const* members, int warp) {
-    int const row = 16 * warp + threadIdx.x % 32 / 4;
-    tile.fetch({find_query<T, kHeadDim>(params, info, members, row), find_query<T, kHeadDim>(params, info, members, row + 8)});
+  static __device__ void fetch(Params<T> const& params, Tile& tile, StageInfo const& info, int const* members,
+                               int warp) {
+    T const* queries[2];
+    find_queries<T, kHeadDim>(params, info, members, 16 * warp, queries);
+    tile.fetch(queries);
   }
 
-  static __device__ void consume(Params<T> const& params, unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source, int* members) {
+  static __device__ void consume(Params<T> const& params, unsigned char* smem, uint64_t* barriers, StageInfo* infos,
+                                 Source* source, int* members) {
     int const warp = threadIdx.x / 32 % 4;
     Stream stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source, members);
     Tile tile;
@@ -57,7 +61,7 @@ struct GroupTeam {
       stream.release();
       if (last) {
         float lse[2];
-        tile.end(tile.out, lse);
+        tile.end(lse);
         finish<T, kHeadDim, typename Tile::Layout>(params, tile.out, lse, rows);
       }
     }
@@ -72,7 +76,7 @@ struct HopperForward {
   using Group = GroupTeam<T, kHeadDim, kStages>;
   // Single warps take what the groups leave, and more if there is more.
   static constexpr int kWarpBytes = 3 * 2 * PaddedRows<kHeadDim, 16>::kElements * int(sizeof(T));
-  static constexpr int kGroupBytes = Group::kRingBytes > 4 * kWarpBytes ? Group::kRingBytes : (4 * kWarpBytes + 1023) / 1024 * 1024;
+  static constexpr int kGroupBytes = std::max(Group::kRingBytes, (4 * kWarpBytes + 1023) / 1024 * 1024);
   using Warps = WarpTeam<T, kHeadDim, 1, 16, kWarpBytes>;
   // Short thin units are a matter of latency: the two warps that copied for a group compute too. Long ones are a matter
   // of bytes in flight: fewer warps with deeper rings.
@@ -82,7 +86,9 @@ struct HopperForward {
   static constexpr int kThinSlots = kStages + 4 * Warps::kStages;
   static constexpr int kDeepSlots = kThinSlots + kThinWarps * ThinWarps::kStages;
   static constexpr int kSlots = kDeepSlots + 4 * DeepWarps::kStages;  // of a group
-  static constexpr int kMemberWords = 32 * std::max({4 * kStages, 4 * Warps::kStages, kThinWarps * ThinWarps::kStages, 4 * DeepWarps::kStages});
+  static constexpr int kMemberWords =
+      std::max({kStages * Group::Stream::kMemberWords, 4 * Warps::kMemberWords, kThinWarps * ThinWarps::kMemberWords,
+                4 * DeepWarps::kMemberWords});
   struct Control {  // of a group
     StageInfo infos[kSlots];
     Source sources[kThinWarps];
@@ -115,6 +121,7 @@ struct HopperForward {
     }
     __syncthreads();
     wait_for_previous_kernel();
+    let_next_kernel_start();
     if (threadIdx.x >= 128 * kGroups) {
       cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
       int const group = thread() / 64 % 2, role = thread() / 32 % 2;
@@ -177,7 +184,7 @@ struct HopperForward {
       Warps::run(params, small, large.n_work == 0, 4 * group + warp, 4 * kGroups, ring + warp * kWarpBytes,
                  control.barriers + 2 * (kStages + warp * Warps::kStages),
                  control.infos + kStages + warp * Warps::kStages, control.sources + warp,
-                 control.members + warp * Warps::kStages * 32);
+                 control.members + warp * Warps::kMemberWords);
     }
   }
 
@@ -186,7 +193,7 @@ struct HopperForward {
     if (thin.n_work == 0) return;
     bool const first = find_queue(params, 0).n_work + find_queue(params, 1).n_work == 0;
     // Units come longest first.
-    int const* const item = params.plan + params.plan[header::kItemsBegin] + 8 * thin.first_item;
+    int const* const item = params.plan + params.plan[kHeaderItemsBegin] + kItemSize * thin.first_item;
     Control& control = control_of(smem, group);
     unsigned char* const ring = smem + group * kGroupBytes;
     auto const run = [&](auto warps, int warps_per_group, int first_slot) {
@@ -194,9 +201,9 @@ struct HopperForward {
       int const slot = first_slot + warp * Team::kStages;
       Team::run(params, thin, first, warps_per_group * group + warp, warps_per_group * kGroups,
                 ring + warp * Team::kRingBytes, control.barriers + 2 * slot, control.infos + slot,
-                control.sources + warp, control.members + warp * Team::kStages * 32);
+                control.sources + warp, control.members + warp * Team::kMemberWords);
     };
-    if (item[3] - item[2] <= kLongUnit) {
+    if (item[kItemStop] - item[kItemStart] <= kLongUnit) {
       run(ThinWarps{}, kThinWarps, kThinSlots);
     } else if (warp < 4) {
       run(DeepWarps{}, 4, kDeepSlots);

@@ -3,6 +3,7 @@
 // A part is a normalised fp32 result and its log-sum-exp. Parts are combined in position order, so the result is
 // the same bit for bit in every run.
 #pragma once
+#include "barrier.cuh"
 #include "params.cuh"
 
 namespace feather {
@@ -62,11 +63,9 @@ __device__ __forceinline__ void finish(Params<T> const& params, Out const& out, 
 template <typename T, int kHeadDim>
 __global__ void merge_kernel(Params<T> const params) {
   constexpr int kCount = kHeadDim / 32;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-  int const n_requests = params.plan[header::kRequests];
-  int const* const part_begin = params.plan + params.plan[header::kPartBeginBegin];
+  wait_for_previous_kernel();
+  int const n_requests = params.plan[kHeaderRequests];
+  int const* const part_begin = params.plan + params.plan[kHeaderPartBegin];
   int const warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32, warps = gridDim.x * blockDim.x / 32;
   int const column = threadIdx.x % 32 * kCount;
   for (int index = warp; index < n_requests * params.q_heads; index += warps) {

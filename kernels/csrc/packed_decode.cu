@@ -143,7 +143,7 @@ void forward(TensorView q, TensorView k, TensorView v, TensorView out, Optional<
 
 void merge(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, TensorView part_out,
            TensorView part_lse, TensorView counters, TensorView plan, TensorView seq_lens, TensorView table,
-           int64_t page_bits, double sm_scale, double soft_cap, int64_t flags, int64_t) {
+           int64_t page_bits, double sm_scale, double soft_cap, int64_t flags) {
   auto const params = make_params(q, k, v, out, lse, part_out, part_lse, counters, plan, seq_lens, table, page_bits,
                                   sm_scale, soft_cap, flags);
   int64_t const rows = q.size(0) * q.size(1);

@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "plan_buffer.h"
+
 namespace feather {
 
 // Division by a number that is fixed for a launch; exact for dividends below 2^24 and divisors below 2^12 or so.
@@ -14,11 +16,6 @@ struct FastDivide {
     return divisor == 1 ? x : int(__umulhi(uint32_t(x), multiplier));
   }
 };
-
-// The plan's header (int32 words of its buffer); plan.h writes it, the kernel reads it.
-namespace header {
-constexpr int kRequests = 3, kItemsBegin = 6, kMembersBegin = 7, kPartBeginBegin = 8, kQueueBegin = 16;
-}
 
 template <typename T>
 struct Params {

@@ -1,7 +1,7 @@
 // The KV stream of one team of warps: work units popped from a queue, their KV rows flowing through a ring of stages.
 //
 // A team is W warps that share each KV tile (16 query rows a warp, m = 16 W). Its first warp is also the producer: it
-// runs ahead of the arithmetic across work units, so that a new unit's rows are in flight while the last one is written.
+// runs ahead of the arithmetic across work units, so that the next unit's rows travel while the last one is written.
 #pragma once
 #include "barrier.cuh"
 #include "params.cuh"
@@ -15,7 +15,6 @@ struct alignas(16) StageInfo {
   int tokens;  // valid KV tokens; -1: the queue is empty
   int edges;   // kFirst | kLast, and the KV head above them
   int n_members;
-  int unused;
 };
 constexpr int kFirst = 1, kLast = 2, kHeadShift = 2;
 
@@ -48,8 +47,9 @@ enum class Copies { kBoth, kOnlyK, kOnlyV };
 
 // kWarps consumers; kBlock: tokens a consumer touches at once. kClean: rows of V behind the last token are zeros.
 template <typename T, int kHeadDim, int kWarps, int kTokens, int kStages, int kBlock, class Rows, bool kClean = false,
-          Copies kCopies = Copies::kBoth, int kMemberWords = 32 * kWarps>
+          Copies kCopies = Copies::kBoth>
 struct KvStream {
+  static constexpr int kMemberWords = kMemberSize * 16 * kWarps;  // a row needs no more than a member
   static constexpr int kTile = Rows::kElements;
   static constexpr int kStageElements = 2 * kTile;  // K, then V
   static constexpr int kRowBytes = kHeadDim * int(sizeof(T));
@@ -64,7 +64,7 @@ struct KvStream {
   StageInfo* info;  // kStages
   int const lane;
   Source* const source;
-  int* const member_table;  // kStages * kMemberWords: request and part of each member, with a unit's first and last stage
+  int* const member_table;  // kStages * kMemberWords: request and part of each member, with first and last stages
   int issued = 0, consumed = 0;
   bool done = false;
 
@@ -96,8 +96,8 @@ struct KvStream {
     return index < kStages ? (kCopies == Copies::kBoth ? 1 : 2) * kWarp + 1 : kWarps;
   }
 
-  // Producer: start on a queue, either with unit `fixed` (then what the queue pops, counted from `fixed_total`; or every
-  // `stride`-th), or, if that is negative, with what the queue pops.
+  // Producer: start on a queue, either with unit `fixed` (then what the queue pops, counted from `fixed_total`; or
+  // every `stride`-th), or, if that is negative, with what the queue pops.
   __device__ void open(Queue const& queue, int fixed, int fixed_total, int stride_ = 0) {
     stride = stride_;
     if (lane == 0) *source = {queue.index, queue.first_item, queue.n_work, fixed >= 0 ? fixed_total : 0};
@@ -119,7 +119,6 @@ struct KvStream {
     return stride ? next_work + stride : source->first_popped + __shfl_sync(~0u, popped, 0);
   }
 
-  static constexpr int kOffsetLow = 0, kOffsetHigh = 1, kStart = 2, kStop = 3, kGrows = 4, kMember = 5, kMembers = 6;
   static __device__ int word(int words, int index) { return __shfl_sync(~0u, words, index); }
 
   __device__ void fetch(int unit) {  // into next
@@ -128,15 +127,15 @@ struct KvStream {
     next_real = unit < source->n_work;
     if (!next_real) return;
     int const item = source->first_item + params.kv_heads_div.div(unit);
-    next_words = __ldg(params.plan + params.plan[header::kItemsBegin] + 8 * item + lane % 8);
+    next_words = __ldg(params.plan + params.plan[kHeaderItemsBegin] + kItemSize * item + lane % kItemSize);
   }
 
   // Ask for the next unit's end: the item's own, or the sequence length as it is now.
   __device__ void learn_stop() {
     if (next_stop_known || !next_real) return;
-    int const grows = word(next_words, kGrows);
-    int const* const own = params.plan + params.plan[header::kItemsBegin] +
-                           8 * (source->first_item + params.kv_heads_div.div(next_work)) + kStop;
+    int const grows = word(next_words, kItemGrows);
+    int const* const own = params.plan + params.plan[kHeaderItemsBegin] +
+                           kItemSize * (source->first_item + params.kv_heads_div.div(next_work)) + kItemStop;
     next_stop = __ldg(grows >= 0 ? params.seq_lens + grows : own);
     next_stop_known = true;
   }
@@ -147,11 +146,12 @@ struct KvStream {
     real = next_real;
     head = next_work - params.kv_heads_div.div(next_work) * params.kv_heads;
     stop = next_stop;
-    pos = word(words, kStart);
-    offset = int64_t(uint32_t(word(words, kOffsetLow))) | (int64_t(word(words, kOffsetHigh)) << 32);
+    pos = word(words, kItemStart);
+    offset = int64_t(uint32_t(word(words, kItemOffsetLow))) | (int64_t(word(words, kItemOffsetHigh)) << 32);
     if (real) {
-      int const* const list = params.plan + params.plan[header::kMembersBegin] + 2 * word(words, kMember);
-      int const count = 2 * word(words, kMembers);
+      int const* const list =
+          params.plan + params.plan[kHeaderMembersBegin] + kMemberSize * word(words, kItemFirstMember);
+      int const count = kMemberSize * word(words, kItemMembers);
 #pragma unroll
       for (int j = 0; j < kMemberWords / kWarp; ++j) {
         int const index = min(lane + j * kWarp, count - 1);
@@ -210,7 +210,7 @@ struct KvStream {
   __device__ void issue(int stage) {
     if (!real) {
       done = true;
-      if (kCopies != Copies::kOnlyV && lane == 0) info[stage] = {-1, 0, 0, 0};
+      if (kCopies != Copies::kOnlyV && lane == 0) info[stage] = {-1, 0, 0};
       int const none[kPerLane] = {};
       publish(stage, 0, 0, 0, none);
       return;
@@ -218,10 +218,10 @@ struct KvStream {
     int const tokens = max(0, min(kTokens, stop - pos));
     int const rows = (tokens + kBlock - 1) / kBlock * kBlock;
     bool const last = pos + kTokens >= stop;
-    int const edges = (pos == word(words, kStart) ? kFirst : 0) | (last ? kLast : 0) | (head << kHeadShift);
-    int const n_members = word(words, kMembers);
+    int const edges = (pos == word(words, kItemStart) ? kFirst : 0) | (last ? kLast : 0) | (head << kHeadShift);
+    int const n_members = word(words, kItemMembers);
     if (kCopies != Copies::kOnlyV) {
-      if (lane == 0) info[stage] = {tokens, edges, n_members, 0};
+      if (lane == 0) info[stage] = {tokens, edges, n_members};
       if (edges & (kFirst | kLast)) {
 #pragma unroll
         for (int j = 0; j < kMemberWords / kWarp; ++j) {
@@ -272,7 +272,7 @@ struct KvStream {
       for (int part = 0; part < kParts; ++part) {
         // Columns beyond the first kLanesPerRow * 8 lie in later blocks of the tile.
         int const c = part * kLanesPerRow * kChunk;
-        uint32_t const at = to[base / kRowsAtOnce % kPatterns] + down + (Rows::at(0, c) - Rows::at(0, 0)) * int(sizeof(T));
+        uint32_t const at = to[base / kRowsAtOnce % kPatterns] + down + Rows::at(0, c) * int(sizeof(T));
         if (kCopies != Copies::kOnlyV) copy_async(at, k_row + c * sizeof(T));
         if (kCopies != Copies::kOnlyK) {
           if (kClean) {
@@ -313,7 +313,7 @@ struct KvStream {
   __device__ StageInfo peek() const {
     int const next = consumed + 1, stage = next % kStages;
     bool const there = kWarps == 1 ? issued > next : barrier_ready(full + stage, (next / kStages) & 1);
-    return __all_sync(~0u, there) ? info[stage] : StageInfo{-1, 0, 0, 0};
+    return __all_sync(~0u, there) ? info[stage] : StageInfo{-1, 0, 0};
   }
   __device__ int const* peek_members() const { return member_table + (consumed + 1) % kStages * kMemberWords; }
   __device__ void release() {

@@ -33,20 +33,14 @@ __device__ __forceinline__ float column_sum(float x) {
 template <typename T, int kHeadDim, int kPitch>
 struct ThinTile {
   using Op = typename MmaOp<T>::type;
-  static constexpr int kRows = 8;
 
   // How a lane holds results: rows 2 (lane % 4) + {0, 1}, of each the columns 8 j + lane / 4.
   struct Layout {
     static constexpr int kCount = kHeadDim / 8;
     static __device__ int row(int i) { return 2 * (threadIdx.x % 4) + i; }
     static __device__ bool leads() { return threadIdx.x % 32 < 4; }
-    static __device__ int leader() { return threadIdx.x % 4; }
     template <class Out>
     static __device__ float value(Out const& out, int i, int j) { return out[2 * j + i]; }
-    static __device__ void load(float const* row, float (&values)[kCount]) {
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) values[j] = __ldcg(row + 8 * j + threadIdx.x % 32 / 4);
-    }
     static __device__ void deposit(float* row, float const (&values)[kCount]) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) __stcg(row + 8 * j + threadIdx.x % 32 / 4, values[j]);
@@ -124,10 +118,7 @@ struct ThinTile {
     if (__any_sync(~0u, grown)) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float const next = fmaxf(shift[i], top[i]);
-        float const alpha = next == -INFINITY ? 0.f : exp2f(shift[i] - next);
-        shift[i] = next;
-        row_sum[i] *= alpha;
+        float const alpha = follow(top[i], shift[i], row_sum[i]);
 #pragma unroll
         for (int j = 0; j < kHeadDim / 8; ++j) out[2 * j + i] *= alpha;
       }

@@ -58,6 +58,15 @@ __device__ __forceinline__ float normaliser(float sum, float shift, float& lse) 
   return sum == 0.f ? 0.f : 1.f / sum;
 }
 
+// A row's maximum has become `top`: moves the shift there; returns what the row's results are multiplied with.
+__device__ __forceinline__ float follow(float top, float& shift, float& row_sum) {
+  float const next = fmaxf(shift, top);
+  float const alpha = next == -INFINITY ? 0.f : exp2f(shift - next);
+  shift = next;
+  row_sum *= alpha;
+  return alpha;
+}
+
 // How a lane holds the results of 16 rows, in the accumulators of mma.sync and wgmma alike: rows lane / 4 + {0, 8}, of
 // each the columns 8 j + 2 (lane % 4) + {0, 1}.
 template <typename T, int kHeadDim>
@@ -65,16 +74,8 @@ struct WideLayout {
   static constexpr int kCount = kHeadDim / 4;
   static __device__ int row(int i) { return threadIdx.x % 32 / 4 + 8 * i; }
   static __device__ bool leads() { return threadIdx.x % 4 == 0; }
-  static __device__ int leader() { return threadIdx.x % 32 & ~3; }
   template <class Out>
   static __device__ float value(Out const& out, int i, int j) { return out(4 * (j / 2) + 2 * i + j % 2); }
-  static __device__ void load(float const* row, float (&values)[kCount]) {
-#pragma unroll
-    for (int j = 0; j < kCount; j += 2) {
-      float2 const pair = __ldcg(reinterpret_cast<float2 const*>(row + 4 * j + 2 * (threadIdx.x % 4)));
-      values[j] = pair.x, values[j + 1] = pair.y;
-    }
-  }
   static __device__ void deposit(float* row, float const (&values)[kCount]) {
 #pragma unroll
     for (int j = 0; j < kCount; j += 2) {
@@ -112,7 +113,7 @@ struct Softmax {
     float const scale = params.scale_log2;
 #endif
     if (tokens < kBlock) {
-      asm volatile("");
+      asm volatile("");  // a branch, not predicated instructions in everybody's way
       int const column = 2 * (threadIdx.x % 4);
 #pragma unroll
       for (int i = 0; i < size(scores); ++i) {
@@ -131,7 +132,9 @@ struct Softmax {
     for (int row = 0; row < 2; ++row) {
       float m = scores(2 * row);
 #pragma unroll
-      for (int i = 0; i < size(scores) / 4; ++i) m = fmaxf(m, fmaxf(scores(4 * i + 2 * row), scores(4 * i + 2 * row + 1)));
+      for (int i = 0; i < size(scores) / 4; ++i) {
+        m = fmaxf(m, fmaxf(scores(4 * i + 2 * row), scores(4 * i + 2 * row + 1)));
+      }
       top[row] = quad_max(m) * scale;
       grown |= top[row] > shift[row] + kSlack;
     }
@@ -139,10 +142,7 @@ struct Softmax {
       asm volatile("");  // a branch, as above
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        float const next = fmaxf(shift[row], top[row]);
-        float const alpha = next == -INFINITY ? 0.f : exp2f(shift[row] - next);
-        shift[row] = next;
-        row_sum[row] *= alpha;
+        float const alpha = follow(top[row], shift[row], row_sum[row]);
 #pragma unroll
         for (int i = 0; i < size(out) / 4; ++i) {
           out(4 * i + 2 * row) *= alpha;
@@ -224,8 +224,10 @@ struct WarpTile : Softmax {
     constexpr int kBlock = 16;
     Mma mma;
     auto thread_mma = mma.get_slice(lane);
-    auto s_k = make_tensor(make_smem_ptr(k_tile), cute::Layout<Shape<Int<kBlock>, Int<kHeadDim>>, Stride<Int<kPitch>, _1>>{});
-    auto s_v = make_tensor(make_smem_ptr(v_tile), cute::Layout<Shape<Int<kHeadDim>, Int<kBlock>>, Stride<_1, Int<kPitch>>>{});
+    using KLayout = cute::Layout<Shape<Int<kBlock>, Int<kHeadDim>>, Stride<Int<kPitch>, _1>>;
+    using VLayout = cute::Layout<Shape<Int<kHeadDim>, Int<kBlock>>, Stride<_1, Int<kPitch>>>;
+    auto s_k = make_tensor(make_smem_ptr(k_tile), KLayout{});
+    auto s_v = make_tensor(make_smem_ptr(v_tile), VLayout{});
 
     auto k_copy = make_tiled_copy_B(Copy_Atom<SM75_U32x4_LDSM_N, T>{}, mma);
     auto k_thread = k_copy.get_slice(lane);
@@ -257,7 +259,6 @@ struct WarpTile : Softmax {
       gemm(mma, p_a(_, _, k), v_fragment(_, _, k), out);
     }
   }
-
 };
 
 }  // namespace feather

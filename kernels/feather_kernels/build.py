@@ -194,9 +194,9 @@ def _version(compiler: str) -> str:
 def _source_key(source: Path) -> str:
     """A key of every source file that the library may be made of: a header's edit rebuilds it."""
     digest = hashlib.sha256()
-    headers = {".cpp": ".h", ".cu": ".cuh"}[source.suffix]
+    headers = {".cpp": (".h",), ".cu": (".h", ".cuh")}[source.suffix]
     for file in sorted(source.parent.rglob("*")):
-        if file == source or file.suffix == headers:
+        if file == source or file.suffix in headers:
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -254,7 +254,7 @@ class PackedDecodeWrapper:
             else:
                 self._run_on_streams(arguments)
             if self.pack_plan.n_parts or torch.cuda.is_current_stream_capturing():  # a graph may meet parts later
-                self._module.merge(*arguments, 0)
+                self._module.merge(*arguments)
         return (out, lse) if lse is not None else out
 
     def _run_on_streams(self, arguments: tuple[Any, ...]) -> None:

@@ -1,0 +1,45 @@
+// The layout of the buffer that the planner writes and the kernels read.
+#pragma once
+
+#include <cstdint>
+
+namespace feather {
+
+// int32, packed, so that one short copy to the device moves a plan. Offsets count int32 from its start
+// and stand in the header, which the kernel reads: a CUDA graph may be replayed for a plan of another size. `used` is
+// where the last entry ends.
+
+constexpr int32_t kMagic = 0x70616b31;
+constexpr int32_t kHeaderSize = 32;
+constexpr int32_t kMaxTiles = 15;
+constexpr int32_t kItemSize = 8;
+constexpr int32_t kMemberSize = 2;
+constexpr int64_t kAlign = 32;  // regions start at multiples of 128 bytes
+
+enum HeaderField : int32_t {
+  kHeaderMagic,
+  kHeaderItems,
+  kHeaderMembers,
+  kHeaderRequests,
+  kHeaderParts,
+  kHeaderTiles,
+  kHeaderItemsBegin,
+  kHeaderMembersBegin,
+  kHeaderPartBegin,
+  kHeaderUsed,
+  kHeaderSerial,      // counts the plans written into this buffer
+  kHeaderQueue = 16,  // n_tiles + 1 entries: queue q serves tile n_tiles - 1 - q
+};
+
+enum ItemField : int32_t {
+  kItemOffsetLow,
+  kItemOffsetHigh,
+  kItemStart,
+  kItemStop,
+  kItemGrows,
+  kItemFirstMember,
+  kItemMembers,
+  kItemTile,
+};
+
+}  // namespace feather
