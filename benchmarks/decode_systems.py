@@ -112,9 +112,14 @@ def feather(**options: Any) -> System:
 
 
 def feather_fixed(inputs: Inputs) -> Ready:
-    """One tile shape for everything: the largest that is built."""
+    """One tile shape for everything: the largest that is built, as the wrapper takes the largest one or more.
+
+    On Hopper that is (128, 64) up to head_dim 128, not PAT's fixed 64 x 128, and (64, 64) beyond; elsewhere (64, 32).
+    No tile of at most 16 rows is left, so a second kernel merges the parts.
+    """
     hopper = torch.cuda.get_device_capability(inputs.q.device)[0] >= 9
-    return feather(tiles=TILES["hopper" if hopper else "portable"][-1:])(inputs)
+    built = [tile for tile in TILES["hopper" if hopper else "portable"] if tile[0] <= 64 or inputs.case.head_dim <= 128]
+    return feather(tiles=(built[-1],))(inputs)
 
 
 def _fa3(inputs: Inputs, planned: bool) -> Ready:
@@ -223,6 +228,7 @@ ABLATIONS: dict[str, System] = {
     "feather-optimal": feather(strategy="optimal"),
     "feather-query": feather(strategy="query"),
     "feather-fixed": feather_fixed,
+    "feather-merge-kernel": feather(merge="kernel"),
     "feather-streams": feather(launch="streams"),
     "feather-serial": feather(launch="serial"),
     "feather-prefetch": feather(prefetch=True),

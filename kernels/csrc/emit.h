@@ -29,6 +29,7 @@ struct EmitScratch {
   std::vector<Entry> entries, swap;
   std::vector<int32_t> cursor;     // of each request: its next part
   std::vector<int32_t> first_part;  // of each member of each row tile: its part in the tile's first chunk
+  std::vector<char> awaited;        // of each request
 };
 
 // Orders items by key, keeping the order of equals; 11 bits a pass.
@@ -45,79 +46,162 @@ inline void sort_entries(EmitScratch& scratch, uint32_t highest) {
   }
 }
 
-inline void emit(const Config& config, const Forest& forest, const Packing& packing, const Schedule& schedule,
-                 EmitScratch& scratch, int32_t* buffer) {
-  const Layout layout(forest.n_requests, schedule.n_items, schedule.n_members);
-  const int32_t n_tiles = config.n_tiles();
-  int32_t* part_begin = buffer + layout.part_begin;
-  auto& [entries, swap, cursor, first_part] = scratch;
-  cursor.resize(forest.n_requests);
+// Numbers each request's parts in order of position, which is the order of its row tiles; the one that closes it, if
+// any, has the number after its last partial row. Returns the partial rows.
+inline int32_t number_parts(const Config& config, const Packing& packing, const Schedule& schedule,
+                            EmitScratch& scratch, int32_t* part_begin) {
+  const int32_t n_requests = static_cast<int32_t>(schedule.parts.size());
+  auto& [entries, swap, cursor, first_part, awaited] = scratch;
+  cursor.resize(n_requests);
   int32_t parts = 0;
-  for (int32_t r = 0; r < forest.n_requests; ++r) {
+  for (int32_t r = 0; r < n_requests; ++r) {
     part_begin[r] = cursor[r] = parts;
-    parts += schedule.parts[r] > 1 ? schedule.parts[r] : 0;
+    parts += config.deposits(schedule.parts[r]);
   }
-  part_begin[forest.n_requests] = parts;
-
-  // Packs come in order of position for each of their requests, so counting up in their order numbers the parts.
+  part_begin[n_requests] = parts;
   first_part.resize(packing.members.size());
-  entries.clear();
-  int32_t longest = 0;
-  for (const RowTile& row : schedule.rows) longest = std::max(longest, row.chunk);
-  int length_bits = 0;
-  while (longest >> length_bits) ++length_bits;
-  const int drop = std::max(0, length_bits - 28);  // the key has 4 bits for the queue
-  const int queue_shift = length_bits - drop;
-  std::array<int32_t, kMaxTiles + 1> queue_begin{};
-  for (size_t i = 0; i < schedule.rows.size(); ++i) {
-    const RowTile& row = schedule.rows[i];
-    const int32_t length = packing.packs[row.pack].stop - packing.packs[row.pack].start;
+  for (const RowTile& row : schedule.rows) {
     for (int32_t j = row.first; j < row.first + row.count; ++j) {
       const int32_t r = packing.members[j];
       first_part[j] = cursor[r];
       cursor[r] += row.n_chunks;
     }
-    const uint32_t queue = n_tiles - 1 - row.tile;
+  }
+  return parts;
+}
+
+// What a member's entry says of its part: the only one, closes, or a partial row.
+inline int32_t part_entry(const Schedule& schedule, const int32_t* part_begin, int32_t request, int32_t part) {
+  if (schedule.parts[request].count == 1) return -1;
+  return part == part_begin[request + 1] ? kCloses : part;
+}
+
+constexpr int32_t kNoRow = -1;  // an entry without a row tile: its `chunk` is the request that it closes
+
+// Lists the items, sorted: queue by queue, the longest first. With the fused merge, the tail tile's queue, which is the
+// last with work, has first the items that neither wait for one of this queue nor are waited for, then those that others
+// wait for, then those that wait for them, or have no tokens. Work is taken in this order, so an item waits only for
+// items that were taken before, and those wait for nobody.
+inline void sort_items(const Config& config, const Packing& packing, const Schedule& schedule,
+                       const int32_t* part_begin, EmitScratch& scratch, int32_t* queue_begin) {
+  const int32_t n_tiles = config.n_tiles(), tail = config.tail_tile(), tail_queue = n_tiles - 1 - tail;
+  auto& [entries, swap, cursor, first_part, awaited] = scratch;
+  int32_t longest = 0;
+  for (const RowTile& row : schedule.rows) longest = std::max(longest, row.chunk);
+  int length_bits = 0;
+  while (longest >> length_bits) ++length_bits;
+  const int drop = std::max(0, length_bits - 27);  // the key has 5 bits for the queue
+  const int queue_shift = length_bits - drop;
+  auto key = [&](int32_t queue, int32_t size) {
+    return static_cast<uint32_t>(queue) << queue_shift | static_cast<uint32_t>((longest - size) >> drop);
+  };
+  auto closes = [&](const RowTile& row) {
+    const int32_t r = packing.members[row.first];
+    const int32_t last = first_part[row.first] + row.n_chunks - 1;
+    return row.count == 1 && part_entry(schedule, part_begin, r, last) == kCloses;
+  };
+  awaited.assign(schedule.parts.size(), 0);  // of each request: an item of the tail tile deposits a part of it
+  for (const RowTile& row : schedule.rows) {
+    if (!config.fused() || row.tile != tail || row.n_chunks == closes(row)) continue;
+    for (int32_t j = row.first; j < row.first + row.count; ++j) {
+      const int32_t r = packing.members[j];
+      awaited[r] = schedule.parts[r].count > 1;
+    }
+  }
+  // The queues after the tail tile's are empty: their numbers order its items.
+  const int32_t deposits = n_tiles, waits = n_tiles + 1;
+  entries.clear();
+  std::fill_n(queue_begin, n_tiles + 1, 0);
+  for (size_t i = 0; i < schedule.rows.size(); ++i) {
+    const RowTile& row = schedule.rows[i];
+    const int32_t length = packing.packs[row.pack].stop - packing.packs[row.pack].start;
+    const int32_t queue = n_tiles - 1 - row.tile;
+    const bool closing = closes(row);
+    bool awaits = false;  // it is waited for, or waits, within this queue
+    for (int32_t j = row.first; row.tile == tail && j < row.first + row.count; ++j) {
+      awaits |= awaited[packing.members[j]] != 0;
+    }
     queue_begin[queue + 1] += row.n_chunks;
     for (int32_t chunk = 0; chunk < row.n_chunks; ++chunk) {
       const int32_t size = std::min(row.chunk, length - chunk * row.chunk);
-      const uint32_t rank = static_cast<uint32_t>((longest - size) >> drop);  // longest first
-      entries.push_back({queue << queue_shift | rank, static_cast<int32_t>(i), chunk});
+      const bool last = closing && chunk + 1 == row.n_chunks;
+      entries.push_back({key(!awaits ? queue : last ? waits : deposits, size), static_cast<int32_t>(i), chunk});
     }
+  }
+  for (size_t r = 0; r < schedule.parts.size(); ++r) {
+    if (!config.closed_apart(schedule.parts[r])) continue;
+    ++queue_begin[tail_queue + 1];
+    entries.push_back({key(waits, 0), kNoRow, static_cast<int32_t>(r)});
   }
   for (int32_t q = 0; q < n_tiles; ++q) queue_begin[q + 1] += queue_begin[q];
-  sort_entries(scratch, ((uint32_t(n_tiles) << queue_shift) - 1));
+  sort_entries(scratch, (static_cast<uint32_t>(n_tiles + 2) << queue_shift) - 1);
+}
 
-  int32_t* item = buffer + layout.items;
-  int32_t* member = buffer + layout.members;
+inline void write_item(int32_t* item, int64_t offset, int32_t start, int32_t stop, int32_t grows, int32_t first_member,
+                       int32_t members, int32_t tile, const int32_t* part_begin, const int32_t* member) {
+  item[kItemOffsetLow] = static_cast<int32_t>(static_cast<uint32_t>(offset));
+  item[kItemOffsetHigh] = static_cast<int32_t>(offset >> 32);
+  item[kItemStart] = start;
+  item[kItemStop] = stop;
+  item[kItemGrows] = grows;
+  item[kItemFirstMember] = first_member;
+  item[kItemMembers] = members;
+  item[kItemTile] = tile;
+  const int32_t* const parts = part_begin + member[0];
+  item[kItemRequest] = member[0];
+  item[kItemPart] = member[1];
+  item[kItemFirstPart] = parts[0];
+  item[kItemParts] = member[1] == kCloses ? parts[1] - parts[0] : 0;
+}
+
+// Writes the items in the order of their entries, and their members.
+inline void write_items(const Config& config, const Forest& forest, const Packing& packing, const Schedule& schedule,
+                        const EmitScratch& scratch, const int32_t* part_begin, int32_t* item, int32_t* member) {
+  const int32_t tail_tile = config.tail_tile();
   int32_t n_members = 0;
-  for (const auto& entry : entries) {
-    const RowTile& row = schedule.rows[entry.row];
-    const Pack& pack = packing.packs[row.pack];
-    const bool last = entry.chunk + 1 == row.n_chunks;
-    const int64_t offset = forest.row_offset[packing.members[row.first]];
-    item[kItemOffsetLow] = static_cast<int32_t>(static_cast<uint32_t>(offset));
-    item[kItemOffsetHigh] = static_cast<int32_t>(offset >> 32);
-    item[kItemStart] = pack.start + entry.chunk * row.chunk;
-    item[kItemStop] = last ? pack.stop : pack.start + (entry.chunk + 1) * row.chunk;
-    item[kItemGrows] = last ? pack.grows : -1;
-    item[kItemFirstMember] = n_members;
-    item[kItemMembers] = row.count;
-    item[kItemTile] = row.tile;
-    item += kItemSize;
-    n_members += row.count;
-    for (int32_t j = row.first; j < row.first + row.count; ++j) {
-      const int32_t r = packing.members[j];
-      *member++ = r;
-      *member++ = schedule.parts[r] > 1 ? first_part[j] + entry.chunk : -1;
+  auto add_member = [&](int32_t request, int32_t part) {
+    member[kMemberSize * n_members] = request;
+    member[kMemberSize * n_members++ + 1] = part;
+  };
+  for (const auto& entry : scratch.entries) {
+    if (entry.row == kNoRow) {
+      const int32_t r = entry.chunk, stop = forest.seq_len[r];
+      const int32_t first_member = n_members;
+      add_member(r, kCloses);
+      write_item(item, forest.row_offset[r], stop, stop, -1, first_member, 1, tail_tile, part_begin,
+                 member + kMemberSize * first_member);
+    } else {
+      const RowTile& row = schedule.rows[entry.row];
+      const Pack& pack = packing.packs[row.pack];
+      const bool last = entry.chunk + 1 == row.n_chunks;
+      const int32_t start = pack.start + entry.chunk * row.chunk, stop = last ? pack.stop : start + row.chunk;
+      const int32_t first_member = n_members;
+      for (int32_t j = row.first; j < row.first + row.count; ++j) {
+        const int32_t r = packing.members[j];
+        add_member(r, part_entry(schedule, part_begin, r, scratch.first_part[j] + entry.chunk));
+      }
+      write_item(item, forest.row_offset[packing.members[row.first]], start, stop, last ? pack.grows : -1,
+                 first_member, row.count, row.tile, part_begin, member + kMemberSize * first_member);
     }
+    item += kItemSize;
   }
+}
+
+inline void emit(const Config& config, const Forest& forest, const Packing& packing, const Schedule& schedule,
+                 EmitScratch& scratch, int32_t* buffer) {
+  const Layout layout(forest.n_requests, schedule.n_items, schedule.n_members);
+  const int32_t n_tiles = config.n_tiles(), n_members = static_cast<int32_t>(schedule.n_members);
+  int32_t* part_begin = buffer + layout.part_begin;
+  const int32_t parts = number_parts(config, packing, schedule, scratch, part_begin);
+  std::array<int32_t, kMaxTiles + 1> queue_begin;
+  sort_items(config, packing, schedule, part_begin, scratch, queue_begin.data());
+  write_items(config, forest, packing, schedule, scratch, part_begin, buffer + layout.items, buffer + layout.members);
 
   const uint32_t plans = buffer[kHeaderMagic] == kMagic ? static_cast<uint32_t>(buffer[kHeaderSerial]) : 0;
   const int32_t serial = static_cast<int32_t>((plans + 1) & INT32_MAX);
   std::fill_n(buffer, kHeaderSize, 0);
   buffer[kHeaderMagic] = kMagic;
-  buffer[kHeaderItems] = static_cast<int32_t>(entries.size());
+  buffer[kHeaderItems] = static_cast<int32_t>(schedule.n_items);
   buffer[kHeaderMembers] = n_members;
   buffer[kHeaderRequests] = forest.n_requests;
   buffer[kHeaderParts] = parts;
@@ -127,6 +211,8 @@ inline void emit(const Config& config, const Forest& forest, const Packing& pack
   buffer[kHeaderPartBegin] = static_cast<int32_t>(layout.part_begin);
   buffer[kHeaderUsed] = static_cast<int32_t>(layout.members) + n_members * kMemberSize;
   buffer[kHeaderSerial] = serial;
+  buffer[kHeaderClosing] = static_cast<int32_t>(schedule.n_closing);
+  buffer[kHeaderHeadPack] = schedule.head_pack;
   std::copy_n(queue_begin.begin(), n_tiles + 1, buffer + kHeaderQueue);
 }
 

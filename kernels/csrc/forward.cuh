@@ -4,7 +4,7 @@
 
 #include "merge.cuh"
 #include "stream.cuh"
-#include "thin_tile.cuh"
+#include "tail.cuh"
 
 namespace feather {
 
@@ -66,30 +66,23 @@ __device__ void find_queries(Params<T> const& params, StageInfo const& info, int
   }
 }
 
-// A tile shape of the portable path: teams of kWarps warps share KV tiles of kTokens tokens, m = 16 kWarps; or m = 8,
-// with the operands swapped, for a single warp.
-template <typename T, int kHeadDim, int kWarps_, int kTokens_, int kRingBytesPerWarp, bool kThin = false>
+// A tile shape of the portable path: teams of kWarps warps share KV tiles of kTokens tokens, m = 16 kWarps.
+template <typename T, int kHeadDim, int kWarps_, int kTokens_, int kRingBytesPerWarp>
 struct WarpTeam {
   static constexpr int kWarps = kWarps_, kTokens = kTokens_, kBlock = 16;
-  static_assert(!kThin || kWarps == 1, "8 rows are one warp's");
   using Rows = PaddedRows<kHeadDim, kTokens>;
   static constexpr int kRingBytes = kWarps * kRingBytesPerWarp;
   static constexpr int kStages = kRingBytes / (2 * Rows::kElements * int(sizeof(T)));
   static_assert(kStages >= 2, "a ring needs two stages");
-  using Stream = KvStream<T, kHeadDim, kWarps, kTokens, kStages, kBlock, Rows>;
+  using Stream = KvStream<T, kHeadDim, kWarps, kTokens, kStages, kBlock>;
   static constexpr int kMemberWords = kStages * Stream::kMemberWords;  // of a team
-
-  template <class Tile>
-  static __device__ void fetch(Params<T> const& params, Tile& tile, StageInfo const& info, int const* members) {
-    tile.fetch(find_query<T, kHeadDim>(params, info, members, threadIdx.x % 32 / 4));
-  }
 
   // Work through a queue. `team` counts within the CTA, of `teams`; smem, barriers and infos are the team's.
   static __device__ void run(Params<T> const& params, Queue const& queue, bool fixed_start, int team, int teams,
                              unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source, int* members) {
     int const warp = threadIdx.x / 32 % kWarps;
     Stream stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source, members);
-    std::conditional_t<kThin, ThinTile<T, kHeadDim, Rows::kPitch>, WarpTile<T, kHeadDim, Rows::kPitch>> tile;
+    WarpTile<T, kHeadDim, Rows::kPitch> tile;
     using Layout = typename decltype(tile)::Layout;
     if (warp == 0) {
       stream.open(queue, fixed_start ? team * int(gridDim.x) + int(blockIdx.x) : -1, teams * int(gridDim.x));
@@ -99,24 +92,13 @@ struct WarpTeam {
       StageInfo const info = stream.wait();
       if (info.tokens < 0) break;
       if (info.edges & kFirst) {
-        if constexpr (kThin) {
-          if (!tile.ahead) fetch(params, tile, info, stream.members());
-          tile.begin();
-        } else {
-          T const* queries[2];
-          find_queries<T, kHeadDim>(params, info, stream.members(), 16 * warp, queries);
-          tile.begin(queries);
-        }
+        T const* queries[2];
+        find_queries<T, kHeadDim>(params, info, stream.members(), 16 * warp, queries);
+        tile.begin(queries);
       }
       bool const last = info.edges & kLast;
       Row rows[2];
-      if (last) {
-        find_rows<Layout>(params, info, stream.members(), 16 * warp, rows);
-        if constexpr (kThin) {  // the next unit's queries, in time for them to be there
-          StageInfo const next = stream.peek();
-          if (next.tokens >= 0) fetch(params, tile, next, stream.peek_members());
-        }
-      }
+      if (last) find_rows<Layout>(params, info, stream.members(), 16 * warp, rows);
       if (16 * warp < info.n_members * params.group) {
 #pragma unroll 1
         for (int token = 0; token < info.tokens; token += kBlock) {
@@ -129,11 +111,20 @@ struct WarpTeam {
         if (warp == 0) stream.fill();  // the next unit's rows travel while this one is written
         float lse[2];
         tile.end(lse);
-        finish<T, kHeadDim, Layout>(params, tile.out, lse, rows);
+        finish<kHeadDim, Layout, kWarps == 1>(params, tile.out, lse, rows).make(params);
       }
     }
   }
 };
+
+// The tails' queue and how its units are cut.
+template <typename T>
+__device__ Queue find_tails(Params<T> const& params, int index, int& heads) {
+  Queue queue = find_queue(params, index);
+  heads = params.plan[kHeaderHeadPack];
+  if (heads == 2) queue.n_work /= 2;
+  return queue;
+}
 
 // The portable path (sm_80 and later): four warps a CTA, regrouped into teams from queue to queue.
 template <typename T, int kHeadDim, int kRingBytesPerWarp, class... Teams>
@@ -151,6 +142,8 @@ struct PortableForward {
     Source sources[4];
     uint64_t barriers[2 * kSlots];
     int members[kMemberWords];
+    TailUnit tails[4][kTailUnits];
+    Source tail_sources[4];
   };
   static constexpr int kSmem = kRings + int(sizeof(Control));
 
@@ -189,7 +182,29 @@ struct PortableForward {
           slot += slots<Teams>();
         }(),
         ...);
+    int heads;
+    Queue const tails = find_tails(params, sizeof...(Teams), heads);
+    if (tails.n_work) {
+      if (heads == 1) {
+        run_tails<1>(params, tails, smem, control);
+      } else {
+        run_tails<2>(params, tails, smem, control);
+      }
+      __syncthreads();
+    }
     leave(params);
+  }
+
+  template <int kHeads>
+  static __device__ void run_tails(Params<T> const& params, Queue const& queue, unsigned char* smem,
+                                   Control& control) {
+    using Tails = TailWarp<T, kHeadDim, kHeads>;
+    static_assert(Tails::kRingBytes <= kRingBytesPerWarp);
+    int const warp = threadIdx.x / 32;
+    typename Tails::Stream stream(params, reinterpret_cast<T*>(smem + warp * kRingBytesPerWarp), control.tails[warp],
+                                  control.tail_sources + warp);
+    stream.open(queue, warp * int(gridDim.x) + int(blockIdx.x), 4 * int(gridDim.x));
+    Tails::run(params, stream);
   }
 };
 

@@ -22,35 +22,35 @@ struct GroupTile : Softmax {
                            GMMA::Major::MN>()));
   using OutFragment = decltype(partition_fragment_C(OutMma{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
 
+  using ScoreFragment = decltype(partition_fragment_C(ScoreMma{}, Shape<Int<kRows>, Int<kTokens>>{}));
   // A k16 step's operand is 8 values a lane.
   using QFragment = decltype(make_tensor<T>(cute::Layout<Shape<Shape<_2, _2, _2>, _1, Int<kHeadDim / 16>>>{}));
+  using PFragment = decltype(make_tensor<T>(cute::Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTokens / 16>>>{}));
 
-  QFragment q, next_q;
-  bool ahead = false;  // next_q is that of the unit to come
+  QFragment q;
+  bool ahead = false;  // q is that of the unit to come
+  ScoreFragment scores;
+  PFragment p;
   OutFragment out;
 
-  // Read a unit's queries (see load_queries). May run ahead of the unit at hand.
+  // Read a unit's queries (see load_queries), once the last unit's scores are there.
   __device__ void fetch(T const* const (&rows)[2]) {
-    load_queries<kHeadDim>(next_q, rows);
+    load_queries<kHeadDim>(q, rows);
     ahead = true;
   }
 
-  // Start the unit whose queries were fetched last.
   __device__ void begin() {
     ahead = false;
-    copy(next_q, q);
     clear(out);
     Softmax::begin();
   }
 
   __device__ void end(float (&lse)[2]) { Softmax::end(out, lse); }
 
-  // scores = Q K^T; returns once they are there.
-  __device__ auto score(T const* k_tile, int thread) {
+  // Start scores = Q K^T.
+  __device__ void score(T const* k_tile) {
     ScoreMma mma;
-    auto slice = mma.get_slice(thread);
-    auto k = slice.partition_fragment_B(make_tensor(make_smem_ptr(k_tile), KLayout{}));
-    auto scores = partition_fragment_C(mma, Shape<Int<kRows>, Int<kTokens>>{});
+    auto k = mma.get_slice(threadIdx.x % 128).partition_fragment_B(make_tensor(make_smem_ptr(k_tile), KLayout{}));
     warpgroup_fence_operand(scores);
     warpgroup_fence_operand(q);
     warpgroup_arrive();
@@ -61,38 +61,44 @@ struct GroupTile : Softmax {
       mma.accumulate_ = GMMA::ScaleOut::One;
     }
     warpgroup_commit_batch();
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(scores);
-    return scores;
   }
 
-  // out += P V; the rows of V behind the last token are zeros.
-  template <class P>
-  __device__ void accumulate(P& p, T const* v_tile, int thread) {
+  // Start out += P V; the rows of V behind the last token are zeros.
+  __device__ void accumulate(T const* v_tile) {
     OutMma mma;
-    auto slice = mma.get_slice(thread);
-    auto v = slice.partition_fragment_B(make_tensor(make_smem_ptr(v_tile), VLayout{}));
-    // The accumulators of 16 tokens are, in order, the A operand of a k16 step.
-    using PLayout =
-        cute::Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTokens / 16>>, Stride<Stride<_1, _2, _4>, _0, _8>>;
-    auto p_a = make_tensor(p.data(), PLayout{});
+    auto v = mma.get_slice(threadIdx.x % 128).partition_fragment_B(make_tensor(make_smem_ptr(v_tile), VLayout{}));
     warpgroup_fence_operand(out);
-    warpgroup_fence_operand(p_a);
+    warpgroup_fence_operand(p);
     warpgroup_arrive();
     mma.accumulate_ = GMMA::ScaleOut::One;
 #pragma unroll
-    for (int i = 0; i < kTokens / 16; ++i) gemm(mma, p_a(_, _, i), v(_, _, i), out);
+    for (int i = 0; i < kTokens / 16; ++i) gemm(mma, p(_, _, i), v(_, _, i), out);
     warpgroup_commit_batch();
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(out);
   }
 
-  __device__ void attend(T const* k_tile, T const* v_tile, int tokens, Params<T> const& params) {
-    int const thread = threadIdx.x % 128;
-    auto scores = score(k_tile, thread);
-    soften(scores, prepare<kTokens>(scores, tokens, params), out);
-    auto p = rounded<T>(scores);
-    accumulate(p, v_tile, thread);
+  // All but the last kLeft things that were started are done.
+  template <int kLeft>
+  __device__ void wait() {
+    warpgroup_wait<kLeft>();
+    warpgroup_fence_operand(scores);
+    if constexpr (kLeft == 0) warpgroup_fence_operand(out);
+  }
+
+  // Scores become probabilities, of which the first `tokens` count (see Softmax).
+  __device__ bool soften(int tokens, Params<T> const& params, float (&alpha)[2]) {
+    bool const rescales = Softmax::soften(scores, prepare<kTokens>(scores, tokens, params), alpha);
+    // The exponentials belong before the wait that follows, while the matrix units work. The assembler would move them
+    // behind it, but not past an instruction with an effect that needs their sum; no sum is negative.
+    asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p nanosleep.u32 0; }" ::"f"(row_sum[0] + row_sum[1])
+                 : "memory");
+    return rescales;
+  }
+
+  // The probabilities as an operand: a lane's accumulators of 16 tokens are, in order, those of a k16 step.
+  __device__ void round_probabilities() {
+    auto const values = rounded<T>(scores);
+#pragma unroll
+    for (int i = 0; i < size(values); ++i) p(i) = values(i);
   }
 };
 

@@ -1,33 +1,31 @@
-// The Hopper path: a producer warp feeds a warpgroup that multiplies 64 query rows with wgmma; units of up to 16 rows
-// go to single warps as on the portable path.
+// The Hopper path: warpgroups multiply 64 query rows each with wgmma, fed by copying warps; units of up to 16 rows go to
+// single warps as on the portable path.
 #pragma once
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <algorithm>
 
 #include "forward.cuh"
+#include "group_feed.cuh"
 #include "group_tile.cuh"
 
 namespace feather {
 
-template <typename T, int kHeadDim, int kStages_>
+// kGroups warpgroups that share each KV tile, m = 64 kGroups.
+template <typename T, int kHeadDim, int kGroups, int kStages>
 struct GroupTeam {
-  static constexpr int kStages = kStages_;
   using Tile = GroupTile<T, kHeadDim>;
-  using Rows = SwizzledRows<kHeadDim, Tile::kTokens>;
-  template <Copies kCopies>
-  using StreamOf = KvStream<T, kHeadDim, 4, Tile::kTokens, kStages, 16, Rows, true, kCopies>;
-  using Stream = StreamOf<Copies::kOnlyK>;
-  static constexpr int kRingBytes = kStages * Stream::kStageElements * int(sizeof(T));
+  using Ring = GroupRing<T, kHeadDim, Tile::kTokens, kGroups, kStages>;
+  using Control = typename Ring::Control;
 
-  // barriers: full and empty of each stage. Units are dealt out in turn, so that both producers walk the same ones.
-  template <Copies kCopies>
-  static __device__ void produce(Params<T> const& params, Queue const& queue, int group, int groups,
-                                 unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source,
-                                 int* members) {
-    StreamOf<kCopies> stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source, members);
-    stream.open(queue, group * int(gridDim.x) + int(blockIdx.x), 0, groups * int(gridDim.x));
-    stream.produce();
+  // Copying warp `index` of 2 kGroups.
+  static __device__ void produce(Params<T> const& params, Queue const& queue, int first, int stride,
+                                 unsigned char* ring, Control& control, int index) {
+    if (index % 2 == 0) {
+      GroupFeed<T, Ring, Role::kKeys>(params, queue, reinterpret_cast<T*>(ring), index / 2).run(control, first, stride);
+    } else {
+      GroupFeed<T, Ring, Role::kValues>(params, queue, reinterpret_cast<T*>(ring), index / 2).run(control, first, stride);
+    }
   }
 
   static __device__ void fetch(Params<T> const& params, Tile& tile, StageInfo const& info, int const* members,
@@ -37,65 +35,109 @@ struct GroupTeam {
     tile.fetch(queries);
   }
 
-  static __device__ void consume(Params<T> const& params, unsigned char* smem, uint64_t* barriers, StageInfo* infos,
-                                 Source* source, int* members) {
-    int const warp = threadIdx.x / 32 % 4;
-    Stream stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source, members);
+  static __device__ void consume(Params<T> const& params, unsigned char* ring, Control& control, int warp) {
+    GroupReader<T, Ring> reader(control, reinterpret_cast<T*>(ring));
     Tile tile;
+    Announcement told;
     while (true) {
-      StageInfo const info = stream.wait();
+      StageInfo info = reader.wait();
       if (info.tokens < 0) break;
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what cp.async wrote
-      if (info.edges & kFirst) {
-        if (!tile.ahead) fetch(params, tile, info, stream.members(), warp);
-        tile.begin();
+      if (kGroups > 1 && warp / 4 * 64 >= info.n_members * params.group) {  // no row for this warpgroup
+        reader.release(reader.take());
+        tile.ahead = false;
+        continue;
       }
-      Row rows[2];
-      bool const last = info.edges & kLast;
-      if (last) {
-        find_rows<typename Tile::Layout>(params, info, stream.members(), 16 * warp, rows);
-        StageInfo const next = stream.peek();  // its queries, in time for them to be there
-        if (next.tokens >= 0) fetch(params, tile, next, stream.peek_members(), warp);
-      }
-      tile.attend(stream.k_tile(), stream.v_tile(), info.tokens, params);
-      stream.release();
-      if (last) {
-        float lse[2];
-        tile.end(lse);
-        finish<T, kHeadDim, typename Tile::Layout>(params, tile.out, lse, rows);
-      }
+      run_unit(params, reader, tile, info, warp, told);
     }
+    told.make(params);
   }
+
+  // The scores of a stage are computed while the probabilities of the one before it meet V: matrix units and
+  // exponentials work at the same time (FlashAttention-3, 3.2).
+  static __device__ void run_unit(Params<T> const& params, GroupReader<T, Ring>& reader, Tile& tile, StageInfo info,
+                                  int warp, Announcement& told) {
+    int stage = reader.take();
+    if (!tile.ahead) fetch(params, tile, info, reader.members(stage), warp);
+    tile.begin();
+    float alpha[2];
+    see_copies();
+    tile.score(reader.k_tile(stage));
+    told.make(params);  // of the unit before
+    tile.template wait<0>();
+    tile.soften(info.tokens, params, alpha);
+    tile.round_probabilities();
+    while (!(info.edges & kLast)) {
+      info = reader.wait();
+      int const next = reader.take();
+      see_copies();
+      tile.score(reader.k_tile(next));
+      tile.accumulate(reader.v_tile(stage));
+      tile.template wait<1>();
+      bool const rescales = tile.soften(info.tokens, params, alpha);
+      tile.template wait<0>();
+      reader.release(stage);
+      if (rescales) Tile::rescale(tile.out, alpha);
+      tile.round_probabilities();
+      stage = next;
+    }
+    tile.accumulate(reader.v_tile(stage));
+    Row rows[2];
+    find_rows<typename Tile::Layout>(params, info, reader.members(stage), 16 * warp, rows);
+    tile.template wait<0>();
+    reader.release(stage);
+    StageInfo const behind = reader.peek();  // its queries, in time for them to be there
+    if (behind.tokens >= 0) fetch(params, tile, behind, reader.members(reader.stage), warp);
+    float lse[2];
+    tile.end(lse);
+    told = finish<kHeadDim, typename Tile::Layout, false>(params, tile.out, lse, rows);
+  }
+
+  // wgmma reads what cp.async wrote.
+  static __device__ void see_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 };
 
-// kGroups warpgroups that compute, each with a ring of its own, and one that copies for them and lends them its
-// registers.
+// kGroups warpgroups that compute, and one that copies for them and lends them its registers. Queues, largest first:
+// both warpgroups on one KV tile (with two), each on its own, single warps, and tails.
 template <typename T, int kHeadDim, int kStages, int kGroups>
 struct HopperForward {
-  static constexpr int kThreads = 128 * (kGroups + 1);
-  using Group = GroupTeam<T, kHeadDim, kStages>;
-  // Single warps take what the groups leave, and more if there is more.
-  static constexpr int kWarpBytes = 3 * 2 * PaddedRows<kHeadDim, 16>::kElements * int(sizeof(T));
-  static constexpr int kGroupBytes = std::max(Group::kRingBytes, (4 * kWarpBytes + 1023) / 1024 * 1024);
-  using Warps = WarpTeam<T, kHeadDim, 1, 16, kWarpBytes>;
-  // Short thin units are a matter of latency: the two warps that copied for a group compute too. Long ones are a matter
-  // of bytes in flight: fewer warps with deeper rings.
-  static constexpr int kThinWarps = 6, kLongUnit = 256;
-  using ThinWarps = WarpTeam<T, kHeadDim, 1, 16, kGroupBytes / kThinWarps / 128 * 128, true>;
-  using DeepWarps = WarpTeam<T, kHeadDim, 1, 16, kWarpBytes, true>;
-  static constexpr int kThinSlots = kStages + 4 * Warps::kStages;
-  static constexpr int kDeepSlots = kThinSlots + kThinWarps * ThinWarps::kStages;
-  static constexpr int kSlots = kDeepSlots + 4 * DeepWarps::kStages;  // of a group
-  static constexpr int kMemberWords =
-      std::max({kStages * Group::Stream::kMemberWords, 4 * Warps::kMemberWords, kThinWarps * ThinWarps::kMemberWords,
-                4 * DeepWarps::kMemberWords});
-  struct Control {  // of a group
-    StageInfo infos[kSlots];
-    Source sources[kThinWarps];
-    uint64_t barriers[2 * kSlots];
-    int members[kMemberWords];
+  static constexpr int kThreads = 128 * (kGroups + 1), kComputing = 128 * kGroups;
+  static constexpr bool kHasWide = kGroups == 2;
+  using Wide = GroupTeam<T, kHeadDim, kGroups, kGroups * kStages>;
+  using Group = GroupTeam<T, kHeadDim, 1, kStages>;
+  // Tails are a matter of latency: the warps that copied for a group compute too.
+  static constexpr int kTailWarps = 4 + 4 / kGroups;
+  static constexpr int kTailBytes = TailStream<T, kHeadDim, 1>::kRingBytes;
+  static constexpr int kSmallBytes = 3 * 2 * PaddedRows<kHeadDim, 16>::kElements * int(sizeof(T));
+  static constexpr int kGroupBytes =
+      (std::max({Group::Ring::kBytes, 4 * kSmallBytes, kTailWarps * kTailBytes}) + 1023) / 1024 * 1024;
+  using Small = WarpTeam<T, kHeadDim, 1, 16, kSmallBytes>;
+  struct SmallControl {  // of a warp
+    StageInfo infos[Small::kStages];
+    Source source;
+    uint64_t barriers[2 * Small::kStages];
+    int members[Small::kMemberWords];
   };
-  static constexpr int kSmem = kGroups * (kGroupBytes + int(sizeof(Control)));
+  struct Control {
+    typename Wide::Control wide;
+    typename Group::Control groups[kGroups];
+    SmallControl small[4 * kGroups];
+    TailUnit tails[kTailWarps * kGroups][kTailUnits];
+    Source sources[kTailWarps * kGroups];
+  };
+  static_assert(Wide::Ring::kBytes <= kGroups * kGroupBytes);
+  static constexpr int kSmem = kGroups * kGroupBytes + int(sizeof(Control));
+  static_assert(kSmem <= 227 * 1024);
+
+  // Named barriers, and who meets there.
+  enum Meeting { kWideRead = 1, kWideDone, kGroupRead, kGroupDone = kGroupRead + kGroups };
+  template <int kCount>
+  static __device__ void meet(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kCount) : "memory");
+  }
+  template <int kCount>
+  static __device__ void pass(int id) {  // arrive without waiting
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kCount) : "memory");
+  }
 
   // Read again where it is used: a value from before the registers are dealt out would wait in local memory.
   static __device__ int thread() {
@@ -103,111 +145,140 @@ struct HopperForward {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
     return index;
   }
-  static __device__ Control& control_of(unsigned char* smem, int group) {
-    return reinterpret_cast<Control*>(smem + kGroups * kGroupBytes)[group];
-  }
+
+  // The queues, and where this CTA's turn begins in each: units of a queue are dealt out from where the last one ended.
+  struct Work {
+    Queue wide, group, small, tails;
+    int heads;  // KV heads of a tail's unit
+    int group_turn, tail_turn;
+    int tail_ctas;  // whose warps are dealt a tail to start with
+
+    __device__ explicit Work(Params<T> const& params) {
+      int const ctas = gridDim.x, cta = blockIdx.x;
+      int index = 0;
+      wide = kHasWide ? find_queue(params, index++) : Queue{};
+      group = find_queue(params, index++);
+      small = find_queue(params, index++);
+      tails = find_tails(params, index, heads);
+      int const after_wide = wide.n_work % ctas;
+      group_turn = cta - after_wide + (cta < after_wide ? ctas : 0);
+      int const busy = wide.n_work + group.n_work, free = max(0, ctas - busy);
+      int const after_group = busy % ctas;
+      tail_turn = cta - after_group + (cta < after_group ? ctas : 0);
+      // Those that have nothing else to do, if they can start on all there is. If not, all: that every warp asks the
+      // counter at once takes longer than what it evens out.
+      tail_ctas = tails.n_work <= kTailWarps * kGroups * free ? free : ctas;
+    }
+  };
 
   static __device__ void run(Params<T> const& params) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    static_assert(2 * kSlots <= 128);
-    int const index = threadIdx.x % 128;
-    if (threadIdx.x < 128 * kGroups && index < 2 * kSlots) {
-      int const small = index - 2 * kStages, thin = index - 2 * kThinSlots, deep = index - 2 * kDeepSlots;
-      barrier_init(control_of(smem, threadIdx.x / 128).barriers + index,
-                   small < 0   ? Group::Stream::arrivals(index)
-                   : thin < 0  ? Warps::Stream::arrivals(small % (2 * Warps::kStages))
-                   : deep < 0  ? ThinWarps::Stream::arrivals(thin % (2 * ThinWarps::kStages))
-                               : DeepWarps::Stream::arrivals(deep % (2 * DeepWarps::kStages)));
+    Control& control = *reinterpret_cast<Control*>(smem + kGroups * kGroupBytes);
+    // A warp initialises one barrier after the other, so every warp has its share.
+    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp < 4 * kGroups) {
+      if (lane < 2 * Small::kStages) {
+        barrier_init(control.small[warp].barriers + lane, Small::Stream::arrivals(lane));
+      }
+    } else if (warp < 5 * kGroups) {
+      Group::Ring::init(control.groups[warp - 4 * kGroups], lane);
+    } else if (kHasWide && warp == 5 * kGroups) {
+      Wide::Ring::init(control.wide, lane);
     }
     __syncthreads();
     wait_for_previous_kernel();
     let_next_kernel_start();
-    if (threadIdx.x >= 128 * kGroups) {
+    if (threadIdx.x >= kComputing) {
       cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
-      int const group = thread() / 64 % 2, role = thread() / 32 % 2;
-      if (group < kGroups) {
-        copy(params, smem, group, role);
-        hand_over<true>(group);
-      }
+      copy(params, smem, control);
       cutlass::arch::warpgroup_reg_alloc<168>();
-      if (group < kGroups) run_thin(params, smem, group, 4 + role);
     } else {
       cutlass::arch::warpgroup_reg_alloc<kComputeRegisters>();
-      int const warp = thread() / 32 % 4, group = thread() / 128;
-      compute(params, smem, group, warp);
-      hand_over<false>(group);
+      compute(params, smem, control);
       cutlass::arch::warpgroup_reg_dealloc<168>();
-      run_thin(params, smem, group, warp);
     }
+    run_tails(params, smem, control);
     __syncthreads();
     leave(params);
   }
 
   // 168 registers a thread at launch: as many as the copying warps give up, the computing ones get.
-  static constexpr int kCopyRegisters = 56, kComputeRegisters = kGroups == 2 ? 224 : 240;
+  static constexpr int kCopyRegisters = 72, kComputeRegisters = kGroups == 2 ? 216 : 240;
 
-  // The group's ring is free for the copying warps; the computing ones need not wait for them.
-  template <bool kWaits>
-  static __device__ void hand_over(int group) {
-    constexpr int kCount = 128 + 64;
-    if constexpr (kWaits) {
-      asm volatile("bar.sync %0, %1;" ::"r"(2 + group), "n"(kCount) : "memory");
+  static __device__ void copy(Params<T> const& params, unsigned char* smem, Control& control) {
+    Work const work(params);
+    int const index = thread() / 32 % 4;
+    if constexpr (kHasWide) {
+      if (work.wide.n_work) {
+        Wide::produce(params, work.wide, blockIdx.x, gridDim.x, smem, control.wide, index);
+        meet<kThreads>(kWideRead);  // the ring has been read
+      }
+    }
+    int const group = index / 2;
+    if (group >= kGroups) return;
+    if (work.group.n_work) {
+      Group::produce(params, work.group, group * int(gridDim.x) + work.group_turn, kGroups * int(gridDim.x),
+                     smem + group * kGroupBytes, control.groups[group], index % 2);
+    }
+  }
+
+  static __device__ void compute(Params<T> const& params, unsigned char* smem, Control& control) {
+    Work const work(params);
+    int const warp = thread() / 32, group = warp / 4;
+    if constexpr (kHasWide) {
+      if (work.wide.n_work) {
+        Wide::consume(params, smem, control.wide, warp);
+        pass<kThreads>(kWideRead);
+        meet<kComputing>(kWideDone);
+      }
+    }
+    unsigned char* const ring = smem + group * kGroupBytes;
+    if (work.group.n_work) {
+      Group::consume(params, ring, control.groups[group], warp % 4);
+      meet<128>(kGroupDone + group);
+    }
+    if (work.small.n_work) {
+      SmallControl& own = control.small[warp];
+      bool const first = work.wide.n_work + work.group.n_work == 0;
+      Small::run(params, work.small, first, warp, 4 * kGroups, ring + warp % 4 * kSmallBytes, own.barriers, own.infos,
+                 &own.source, own.members);
+      meet<128>(kGroupDone + group);
+    }
+  }
+
+  // The warps of a group, and those that copied for it.
+  static __device__ void run_tails(Params<T> const& params, unsigned char* smem, Control& control) {
+    Work const work(params);
+    if (work.tails.n_work == 0) return;
+    int const all = thread() / 32, copying = all - 4 * kGroups;
+    int const group = copying < 0 ? all / 4 : copying / (4 / kGroups);
+    int const warp = copying < 0 ? all % 4 : 4 + copying % (4 / kGroups);
+    T* const ring = reinterpret_cast<T*>(smem + group * kGroupBytes + warp * kTailBytes);
+    if (work.heads == 1) {
+      run_tails<1>(params, work, control, ring, group, warp);
     } else {
-      asm volatile("bar.arrive %0, %1;" ::"r"(2 + group), "n"(kCount) : "memory");
-      asm volatile("bar.sync %0, 128;" ::"r"(4 + group) : "memory");
+      run_tails<2>(params, work, control, ring, group, warp);
     }
   }
 
-  static __device__ void copy(Params<T> const& params, unsigned char* smem, int group, int role) {
-    Queue const large = find_queue(params, 0);
-    if (large.n_work == 0) return;
-    Control& control = control_of(smem, group);
-    unsigned char* const ring = smem + group * kGroupBytes;
-    if (role == 0) {
-      Group::template produce<Copies::kOnlyK>(params, large, group, kGroups, ring, control.barriers, control.infos,
-                                              control.sources, control.members);
-    } else {
-      Group::template produce<Copies::kOnlyV>(params, large, group, kGroups, ring, control.barriers, control.infos,
-                                              control.sources + 1, control.members);
+  template <int kHeads>
+  static __device__ void run_tails(Params<T> const& params, Work const& work, Control& control, T* ring, int group,
+                                   int warp) {
+    using Tails = TailWarp<T, kHeadDim, kHeads>;
+    static_assert(Tails::kRingBytes == kTailBytes);
+    int const index = warp * kGroups + group;
+    typename Tails::Stream stream(params, ring, control.tails[index], control.sources + index);
+    int first = INT_MAX, dealt = kTailWarps * kGroups * work.tail_ctas;
+    if (work.small.n_work == 0) {
+      if (work.tail_turn < work.tail_ctas) first = index * work.tail_ctas + work.tail_turn;
+    } else {  // warps that compute are busy with those
+      dealt = (kTailWarps - 4) * kGroups * int(gridDim.x);
+      if (warp >= 4) first = (index - 4 * kGroups) * int(gridDim.x) + work.tail_turn;
+      if (warp < 4) first = -1;
     }
-  }
-
-  static __device__ void compute(Params<T> const& params, unsigned char* smem, int group, int warp) {
-    Control& control = control_of(smem, group);
-    unsigned char* const ring = smem + group * kGroupBytes;
-    Queue const large = find_queue(params, 0), small = find_queue(params, 1);
-    if (large.n_work) {
-      Group::consume(params, ring, control.barriers, control.infos, control.sources, control.members);
-      asm volatile("bar.sync %0, 128;" ::"r"(4 + group) : "memory");
-    }
-    if (small.n_work) {
-      Warps::run(params, small, large.n_work == 0, 4 * group + warp, 4 * kGroups, ring + warp * kWarpBytes,
-                 control.barriers + 2 * (kStages + warp * Warps::kStages),
-                 control.infos + kStages + warp * Warps::kStages, control.sources + warp,
-                 control.members + warp * Warps::kMemberWords);
-    }
-  }
-
-  static __device__ void run_thin(Params<T> const& params, unsigned char* smem, int group, int warp) {
-    Queue const thin = find_queue(params, 2);
-    if (thin.n_work == 0) return;
-    bool const first = find_queue(params, 0).n_work + find_queue(params, 1).n_work == 0;
-    // Units come longest first.
-    int const* const item = params.plan + params.plan[kHeaderItemsBegin] + kItemSize * thin.first_item;
-    Control& control = control_of(smem, group);
-    unsigned char* const ring = smem + group * kGroupBytes;
-    auto const run = [&](auto warps, int warps_per_group, int first_slot) {
-      using Team = decltype(warps);
-      int const slot = first_slot + warp * Team::kStages;
-      Team::run(params, thin, first, warps_per_group * group + warp, warps_per_group * kGroups,
-                ring + warp * Team::kRingBytes, control.barriers + 2 * slot, control.infos + slot,
-                control.sources + warp, control.members + warp * Team::kMemberWords);
-    };
-    if (item[kItemStop] - item[kItemStart] <= kLongUnit) {
-      run(ThinWarps{}, kThinWarps, kThinSlots);
-    } else if (warp < 4) {
-      run(DeepWarps{}, 4, kDeepSlots);
-    }
+    stream.open(work.tails, first, dealt);
+    meet<32 * kTailWarps>(kGroupRead + group);  // whatever was in the ring before has been read
+    Tails::run(params, stream);
   }
 };
 

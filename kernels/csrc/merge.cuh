@@ -1,7 +1,7 @@
-// Partial results: the forward kernel deposits them, the merge kernel combines each request's (PAT 7).
+// Partial results: a unit deposits them; the unit with a request's last part, or the merge kernel, combines them (PAT 7).
 //
-// A part is a normalised fp32 result and its log-sum-exp. Parts are combined in position order, so the result is
-// the same bit for bit in every run.
+// A part is a normalised fp32 result and its log-sum-exp. They are combined in a fixed order, so that the result is the
+// same bit for bit in every run.
 #pragma once
 #include "barrier.cuh"
 #include "params.cuh"
@@ -9,84 +9,218 @@
 namespace feather {
 
 constexpr float kLn2 = 0.6931471805599453f;
+constexpr int kOnly = -1;  // in place of a part: the request has no other
+constexpr uint32_t kNothing = 0xffffffffu;  // a log-sum-exp, as bits, that nobody has deposited yet
 
 // One query row of a warp's tile.
 struct Row {
   int request = -1;  // -1: padding
   int head = 0;      // query head
-  int part = -1;     // -1: the request's only part
+  int part = kOnly;  // kOnly, kCloses, or where the part is deposited
 };
 
-// The running sum of parts; kCount values of a row.
-template <int kCount>
-struct PartSum {
-  float sum[kCount] = {};
-  float weight = 0.f, top = -INFINITY;
+// The values of a part lie so that a lane of either tile layout holds four neighbours: of every 32 columns, first those
+// with an even place among 8, then those with an odd one; chunk(c) is where columns 8 (4 (c / 8) + {0..3}) + c % 8 start.
+__device__ __forceinline__ int part_chunk(int block, int place) { return 32 * block + 4 * (place / 2 + 4 * (place % 2)); }
 
-  __device__ __forceinline__ void add(float lse, float const (&part)[kCount]) {
+// The running sum of parts.
+struct PartWeight {
+  float top, weight;
+
+  // Take a part in: the sum so far is to be scaled by alpha, the part by the result.
+  __device__ __forceinline__ float add(float lse, float& alpha) {
     float const next = fmaxf(top, lse);
     float const minus = next == -INFINITY ? 0.f : -next;
-    float const alpha = exp2f(top + minus), w = exp2f(lse + minus);
+    alpha = exp2f(top + minus);
+    float const w = exp2f(lse + minus);
     top = next;
     weight = fmaf(weight, alpha, w);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) sum[i] = fmaf(w, part[i], sum[i] * alpha);
+    return w;
   }
   __device__ __forceinline__ float inverse() const { return weight == 0.f ? 0.f : 1.f / weight; }  // NaN stays NaN
   __device__ __forceinline__ float lse() const { return weight == 0.f ? -INFINITY : top + log2f(weight); }
 };
 
-// A warp has finished a work unit: results of requests with one part only are final, the others are parts.
-template <typename T, int kHeadDim, class Layout, class Out>
-__device__ __forceinline__ void finish(Params<T> const& params, Out const& out, float const (&lse)[2],
-                                       Row const (&rows)[2]) {
+// A log-sum-exp that can be told from kNothing.
+__device__ __forceinline__ uint32_t announced(float lse) {
+  uint32_t const bits = __float_as_uint(lse);
+  return bits == kNothing ? 0x7fffffffu : bits;
+}
+
+__device__ __forceinline__ uint32_t load_relaxed(float const* address) {
+  uint32_t bits;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(bits) : "l"(address) : "memory");
+  return bits;
+}
+
+// A warp's rows are one request's last part: wait for its other parts and take them in; out and lse become the
+// request's. A log-sum-exp is read by nobody else and left as the next run expects it.
+template <int kHeadDim, class Layout, typename T, class Out>
+__device__ __forceinline__ void close(Params<T> const& params, Out& out, float (&lse)[2], Row const (&rows)[2]) {
+  constexpr int kRows = Layout::kRows, kAtOnce = 32 / kRows;  // parts asked for at once
+  int const lane = threadIdx.x % 32;
+  int const request = __reduce_max_sync(~0u, max(rows[0].request, rows[1].request));
+  int const first_head = __reduce_min_sync(~0u, rows[0].request < 0 ? INT_MAX : rows[0].head);
+  int const n_rows = __reduce_max_sync(~0u, max(rows[0].request < 0 ? 0 : rows[0].head, rows[1].request < 0 ? 0 : rows[1].head)) - first_head + 1;
+  int const* const part_begin = params.plan + params.plan[kHeaderPartBegin] + request;
+  int const first = part_begin[0], n_parts = part_begin[1] - first;
+  int const row = lane % kRows;
+  float* const lse_at = params.part_lse + int64_t(first) * params.q_heads + first_head + row;
+  float const* part_at[2];
+  PartWeight total[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (rows[i].request < 0) continue;
-    float values[Layout::kCount];
+    total[i] = {lse[i], lse[i] == -INFINITY ? 0.f : 1.f};
+    part_at[i] = params.part_out + (int64_t(first) * params.q_heads + rows[i].head) * kHeadDim;
+  }
+  for (int k0 = 0; k0 < n_parts; k0 += kAtOnce) {
+    int const k = k0 + lane / kRows;
+    bool const asks = k < n_parts && row < n_rows;
+    uint32_t bits = 0;
+    for (int tries = 0;; ++tries) {
+      if (asks && (tries == 0 || bits == kNothing)) bits = load_relaxed(lse_at + int64_t(k) * params.q_heads);
+      if (!__any_sync(~0u, asks && bits == kNothing)) break;
+      if (tries > kPatience) __trap();  // a plan whose parts are not all deposited: an error rather than a hang
+    }
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    if (asks) __stcg(reinterpret_cast<uint32_t*>(lse_at) + int64_t(k) * params.q_heads, kNothing);
+    __syncwarp();
+#pragma unroll 1
+    for (int j = 0; j < kAtOnce && k0 + j < n_parts; ++j) {
+      int64_t const at = int64_t(k0 + j) * params.q_heads * kHeadDim;
+      float4 part[2][Layout::kChunks];
 #pragma unroll
-    for (int j = 0; j < Layout::kCount; ++j) values[j] = Layout::value(out, i, j);
-    if (rows[i].part < 0) {
-      Layout::store(params.out + rows[i].request * params.out_stride + rows[i].head * kHeadDim, values);
-      if (params.lse && Layout::leads()) {
-        params.lse[int64_t(rows[i].request) * params.q_heads + rows[i].head] = lse[i] * kLn2;
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int c = 0; c < Layout::kChunks; ++c) {
+          part[i][c] = rows[i].request < 0 ? make_float4(0.f, 0.f, 0.f, 0.f)
+                                           : __ldcg(reinterpret_cast<float4 const*>(part_at[i] + at + Layout::chunk(c)));
+        }
       }
-    } else {
-      int64_t const at = int64_t(rows[i].part) * params.q_heads + rows[i].head;
-      Layout::deposit(params.part_out + at * kHeadDim, values);
-      if (Layout::leads()) __stcg(params.part_lse + at, lse[i]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float alpha;
+        float const w = total[i].add(__uint_as_float(__shfl_sync(~0u, bits, j * kRows + Layout::row(i))), alpha);
+#pragma unroll
+        for (int c = 0; c < Layout::kChunks; ++c) {
+          float const x[4] = {part[i][c].x, part[i][c].y, part[i][c].z, part[i][c].w};
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float& sum = Layout::value(out, i, c, e);
+            sum = fmaf(w, x[e], sum * alpha);
+          }
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float const inverse = total[i].inverse();
+    lse[i] = total[i].lse();
+#pragma unroll
+    for (int c = 0; c < Layout::kChunks; ++c) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) Layout::value(out, i, c, e) *= inverse;
     }
   }
 }
 
-// A warp per (request, query head), kHeadDim / 32 columns a lane.
+// The log-sum-exps that tell others of a warp's parts. They follow the parts' values; with the next unit's first stage
+// between, there is little left to wait for.
+struct Announcement {
+  int at[2] = {-1, -1};  // in part_lse
+  float lse[2];
+
+  template <typename T>
+  __device__ __forceinline__ void make(Params<T> const& params) {
+    if (!__any_sync(~0u, max(at[0], at[1]) >= 0)) return;
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");  // whoever sees a row's log-sum-exp sees its values
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (at[i] >= 0) __stcg(reinterpret_cast<uint32_t*>(params.part_lse) + at[i], announced(lse[i]));
+      at[i] = -1;
+    }
+  }
+};
+
+// A warp has finished a work unit: parts are deposited, the results of other rows are final. What is to be announced of
+// the parts comes back.
+template <int kHeadDim, class Layout, bool kMayClose, typename T, class Out>
+__device__ __forceinline__ Announcement finish(Params<T> const& params, Out& out, float (&lse)[2],
+                                               Row const (&rows)[2]) {
+  if constexpr (kMayClose) {
+    bool const closes = rows[0].part == kCloses || rows[1].part == kCloses;
+    if (__any_sync(~0u, closes)) close<kHeadDim, Layout>(params, out, lse, rows);
+  }
+  Announcement told;
+  bool final[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    final[i] = rows[i].request >= 0 && rows[i].part < 0;
+    if (rows[i].request < 0 || rows[i].part < 0) continue;
+    int const at = rows[i].part * params.q_heads + rows[i].head;
+    float* const row = params.part_out + int64_t(at) * kHeadDim;
+#pragma unroll
+    for (int c = 0; c < Layout::kChunks; ++c) {
+      float4 const x = make_float4(Layout::value(out, i, c, 0), Layout::value(out, i, c, 1),
+                                   Layout::value(out, i, c, 2), Layout::value(out, i, c, 3));
+      __stcg(reinterpret_cast<float4*>(row + Layout::chunk(c)), x);
+    }
+    if (Layout::leads()) told.at[i] = at;
+    told.lse[i] = lse[i];
+  }
+  __syncwarp();
+  if (__any_sync(~0u, final[0] || final[1])) Layout::store(params, out, rows);
+  if (params.lse != nullptr && Layout::leads()) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (final[i]) params.lse[int64_t(rows[i].request) * params.q_heads + rows[i].head] = lse[i] * kLn2;
+    }
+  }
+  return told;
+}
+
+// A warp per (request, query head): combines all parts where no unit closes (merge="kernel").
 template <typename T, int kHeadDim>
 __global__ void merge_kernel(Params<T> const params) {
-  constexpr int kCount = kHeadDim / 32;
+  constexpr int kChunks = (kHeadDim / 4 + 31) / 32;  // of a lane
   wait_for_previous_kernel();
   int const n_requests = params.plan[kHeaderRequests];
   int const* const part_begin = params.plan + params.plan[kHeaderPartBegin];
   int const warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32, warps = gridDim.x * blockDim.x / 32;
-  int const column = threadIdx.x % 32 * kCount;
+  int const lane = threadIdx.x % 32;
   for (int index = warp; index < n_requests * params.q_heads; index += warps) {
     int const request = index / params.q_heads, head = index % params.q_heads;
     int const first_part = part_begin[request], n_parts = part_begin[request + 1] - first_part;
     if (n_parts == 0) continue;
     float const* const lse = params.part_lse + int64_t(first_part) * params.q_heads + head;
-    float const* const value = params.part_out + (int64_t(first_part) * params.q_heads + head) * kHeadDim + column;
-    PartSum<kCount> total;
+    float const* const value = params.part_out + (int64_t(first_part) * params.q_heads + head) * kHeadDim;
+    PartWeight total{-INFINITY, 0.f};
+    float sum[kChunks][4] = {};
 #pragma unroll 4
     for (int k = 0; k < n_parts; ++k) {
-      float part[kCount];
+      float alpha;
+      float const w = total.add(lse[int64_t(k) * params.q_heads], alpha);
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) part[j] = value[int64_t(k) * params.q_heads * kHeadDim + j];
-      total.add(lse[int64_t(k) * params.q_heads], part);
+      for (int c = 0; c < kChunks; ++c) {
+        if (4 * (lane + 32 * c) >= kHeadDim) continue;
+        float4 const part =
+            *reinterpret_cast<float4 const*>(value + int64_t(k) * params.q_heads * kHeadDim + 4 * (lane + 32 * c));
+        float const x[4] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[c][e] = fmaf(w, x[e], sum[c][e] * alpha);
+      }
     }
     float const inverse = total.inverse();
-    T* const to = params.out + request * params.out_stride + head * kHeadDim + column;
+    T* const to = params.out + request * params.out_stride + head * kHeadDim;
+    int const place = 2 * (lane % 4) + lane / 4 % 2;  // part_chunk, backwards
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) to[j] = T(total.sum[j] * inverse);
-    if (params.lse && column == 0) params.lse[int64_t(request) * params.q_heads + head] = total.lse() * kLn2;
+    for (int c = 0; c < kChunks; ++c) {
+      if (4 * (lane + 32 * c) >= kHeadDim) continue;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) to[8 * (4 * (lane / 8 + 4 * c) + e) + place] = T(sum[c][e] * inverse);
+    }
+    if (params.lse && lane == 0) params.lse[int64_t(request) * params.q_heads + head] = total.lse() * kLn2;
   }
 }
 

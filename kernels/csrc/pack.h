@@ -3,7 +3,8 @@
 // Every request is a leaf below its node (its private tail). A node carries the positions [from, end): its own, and
 // those of the ancestors it was merged with. Merging a child moves its requests, and a second load of the carried
 // range, into the child's pack and saves each of them a part (PAT 5.1, scheme 2); splitting leaves them in the node's
-// pack.
+// pack. A request's last part costs nothing with the fused merge if its pack has no other member, as a tail's; without
+// that merge, only if it is the only one.
 #pragma once
 
 #include "plan.h"
@@ -34,11 +35,13 @@ struct Edge {
   int32_t from;     // where the parent's carried range starts
   int32_t carried;  // tokens in it
   int32_t leaf;     // the request whose tail the child is, or -1
+
+  bool ends(bool grow) const { return leaf >= 0 && length == 0 && !grow; }  // a request without a tail
 };
 
 // Walks the edges from roots to leaves, a node's shared children before its requests, each in order of index.
-template <typename Merge>
-void decide(const Forest& forest, const Tree& tree, PackScratch& scratch, Merge merge) {
+template <typename Rule>
+void decide(const Forest& forest, const Tree& tree, PackScratch& scratch, Rule merge) {
   const int32_t n = tree.n_nodes();
   auto& lists = scratch.lists;
   lists.from.resize(n);
@@ -67,16 +70,21 @@ void decide(const Forest& forest, const Tree& tree, PackScratch& scratch, Merge 
   }
 }
 
+// The parts that merging a child saves: one for each of its requests. Without the fused merge, a tail merged up to
+// position 0 saves its own too. A request that ends at the node saves one with the fused merge only, by closing itself.
+inline int64_t parts_saved(const Config& config, const Edge& edge) {
+  if (edge.ends(config[kGrow])) return config.fused() && edge.from > 0;
+  return edge.leaf >= 0 && edge.from == 0 && !config.fused() ? 2 : edge.size;
+}
+
 // PAT's Algorithm 1. With the byte model, a merge is taken when the parts that it saves weigh at least the carried
-// range that it loads again; a tail merged up to position 0 saves two, since a request's only part costs nothing.
+// range that it loads again.
 inline void decide_profit(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch) {
   const double factor = config.reals[kProfitFactor];
   const bool grow = config[kGrow];
   decide(forest, tree, scratch, [&](const Edge& edge, int32_t) {
-    if (edge.leaf >= 0 && edge.length == 0 && !grow) return false;  // nothing below the node: no part to save
-    if (factor > 0) return factor * edge.size >= edge.carried;
-    const int64_t saved = config.part_bytes() * edge.size * (edge.leaf >= 0 && edge.from == 0 ? 2 : 1);
-    return saved >= config.token_bytes() * edge.carried;
+    if (factor > 0) return !edge.ends(grow) && factor * edge.size >= edge.carried;
+    return config.part_bytes() * parts_saved(config, edge) >= config.token_bytes() * edge.carried;
   });
 }
 
@@ -89,14 +97,14 @@ inline void decide_compute(const Config& config, const Forest& forest, const Tre
   const double part_cost = config.reals[kComputeSplitCost] * group;
   auto padded = [&](int64_t requests, int64_t length) -> double {  // row-tokens that the tiles run for nothing
     const int64_t rows = requests * group;
-    const Tile tile = config.tile(config.tile_for(rows));
+    const Tile tile = config.tile(config.tile_for(requests));
     const int64_t whole = (rows + tile.m - 1) / tile.m * tile.m * ((length + tile.n - 1) / tile.n * tile.n);
     return static_cast<double>(whole - rows * length);
   };
   auto& left = scratch.lists.left;
   left = tree.size;
   decide(forest, tree, scratch, [&](const Edge& edge, int32_t) {
-    if (edge.leaf >= 0 && edge.length == 0 && !grow) return false;
+    if (edge.ends(grow)) return false;
     const int64_t n = left[edge.parent], c = edge.size;
     const double split_kv = padded(n, edge.carried) + padded(c, edge.length) + part_cost * c;
     const double split_q = padded(n - c, edge.carried) + padded(c, edge.carried + edge.length);
@@ -110,9 +118,10 @@ inline void decide_compute(const Config& config, const Forest& forest, const Tre
 // ancestor at which its carried range starts; O(nodes * depth).
 //
 //   cost(u, a) = min(load a..u once + sum over children of min(cost(c, a), cost(c, c) + its requests' parts at u),
-//                    sum over children of cost(c, a))          the second only if no request ends at u
+//                    sum over children of cost(c, a))
 //
-// All tails of a node decide alike: their lengths cancel.
+// All tails of a node decide alike: their lengths cancel. Requests that end there are in the node's pack if it has one,
+// else each has its own. Only the fused merge makes that cheaper, and where it does, merging all else pays as well.
 inline void decide_optimal(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch) {
   const int32_t n = tree.n_nodes();
   const bool grow = config[kGrow];
@@ -144,15 +153,17 @@ inline void decide_optimal(const Config& config, const Forest& forest, const Tre
   best.assign(states, 0);    // of the children, each free to merge or split
   merged.assign(states, 0);  // of the children, all merged
   packed.resize(states);     // 1: the node has a pack of its own
-  auto leaf_merged = [&](int64_t carried, int32_t from) { return token * carried + (from == 0 ? 0 : part); };
+  const bool fused = config.fused();
+  const int64_t tail_split = fused ? part : 2 * part;
+  auto tail_merged = [&](int64_t carried, int32_t from) { return token * carried + (fused || from == 0 ? 0 : part); };
   for (int32_t u = n - 1; u >= 0; --u) {
     for (int32_t j = 0; j <= depth[u]; ++j) {
       const int64_t at = offset[u] + j, carried = tree.end[u] - start[at];
-      const int64_t alone = leaf_merged(carried, start[at]);
-      best[at] += token * carried + overhead + leaves[u] * std::min(alone, 2 * part);
+      const int64_t tail = tail_merged(carried, start[at]);
+      best[at] += token * carried + overhead + leaves[u] * std::min(tail, tail_split);
       best[at] += ended[u] * (start[at] == 0 ? 0 : part);
-      merged[at] += leaves[u] * alone;
-      packed[at] = ended[u] > 0 || best[at] < merged[at];
+      merged[at] += leaves[u] * tail + ended[u] * (token * carried + overhead);
+      packed[at] = (!fused && ended[u] > 0) || best[at] < merged[at];
       cost[at] = packed[at] ? best[at] : merged[at];
     }
     const int32_t p = tree.parent[u];
@@ -169,8 +180,8 @@ inline void decide_optimal(const Config& config, const Forest& forest, const Tre
     const int64_t j = std::lower_bound(states_of_p, states_of_p + depth[p], edge.from) - states_of_p;
     const bool all = !packed[offset[p] + j];
     if (edge.leaf < 0) return all || cost[offset[u] + j] <= cost[offset[u] + depth[u]] + tree.size[u] * part;
-    if (edge.length == 0 && !grow) return false;
-    return all || leaf_merged(edge.carried, edge.from) <= 2 * part;
+    if (edge.ends(grow)) return all;
+    return all || tail_merged(edge.carried, edge.from) <= tail_split;
   });
 }
 

@@ -34,10 +34,9 @@ void check(cudaError_t error, char const* what) {
 // Ring bytes a warp of the portable path, and CTAs a multiprocessor: as much shared memory as there is.
 constexpr int kRingBytes = kHeadDim <= 128 ? 3 * 2 * 16 * (128 + 8) * 2 : 2 * 2 * 16 * (256 + 8) * 2;
 constexpr int kCtas = kHeadDim <= 128 ? 2 : 1;
-template <int kWarps, int kTokens, bool kThin = false>
-using Team = feather::WarpTeam<T, kHeadDim, kWarps, kTokens, kRingBytes, kThin>;
-using Portable = feather::PortableForward<T, kHeadDim, kRingBytes, Team<4, 32>, Team<2, 32>, Team<1, 16>,
-                                          Team<1, 16, true>>;
+template <int kWarps, int kTokens>
+using Team = feather::WarpTeam<T, kHeadDim, kWarps, kTokens, kRingBytes>;
+using Portable = feather::PortableForward<T, kHeadDim, kRingBytes, Team<4, 32>, Team<2, 32>, Team<1, 16>>;
 #if FEATHER_HOPPER
 constexpr int kGroupStages = kHeadDim == 64 ? 6 : kHeadDim == 128 ? 3 : 2, kGroups = kHeadDim <= 128 ? 2 : 1;
 using Hopper = feather::HopperForward<T, kHeadDim, kGroupStages, kGroups>;
@@ -106,12 +105,11 @@ feather::Params<T> make_params(TensorView q, TensorView k, TensorView v, TensorV
   params.out_stride = out.stride(0);
   params.k_slot_bytes = k.stride(0) * sizeof(T);
   params.v_slot_bytes = v.stride(0) * sizeof(T);
-  params.k_head_stride = k.stride(1);
-  params.v_head_stride = v.stride(1);
   params.q_heads = q.size(1);
   params.kv_heads = k.size(1);
   params.group = params.q_heads / params.kv_heads;
   params.kv_heads_div = feather::FastDivide(params.kv_heads);
+  params.kv_pairs_div = feather::FastDivide(std::max(params.kv_heads / 2, 1));
   params.group_div = feather::FastDivide(params.group);
   params.page_bits = page_bits;
   params.prefetch = flags & 1;

@@ -1,5 +1,6 @@
 // What one launch needs: tensors, the plan in device memory, scratch. Passed by value.
 #pragma once
+#include <climits>
 #include <cstdint>
 
 #include "plan_buffer.h"
@@ -24,16 +25,16 @@ struct Params {
   T const* v;
   T* out;            // (requests, q_heads, head_dim)
   float* lse;        // (requests, q_heads), natural logarithm, or null
-  float* part_out;   // (parts, q_heads, head_dim): normalised partial results
-  float* part_lse;   // (parts, q_heads): their log-sum-exp, base 2
+  float* part_out;   // (parts, q_heads, head_dim): normalised partial results, columns as part_chunk has them
+  float* part_lse;   // (parts, q_heads): their log-sum-exp, base 2; kNothing between runs
   int* popped;       // per tile: work units taken from its queue; zero between runs
   int const* plan;   // header, items, members, part_begin
   int const* seq_lens;
   void const* table;  // slot ids or page ids, int32 or int64
-  int64_t q_stride, out_stride, k_head_stride, v_head_stride;  // elements
+  int64_t q_stride, out_stride;  // elements
   uint32_t k_slot_bytes, v_slot_bytes;
   int q_heads, kv_heads, group;
-  FastDivide kv_heads_div, group_div;
+  FastDivide kv_heads_div, kv_pairs_div, group_div;
   int page_bits;
   unsigned queues;  // a bit per queue that this launch serves
   bool table_is_64;
@@ -42,6 +43,8 @@ struct Params {
   float soft_cap_log2;    // logit soft cap times log2(e); 0 = none
   float soft_cap_scale;   // softmax scale over the cap
 };
+
+constexpr int kPatience = 1 << 24;  // looks at a part that does not come before the kernel gives up
 
 // A queue of the plan, as a launch sees it.
 struct Queue {

@@ -28,6 +28,7 @@ struct Workspace {
   Packing packing;
   Schedule schedule;
   EmitScratch emit;
+  std::vector<Parts> packed;
 };
 
 Workspace& workspace() {
@@ -36,16 +37,17 @@ Workspace& workspace() {
 }
 
 void write_stats(const Config& config, const Packing& packing, const Schedule& schedule, int64_t* stats,
-                 std::vector<int32_t>& parts) {
-  parts.assign(schedule.parts.size(), 0);
+                 std::vector<Parts>& parts) {
+  parts.assign(schedule.parts.size(), Parts{});
   int64_t tokens = 0, split_parts = 0, run = 0;
   for (const Pack& pack : packing.packs) {
     const int32_t length = pack.stop - pack.start;
     tokens += length;
     const int32_t pieces = pack.chunk ? (length + pack.chunk - 1) / pack.chunk : 1;
-    for (int32_t i = pack.first; i < pack.first + pack.count; ++i) parts[packing.members[i]] += pieces;
+    const int32_t first = pack.first, count = pack.count;
+    for (int32_t i = first; i < first + count; ++i) parts[packing.members[i]].add(pieces, count == 1);
   }
-  for (const int32_t count : parts) split_parts += count > 1 ? count : 0;
+  for (const Parts mine : parts) split_parts += config.deposits(mine);
   for (const RowTile& row : schedule.rows) run += packing.packs[row.pack].stop - packing.packs[row.pack].start;
   const int64_t token = config.token_bytes() * config[kKvHeads], part = config.part_bytes() * config[kKvHeads];
   stats[kStatModelKv] = tokens * token;
@@ -73,7 +75,7 @@ void plan(TensorView config_fields, TensorView reals, TensorView parent, TensorV
   decide_by_strategy(config, forest, w.tree, w.pack);
   make_packs(config, forest, w.tree, w.pack, w.packing);
   schedule(config, forest, w.packing, w.schedule);
-  write_stats(config, w.packing, w.schedule, data<int64_t>(stats), w.emit.cursor);
+  write_stats(config, w.packing, w.schedule, data<int64_t>(stats), w.packed);
   if (buffer.size(0)) emit(config, forest, w.packing, w.schedule, w.emit, data<int32_t>(buffer));
 }
 

@@ -19,6 +19,7 @@ namespace feather {
 
 enum Strategy : int64_t { kQuery, kRelay, kTwoPhase, kNaive, kCompute, kProfit, kOptimal };
 enum Split : int64_t { kSplitNone, kSplitMean, kSplitBalanced };
+enum Merge : int64_t { kMergeFused, kMergeKernel };
 
 enum ConfigField : int32_t {
   kStrategy,
@@ -35,8 +36,11 @@ enum ConfigField : int32_t {
   kMaxParts,
   kSharedChunk,
   kItemOverhead,
+  kMerge,
+  kHeadPack,   // 0: the planner decides
+  kTailWarps,  // of a processor, that take the tail tile's units
   kTileCount,
-  kConfigTiles = 16,  // m, n of each tile, ascending
+  kConfigTiles,  // m, n of each tile, ascending
 };
 
 enum RealField : int32_t { kProfitFactor, kComputeSplitCost, kRealAlpha };  // then alpha of each tile
@@ -54,8 +58,19 @@ enum StatField : int32_t {
   kStatCount,
 };
 
+constexpr int32_t kWarpRows = 16;  // the most that a tile of single warps holds
+constexpr int32_t kThinRows = 8;  // of the tile that runs one request's query heads
+
 struct Tile {
   int32_t m, n;
+};
+
+// The parts of a request, the one that closes it included.
+struct Parts {
+  int32_t count;
+  bool alone;  // the item (or pack) of the last one has no other member
+
+  void add(int32_t more, bool single) { count += more, alone = single; }  // in order of position
 };
 
 struct Config {
@@ -69,16 +84,33 @@ struct Config {
   }
   double alpha(int32_t t) const { return reals[kRealAlpha + t]; }
 
-  // The round-up rule of PAT 5.2: the smallest tile that holds the rows, or the largest one there is.
-  int32_t tile_for(int64_t rows) const {
+  // The round-up rule of PAT 5.2: the smallest tile that holds the requests' rows, or the largest one there is. A tile
+  // of 8 rows holds one request's only: they are consecutive query heads.
+  int32_t tile_for(int64_t requests) const {
+    const int64_t least = std::max<int64_t>(requests * fields[kGroupSize], requests > 1 ? kThinRows + 1 : 1);
     int32_t t = 0;
-    while (t + 1 < n_tiles() && tile(t).m < rows) ++t;
+    while (t + 1 < n_tiles() && tile(t).m < least) ++t;
     return t;
   }
+  // The tile of an item of one request, tails above all. Its queue is the last one with work.
+  int32_t tail_tile() const { return tile_for(1); }
+  // Requests that the largest tile holds.
+  int32_t capacity() const {
+    const int32_t m = tile(n_tiles() - 1).m;
+    return m > kThinRows ? static_cast<int32_t>(m / fields[kGroupSize]) : 1;
+  }
+
+  // Fused merge: the item of a request's last part closes it. It waits for the other parts, combines them with its own
+  // and writes the result.
+  bool fused() const { return fields[kMerge] == kMergeFused; }
+  // The partial rows of a request.
+  int32_t deposits(Parts parts) const { return parts.count < 2 ? 0 : parts.count - (fused() && parts.alone); }
+  // Whether a request takes one item more, without tokens, to close it.
+  bool closed_apart(Parts parts) const { return fused() && parts.count > 1 && !parts.alone; }
 
   // The traffic model, bytes per KV head. One KV token is K and V in 16 bits; one part of a request is its group's
   // rows of output and log-sum-exp in fp32, written once and read once. A request with one part only has none: its
-  // item writes the result itself.
+  // item writes the result itself; neither has the part that closes a request.
   int64_t token_bytes() const { return 2 * fields[kHeadDim] * 2; }
   int64_t part_bytes() const { return fields[kGroupSize] * (fields[kHeadDim] + 1) * 4 * 2; }
 };
@@ -122,13 +154,17 @@ struct RowTile {
   int32_t pack;
   int32_t first, count;
   int32_t tile;
+  int32_t longest;  // chunk
   int32_t chunk, n_chunks;
 };
 
 struct Schedule {
   std::vector<RowTile> rows;
-  std::vector<int32_t> parts;  // items of each request
-  int64_t n_items, n_members, n_parts, widened;
+  std::vector<Parts> parts;  // of each request
+  int64_t n_cut;             // items with KV
+  int64_t n_items, n_members, n_parts, n_closing, widened;
+  int32_t head_pack;          // KV heads to a unit of the tail tile's queue
+  std::vector<uint64_t> tails;  // scratch, rows of the tail tile: tokens << 32 | ~row; what is longer is larger
 };
 
 #define FEATHER_REQUIRE(condition, message)        \

@@ -12,8 +12,9 @@ namespace feather {
 constexpr int32_t kMagic = 0x70616b31;
 constexpr int32_t kHeaderSize = 32;
 constexpr int32_t kMaxTiles = 15;
-constexpr int32_t kItemSize = 8;
-constexpr int32_t kMemberSize = 2;
+constexpr int32_t kItemSize = 12;
+constexpr int32_t kMemberSize = 2;  // request; partial row, -1 for a request's only item, or kCloses
+constexpr int32_t kCloses = -2;     // the item waits for its request's partial rows and writes the result
 constexpr int64_t kAlign = 32;  // regions start at multiples of 128 bytes
 
 enum HeaderField : int32_t {
@@ -28,6 +29,8 @@ enum HeaderField : int32_t {
   kHeaderPartBegin,
   kHeaderUsed,
   kHeaderSerial,      // counts the plans written into this buffer
+  kHeaderClosing,     // items that close a request; all in the last queue with work
+  kHeaderHeadPack,    // KV heads to a unit of the tail tile's queue, where that tile has 8 rows
   kHeaderQueue = 16,  // n_tiles + 1 entries: queue q serves tile n_tiles - 1 - q
 };
 
@@ -40,6 +43,10 @@ enum ItemField : int32_t {
   kItemFirstMember,
   kItemMembers,
   kItemTile,
+  kItemRequest,    // of its first member, and that member's part: who runs single requests needs no more
+  kItemPart,
+  kItemFirstPart,  // the partial rows that it takes in if it closes a request
+  kItemParts,
 };
 
 }  // namespace feather

@@ -1,7 +1,9 @@
 // Cuts packs into what one thread block runs: row tiles (PAT 5.2) and chunks of long KV (PAT 6).
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 
 #include "plan.h"
 
@@ -11,25 +13,40 @@ namespace feather {
 // Full tiles and a remainder pad no more rows than even tiles; even ones are taken when they pad as little.
 inline void add_row_tiles(const Config& config, const Packing& packing, int32_t pack, std::vector<RowTile>& rows) {
   const Pack& p = packing.packs[pack];
-  const int64_t group = config[kGroupSize];
   const int32_t largest = config.n_tiles() - 1;
-  const int32_t capacity = static_cast<int32_t>(config.tile(largest).m / group);
+  const int32_t capacity = config.capacity();
   if (p.count <= capacity) {
-    rows.push_back({pack, p.first, p.count, config.tile_for(p.count * group), 0, 0});
+    rows.push_back({pack, p.first, p.count, config.tile_for(p.count), 0, 0, 0});
     return;
   }
   const int32_t tiles = (p.count + capacity - 1) / capacity;
   const int32_t remainder = p.count - (tiles - 1) * capacity;
-  const bool even = config.tile_for(remainder * group) == largest;
+  const bool even = config.tile_for(remainder) == largest;
   for (int32_t i = 0, first = 0; i < tiles; ++i) {
     const int32_t last = even ? static_cast<int32_t>(int64_t{p.count} * (i + 1) / tiles)
                               : std::min(p.count, first + capacity);
-    rows.push_back({pack, p.first + first, last - first, config.tile_for((last - first) * group), 0, 0});
+    rows.push_back({pack, p.first + first, last - first, config.tile_for(last - first), 0, 0, 0});
     first = last;
   }
 }
 
+constexpr int64_t kMinSteps = 4;  // a chunk is at least so many steps of its tile
+
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// A few long packs in a tile of single warps would keep few warps busy for long: they go to the next larger tile, whose
+// teams take several times as many tokens at once.
+inline void promote_long(const Config& config, const Packing& packing, std::vector<RowTile>& rows) {
+  constexpr int64_t kLong = 256, kTeams = 8;  // tokens; single warps of a processor that take shared packs
+  auto length = [&](const RowTile& row) { return packing.packs[row.pack].stop - packing.packs[row.pack].start; };
+  auto shared = [&](const RowTile& row) { return row.count > 1 && config.tile(row.tile).m <= kWarpRows; };
+  int64_t tokens = 0;
+  for (const RowTile& row : rows) tokens += shared(row) ? length(row) : 0;
+  const int64_t share = tokens * config[kKvHeads] / (kTeams * config[kProcessors]);  // of a warp
+  for (RowTile& row : rows) {
+    if (shared(row) && length(row) >= std::max(kLong, 4 * share) && row.tile + 1 < config.n_tiles()) ++row.tile;
+  }
+}
 
 // The longest chunk of each tile, in tokens, before any widening.
 inline void chunk_limits(const Config& config, const Packing& packing, const std::vector<RowTile>& rows,
@@ -41,20 +58,94 @@ inline void chunk_limits(const Config& config, const Packing& packing, const std
     if (config[kSplit] == kSplitMean) limit[t] = std::max<int64_t>(1, tokens / std::max<int64_t>(1, rows.size()));
     if (config[kSplit] == kSplitBalanced) {
       const double share = config.alpha(t) * static_cast<double>(tokens * config[kKvHeads]) / config[kProcessors];
-      const double chunk = std::min<double>(std::max<double>(share, config[kMinChunk]), INT32_MAX / 2);
+      const double least = static_cast<double>(std::max<int64_t>(config[kMinChunk], kMinSteps * config.tile(t).n));
+      const double chunk = std::min<double>(std::max(share, least), INT32_MAX / 2);
       limit[t] = round_up(static_cast<int64_t>(std::ceil(chunk)), config.tile(t).n);
     }
   }
 }
 
-// Cuts every row tile into even chunks, none longer than widen * its tile's limit, and counts what that makes.
-inline void cut(const Config& config, const Packing& packing, const int64_t* limit, double widen, Schedule& out) {
-  std::fill(out.parts.begin(), out.parts.end(), 0);
-  out.n_items = out.n_members = out.n_parts = 0;
+// KV heads to a unit of the tail tile's queue. Two fill more of its eight rows and share a unit's own cost, but leave
+// half the units: one, where there would be less than a step of a tile for every warp.
+inline int32_t choose_head_pack(const Config& config, const Packing& packing, const std::vector<RowTile>& rows) {
+  const Tile tile = config.tile(config.tail_tile());
+  const int64_t heads = config[kKvHeads];
+  if (tile.m != kThinRows || 2 * config[kGroupSize] > kThinRows || heads % 2) return 1;
+  if (config[kHeadPack]) return static_cast<int32_t>(config[kHeadPack]);
+  if (config[kHeadDim] > 128) return 1;  // a warp's ring would have one slot
+  int64_t steps = 0;
+  for (const RowTile& row : rows) {
+    const Pack& pack = packing.packs[row.pack];
+    if (row.tile == config.tail_tile()) steps += (pack.stop - pack.start + tile.n - 1) / tile.n;
+  }
+  return steps * (heads / 2) >= config[kProcessors] * config[kTailWarps] ? 2 : 1;
+}
+
+// Cuts the last tails, and only them. Warps take tails longest first: as many of the longest as make whole rounds stay
+// whole, unless much longer than a warp's even share of all tokens. The rest is cut as short as gives every warp one chunk
+// more, or less, but not shorter than the tile's least (even pieces of a tail may be).
+inline void balance_tails(const Config& config, const Packing& packing, int64_t least, Schedule& out) {
+  const int32_t tail = config.tail_tile(), step = config.tile(tail).n;
+  auto length = [](uint64_t key) { return static_cast<int64_t>(key >> 32); };
+  auto row = [&](uint64_t key) -> RowTile& { return out.rows[UINT32_MAX - static_cast<uint32_t>(key)]; };
+  int64_t left = 0, with_tokens = 0;
+  out.tails.clear();
+  for (size_t i = 0; i < out.rows.size(); ++i) {
+    const Pack& pack = packing.packs[out.rows[i].pack];
+    if (out.rows[i].tile != tail || pack.chunk) continue;
+    const int64_t tokens = pack.stop - pack.start;
+    out.tails.push_back(static_cast<uint64_t>(tokens) << 32 | (UINT32_MAX - static_cast<uint32_t>(i)));
+    left += tokens;
+    with_tokens += tokens > 0;
+  }
+  const int64_t warps = config[kProcessors] * config[kTailWarps], units = config[kKvHeads] / out.head_pack;
+  const size_t first = static_cast<size_t>(with_tokens * units / warps * warps / units);  // in whole rounds
+  if (first > 0) {
+    const int64_t even = round_up(std::max(least, left * units / warps * 5 / 4), step);
+    if (first < out.tails.size()) {
+      std::nth_element(out.tails.begin(), out.tails.begin() + first, out.tails.end(), std::greater<>());
+    }
+    for (size_t i = 0; i < first; ++i) {
+      row(out.tails[i]).longest = static_cast<int32_t>(std::min<int64_t>(even, INT32_MAX));
+      left -= length(out.tails[i]);
+      with_tokens -= length(out.tails[i]) > 0;
+    }
+  }
+  const int64_t most = warps / units;
+  auto too_many = [&](int64_t chunk) {
+    int64_t chunks = with_tokens > most ? with_tokens : 0;
+    for (size_t i = first; i < out.tails.size() && chunks <= most; ++i) {
+      chunks += (length(out.tails[i]) + chunk - 1) / chunk;
+    }
+    return chunks > most;
+  };
+  int64_t chunk = round_up(std::max(least, left * units / warps), step);
+  for (int tries = 0; tries < 8 && too_many(chunk); ++tries) chunk = round_up(chunk + chunk / 4, step);
+  for (size_t i = first; i < out.tails.size(); ++i) {
+    row(out.tails[i]).longest = static_cast<int32_t>(std::min<int64_t>(chunk, INT32_MAX));
+  }
+}
+
+// Counts what a cut makes in all, with the items that have no tokens.
+inline void count_all(const Config& config, Schedule& out) {
+  out.n_items = out.n_cut;
+  out.n_parts = out.n_closing = 0;
+  for (const Parts parts : out.parts) {
+    out.n_parts += config.deposits(parts);
+    out.n_closing += config.fused() && parts.count > 1;
+    out.n_items += config.closed_apart(parts);
+  }
+  out.n_members += out.n_items - out.n_cut;
+}
+
+// Cuts every row tile into even chunks, none longer than widen times what it may be, and counts what that makes.
+inline void cut(const Config& config, const Packing& packing, double widen, Schedule& out) {
+  std::fill(out.parts.begin(), out.parts.end(), Parts{});
+  out.n_cut = out.n_members = 0;
   for (RowTile& row : out.rows) {
     const Pack& pack = packing.packs[row.pack];
     const int64_t length = pack.stop - pack.start;
-    const double widest = static_cast<double>(pack.chunk ? pack.chunk : limit[row.tile]) * widen;
+    const double widest = static_cast<double>(row.longest) * widen;
     const int64_t longest = static_cast<int64_t>(std::min<double>(widest, INT32_MAX));
     row.n_chunks = 1;
     row.chunk = pack.stop - pack.start;
@@ -65,11 +156,12 @@ inline void cut(const Config& config, const Packing& packing, const int64_t* lim
       row.chunk = static_cast<int32_t>(chunk);
       row.n_chunks = static_cast<int32_t>((length + chunk - 1) / chunk);
     }
-    out.n_items += row.n_chunks;
+    out.n_cut += row.n_chunks;
     out.n_members += int64_t{row.n_chunks} * row.count;
-    for (int32_t i = 0; i < row.count; ++i) out.parts[packing.members[row.first + i]] += row.n_chunks;
+    const int32_t chunks = row.n_chunks, count = row.count;
+    for (int32_t i = 0; i < count; ++i) out.parts[packing.members[row.first + i]].add(chunks, count == 1);
   }
-  for (const int32_t parts : out.parts) out.n_parts += parts > 1 ? parts : 0;
+  count_all(config, out);
 }
 
 // The whole split. Where items, members or parts exceed their capacity, chunks are widened until all fit.
@@ -79,15 +171,26 @@ inline void schedule(const Config& config, const Forest& forest, const Packing& 
   for (size_t pack = 0; pack < packing.packs.size(); ++pack) {
     add_row_tiles(config, packing, static_cast<int32_t>(pack), out.rows);
   }
+  if (config[kSplit] == kSplitBalanced) promote_long(config, packing, out.rows);
   int64_t limit[kMaxTiles];
   chunk_limits(config, packing, out.rows, limit);
+  for (RowTile& row : out.rows) {
+    const int32_t fixed = packing.packs[row.pack].chunk;
+    row.longest = static_cast<int32_t>(fixed ? fixed : std::min<int64_t>(limit[row.tile], INT32_MAX));
+  }
+  out.head_pack = choose_head_pack(config, packing, out.rows);
+  const Tile tail = config.tile(config.tail_tile());
+  if (config[kSplit] == kSplitBalanced && tail.m <= kWarpRows) {
+    const int64_t step = tail.n;
+    balance_tails(config, packing, std::max<int64_t>(config[kMinChunk], kMinSteps * step), out);
+  }
   out.widened = 0;
   for (double widen = 1;; widen *= 1.25) {
-    cut(config, packing, limit, widen, out);
+    cut(config, packing, widen, out);
     if (out.n_items <= config[kMaxItems] && out.n_members <= config[kMaxMembers] && out.n_parts <= config[kMaxParts]) {
       return;
     }
-    const bool cut_up = out.n_items > static_cast<int64_t>(out.rows.size());
+    const bool cut_up = out.n_cut > static_cast<int64_t>(out.rows.size());
     FEATHER_REQUIRE(cut_up, "a plan of " << out.n_items << " items, " << out.n_members << " members and " << out.n_parts
                                          << " partial rows exceeds the planner's " << config[kMaxItems] << ", "
                                          << config[kMaxMembers] << " and " << config[kMaxParts]

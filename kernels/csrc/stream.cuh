@@ -28,27 +28,22 @@ template <int kHeadDim, int kRows>
 struct PaddedRows {
   static constexpr int kPitch = kHeadDim + 8;
   static constexpr int kElements = kRows * kPitch;
-  static constexpr int kRepeat = 1;  // at(row + kRepeat, c) - at(row, c) is the same for every row
-  static constexpr int kStep = kPitch;
   static __device__ __forceinline__ int at(int row, int column) { return row * kPitch + column; }
 };
 // ... and this is the 128-byte swizzle that wgmma reads: blocks of 64 columns, 16-byte chunks permuted in each row.
 template <int kHeadDim, int kRows>
 struct SwizzledRows {
   static constexpr int kElements = kRows * kHeadDim;
-  static constexpr int kRepeat = 8, kStep = 8 * 64;
+  static constexpr int kRepeat = 8, kStep = 8 * 64;  // at(row + kRepeat, c) - at(row, c) is kStep for every row
   static __device__ __forceinline__ int at(int row, int column) {
     return column / 64 * (kRows * 64) + row * 64 + ((column % 64) ^ (row % 8 * 8));
   }
 };
 
-// Who fills the ring: one warp, or two that walk the same units, one for K and one for V.
-enum class Copies { kBoth, kOnlyK, kOnlyV };
-
-// kWarps consumers; kBlock: tokens a consumer touches at once. kClean: rows of V behind the last token are zeros.
-template <typename T, int kHeadDim, int kWarps, int kTokens, int kStages, int kBlock, class Rows, bool kClean = false,
-          Copies kCopies = Copies::kBoth>
+// kWarps consumers; kBlock: tokens a consumer touches at once.
+template <typename T, int kHeadDim, int kWarps, int kTokens, int kStages, int kBlock>
 struct KvStream {
+  using Rows = PaddedRows<kHeadDim, kTokens>;
   static constexpr int kMemberWords = kMemberSize * 16 * kWarps;  // a row needs no more than a member
   static constexpr int kTile = Rows::kElements;
   static constexpr int kStageElements = 2 * kTile;  // K, then V
@@ -75,7 +70,6 @@ struct KvStream {
   int64_t offset = 0;
   int pos = 0, stop = 0, next_stop = 0;
   bool next_stop_known = false;
-  int stride = 0;           // > 0: every stride-th unit, instead of asking the queue
   int popped = 0;           // lane 0: the answer of the last atomicAdd
   int pages[kPerLane];      // of the tokens at pos, as the table holds them
   int member_words[kMemberWords / kWarp];  // of the current unit
@@ -93,13 +87,12 @@ struct KvStream {
 
   // Barriers of a team: kStages full, then kStages empty; how many arrivals complete barrier `index`.
   static constexpr int arrivals(int index) {
-    return index < kStages ? (kCopies == Copies::kBoth ? 1 : 2) * kWarp + 1 : kWarps;
+    return index < kStages ? kWarp + 1 : kWarps;
   }
 
-  // Producer: start on a queue, either with unit `fixed` (then what the queue pops, counted from `fixed_total`; or
-  // every `stride`-th), or, if that is negative, with what the queue pops.
-  __device__ void open(Queue const& queue, int fixed, int fixed_total, int stride_ = 0) {
-    stride = stride_;
+  // Producer: start on a queue, either with unit `fixed` (then what the queue pops, counted from `fixed_total`), or, if
+  // that is negative, with what the queue pops.
+  __device__ void open(Queue const& queue, int fixed, int fixed_total) {
     if (lane == 0) *source = {queue.index, queue.first_item, queue.n_work, fixed >= 0 ? fixed_total : 0};
     __syncwarp();
     int first = fixed;
@@ -113,10 +106,10 @@ struct KvStream {
   }
 
   __device__ void pop() {
-    if (stride == 0 && lane == 0) popped = atomicAdd(params.popped + source->queue, 1);
+    if (lane == 0) popped = atomicAdd(params.popped + source->queue, 1);
   }
   __device__ int take() const {  // the unit behind `next`
-    return stride ? next_work + stride : source->first_popped + __shfl_sync(~0u, popped, 0);
+    return source->first_popped + __shfl_sync(~0u, popped, 0);
   }
 
   static __device__ int word(int words, int index) { return __shfl_sync(~0u, words, index); }
@@ -155,7 +148,7 @@ struct KvStream {
 #pragma unroll
       for (int j = 0; j < kMemberWords / kWarp; ++j) {
         int const index = min(lane + j * kWarp, count - 1);
-        if (kCopies != Copies::kOnlyV) member_words[j] = __ldg(list + index);
+        member_words[j] = __ldg(list + index);
       }
       fetch(take());
       if (next_real) pop();
@@ -196,23 +189,12 @@ struct KvStream {
     }
   }
 
-  // A producer of its own: run to the end of the queue, waiting for the consumers.
-  __device__ void produce() {
-    while (!done) {
-      int const stage = issued % kStages;
-      if (issued >= kStages) barrier_wait(empty + stage, (issued / kStages - 1) & 1);
-      __syncwarp();
-      issue(stage);
-      ++issued;
-    }
-  }
-
   __device__ void issue(int stage) {
     if (!real) {
       done = true;
-      if (kCopies != Copies::kOnlyV && lane == 0) info[stage] = {-1, 0, 0};
+      if (lane == 0) info[stage] = {-1, 0, 0};
       int const none[kPerLane] = {};
-      publish(stage, 0, 0, 0, none);
+      publish(stage, 0, 0, none);
       return;
     }
     int const tokens = max(0, min(kTokens, stop - pos));
@@ -220,13 +202,11 @@ struct KvStream {
     bool const last = pos + kTokens >= stop;
     int const edges = (pos == word(words, kItemStart) ? kFirst : 0) | (last ? kLast : 0) | (head << kHeadShift);
     int const n_members = word(words, kItemMembers);
-    if (kCopies != Copies::kOnlyV) {
-      if (lane == 0) info[stage] = {tokens, edges, n_members};
-      if (edges & (kFirst | kLast)) {
+    if (lane == 0) info[stage] = {tokens, edges, n_members};
+    if (edges & (kFirst | kLast)) {
 #pragma unroll
-        for (int j = 0; j < kMemberWords / kWarp; ++j) {
-          member_table[stage * kMemberWords + lane + j * kWarp] = member_words[j];
-        }
+      for (int j = 0; j < kMemberWords / kWarp; ++j) {
+        member_table[stage * kMemberWords + lane + j * kWarp] = member_words[j];
       }
     }
     int slots[kPerLane];
@@ -241,50 +221,28 @@ struct KvStream {
       learn_stop();
       look_up();
     }
-    publish(stage, rows, kTokens, this_head, slots);
+    publish(stage, rows, this_head, slots);
     if (params.prefetch && !last) prefetch();
   }
 
-  // Request the stage's rows, 16 bytes a lane; its barrier completes once they are there. With kClean, V has zeros from
-  // `rows` to `clean_rows`.
-  __device__ void publish(int stage, int rows, int clean_rows, int head, int const (&slots)[kPerLane]) {
+  // Request the stage's rows, 16 bytes a lane; its barrier completes once they are there.
+  __device__ void publish(int stage, int rows, int head, int const (&slots)[kPerLane]) {
     constexpr int kRowsAtOnce = kWarp / kLanesPerRow;
-    constexpr int kRepeat = Rows::kRepeat > kRowsAtOnce ? Rows::kRepeat : kRowsAtOnce;
-    constexpr int kPatterns = kRepeat / kRowsAtOnce;
-    constexpr int kParts = kHeadDim / (kLanesPerRow * kChunk);
+    static_assert(kLanesPerRow * kChunk == kHeadDim);
     int const column = lane % kLanesPerRow * kChunk;
-    char const* const k_base = reinterpret_cast<char const*>(params.k + head * params.k_head_stride + column);
-    char const* const v_base = reinterpret_cast<char const*>(params.v + head * params.v_head_stride + column);
-    uint32_t const tile = smem_address(ring) + stage * (kStageElements * int(sizeof(T)));
-    uint32_t to[kPatterns];
-#pragma unroll
-    for (int i = 0; i < kPatterns; ++i) {
-      to[i] = tile + Rows::at(lane / kLanesPerRow + i * kRowsAtOnce, column) * int(sizeof(T));
-    }
+    char const* const k_base = reinterpret_cast<char const*>(params.k + head * kHeadDim + column);
+    char const* const v_base = reinterpret_cast<char const*>(params.v + head * kHeadDim + column);
+    uint32_t const to = smem_address(ring + stage * kStageElements + Rows::at(lane / kLanesPerRow, column));
 #pragma unroll
     for (int base = 0; base < kTokens; base += kRowsAtOnce) {
-      if (base % 16 == 0 && base >= (kClean && kCopies != Copies::kOnlyK ? clean_rows : rows)) break;
+      if (base % 16 == 0 && base >= rows) break;
       int const slot = __shfl_sync(~0u, slots[base / kWarp], base % kWarp + lane / kLanesPerRow);
-      char const* const k_row = k_base + uint64_t(uint32_t(slot)) * params.k_slot_bytes;
-      char const* const v_row = v_base + uint64_t(uint32_t(slot)) * params.v_slot_bytes;
-      int const down = base / kRepeat * (kRepeat / Rows::kRepeat) * Rows::kStep * int(sizeof(T));
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        // Columns beyond the first kLanesPerRow * 8 lie in later blocks of the tile.
-        int const c = part * kLanesPerRow * kChunk;
-        uint32_t const at = to[base / kRowsAtOnce % kPatterns] + down + Rows::at(0, c) * int(sizeof(T));
-        if (kCopies != Copies::kOnlyV) copy_async(at, k_row + c * sizeof(T));
-        if (kCopies != Copies::kOnlyK) {
-          if (kClean) {
-            copy_or_clear(at + kTile * int(sizeof(T)), v_row + c * sizeof(T), base + lane / kLanesPerRow < rows);
-          } else {
-            copy_async(at + kTile * int(sizeof(T)), v_row + c * sizeof(T));
-          }
-        }
-      }
+      uint32_t const at = to + Rows::at(base, 0) * int(sizeof(T));
+      copy_async(at, k_base + uint64_t(uint32_t(slot)) * params.k_slot_bytes);
+      copy_async(at + kTile * int(sizeof(T)), v_base + uint64_t(uint32_t(slot)) * params.v_slot_bytes);
     }
     __syncwarp();
-    if (kCopies != Copies::kOnlyV && lane == 0) barrier_arrive(full + stage);  // publishes the stage's info and members
+    if (lane == 0) barrier_arrive(full + stage);  // publishes the stage's info and members
     barrier_arrive_after_copies(full + stage);
   }
 
@@ -293,9 +251,9 @@ struct KvStream {
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
       uint64_t const slot = uint32_t(this->slot(j));
-      prefetch_row<kRowBytes>(reinterpret_cast<char const*>(params.k + head * params.k_head_stride) +
+      prefetch_row<kRowBytes>(reinterpret_cast<char const*>(params.k + head * kHeadDim) +
                               slot * params.k_slot_bytes);
-      prefetch_row<kRowBytes>(reinterpret_cast<char const*>(params.v + head * params.v_head_stride) +
+      prefetch_row<kRowBytes>(reinterpret_cast<char const*>(params.v + head * kHeadDim) +
                               slot * params.v_slot_bytes);
     }
   }

@@ -4,7 +4,7 @@
 #include <cutlass/numeric_conversion.h>
 #include <cutlass/numeric_types.h>
 
-#include "params.cuh"
+#include "merge.cuh"
 
 namespace feather {
 
@@ -71,23 +71,24 @@ __device__ __forceinline__ float follow(float top, float& shift, float& row_sum)
 // each the columns 8 j + 2 (lane % 4) + {0, 1}.
 template <typename T, int kHeadDim>
 struct WideLayout {
-  static constexpr int kCount = kHeadDim / 4;
+  static constexpr int kRows = 16, kChunks = kHeadDim / 16;  // chunks of four neighbours in a part's row
   static __device__ int row(int i) { return threadIdx.x % 32 / 4 + 8 * i; }
   static __device__ bool leads() { return threadIdx.x % 4 == 0; }
+  static __device__ int chunk(int c) { return part_chunk(c / 2, 2 * (threadIdx.x % 4) + c % 2); }
   template <class Out>
-  static __device__ float value(Out const& out, int i, int j) { return out(4 * (j / 2) + 2 * i + j % 2); }
-  static __device__ void deposit(float* row, float const (&values)[kCount]) {
+  static __device__ float& value(Out& out, int i, int c, int e) { return out(4 * (4 * (c / 2) + e) + 2 * i + c % 2); }
+  template <class Out>
+  static __device__ void store(Params<T> const& params, Out const& out, Row const (&rows)[2]) {
 #pragma unroll
-    for (int j = 0; j < kCount; j += 2) {
-      __stcg(reinterpret_cast<float2*>(row + 4 * j + 2 * (threadIdx.x % 4)), make_float2(values[j], values[j + 1]));
-    }
-  }
-  static __device__ void store(T* row, float const (&values)[kCount]) {
+    for (int i = 0; i < 2; ++i) {
+      if (rows[i].request < 0 || rows[i].part >= 0) continue;
+      T* const to = params.out + rows[i].request * params.out_stride + rows[i].head * kHeadDim + 2 * (threadIdx.x % 4);
 #pragma unroll
-    for (int j = 0; j < kCount; j += 2) {
-      cutlass::NumericArrayConverter<T, float, 2> convert;
-      *reinterpret_cast<cutlass::Array<T, 2>*>(row + 4 * j + 2 * (threadIdx.x % 4)) =
-          convert(cutlass::Array<float, 2>{values[j], values[j + 1]});
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        cutlass::NumericArrayConverter<T, float, 2> convert;
+        *reinterpret_cast<cutlass::Array<T, 2>*>(to + 8 * j) =
+            convert(cutlass::Array<float, 2>{out(4 * j + 2 * i), out(4 * j + 2 * i + 1)});
+      }
     }
   }
 };
@@ -123,9 +124,9 @@ struct Softmax {
     return scale;
   }
 
-  // Scores become exp2(scale * score - shift).
-  template <class Scores, class Out>
-  __device__ void soften(Scores& scores, float scale, Out& out) {
+  // Scores become exp2(scale * score - shift). If that returns true, results so far are to be multiplied with alpha.
+  template <class Scores>
+  __device__ bool soften(Scores& scores, float scale, float (&alpha)[2]) {
     float top[2];
     bool grown = false;
 #pragma unroll
@@ -138,17 +139,11 @@ struct Softmax {
       top[row] = quad_max(m) * scale;
       grown |= top[row] > shift[row] + kSlack;
     }
-    if (__any_sync(~0u, grown)) {
+    bool const rescales = __any_sync(~0u, grown);
+    if (rescales) {
       asm volatile("");  // a branch, as above
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        float const alpha = follow(top[row], shift[row], row_sum[row]);
-#pragma unroll
-        for (int i = 0; i < size(out) / 4; ++i) {
-          out(4 * i + 2 * row) *= alpha;
-          out(4 * i + 2 * row + 1) *= alpha;
-        }
-      }
+      for (int row = 0; row < 2; ++row) alpha[row] = follow(top[row], shift[row], row_sum[row]);
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -165,6 +160,14 @@ struct Softmax {
       }
       row_sum[row] += sum;
     }
+    return rescales;
+  }
+
+  template <class Out>
+  __device__ static void rescale(Out& out, float const (&alpha)[2]) {
+    asm volatile("");  // a branch, as above
+#pragma unroll
+    for (int i = 0; i < size(out); ++i) out(i) *= alpha[i / 2 % 2];
   }
 
   // End a work unit: out becomes the normalised result; returns each row's log-sum-exp, base 2.
@@ -242,7 +245,8 @@ struct WarpTile : Softmax {
       copy(k_copy, k_source(_, _, k), k_target(_, _, k));
       gemm(mma, q(_, _, k), k_fragment(_, _, k), scores);
     }
-    soften(scores, prepare<kBlock>(scores, tokens, params), out);
+    float alpha[2];
+    if (soften(scores, prepare<kBlock>(scores, tokens, params), alpha)) rescale(out, alpha);
 
     auto p = rounded<T>(scores);
     // The accumulators of 16 tokens are, in order, the A operand of a k16 step.

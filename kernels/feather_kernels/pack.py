@@ -7,8 +7,9 @@ made in ``csrc/pack.h``.
 The traffic model counts bytes per KV head (PAT 5.1, with the bytes of this kernel in place of its constants):
 
 - a pack loads each of its KV tokens once: ``2 * head_dim * 2`` bytes, K and V in 16 bits;
-- a request with more than one part writes and reads each of them: ``2 * 4 * G * (head_dim + 1)`` bytes, output and
-  log-sum-exp of its G query heads in fp32. A request with one part has none: that item writes the result itself.
+- a request with more than one part writes and reads all but the one that closes it: ``2 * 4 * G * (head_dim + 1)``
+  bytes each, output and log-sum-exp of its G query heads in fp32. A request's last part closes it if its pack has no
+  other member, as that of a private tail; with ``merge="kernel"`` none does. A request with one part has no such bytes.
 
 So merging a child of s requests into a carried range of L tokens pays when ``2 * G * s >= L`` (nearly; exactly with
 ``(head_dim + 1) / head_dim``). PAT publishes ``4 * s >= L``, from a model that knows neither G nor V: use
@@ -27,5 +28,10 @@ STRATEGIES = {
 SPLITS = {
     "none": "packs are not cut",
     "mean": "PAT 6: no item longer than the items' mean",
-    "balanced": "no chunk longer than `alpha` (by tile) of one processor's even share of all tokens",
+    "balanced": "no chunk longer than `alpha` (by tile) of one processor's even share of all tokens; tails so that the "
+    "last round of warps is even",
+}
+MERGES = {
+    "fused": "the item of a request's last part waits for the other parts and writes the result",
+    "kernel": "every part of a request with several is written; a second kernel combines them",
 }

@@ -16,21 +16,25 @@ import numpy.typing as npt
 
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest, IntArray
-from feather_kernels.pack import SPLITS, STRATEGIES
+from feather_kernels.pack import MERGES, SPLITS, STRATEGIES
 
 Tiles = Sequence[tuple[int, int]]
 
-DEFAULT_TILES: tuple[tuple[int, int], ...] = ((16, 16), (32, 16), (64, 32))
-DEFAULT_ALPHA = {8: 0.3, 16: 0.3, 32: 0.5, 64: 1.0}  # share of a processor's tokens, by the rows of the tile
+DEFAULT_ALPHA = {8: 0.3, 16: 0.3, 32: 0.5, 64: 1.0, 128: 1.0}  # share of a processor's tokens, by the rows of the tile
 COMPUTE_SPLIT_COST = 64.0  # row-tokens that a partial row is worth to `compute`: its bytes at a few FLOP each
+TAIL_WARPS = {"hopper": 12, "portable": 8}  # of a processor, by the kernel's path
 MIN_GROWTH = 256  # tokens that any tail may grow before its plan is stale
 
 MAGIC = 0x70616B31
 HEADER = 32  # int32 entries
 UNLIMITED = 2**31 - 1
+CLOSES = -2  # in place of a member's partial row: its item writes the request's result
 _MAX_TILES = 15
-_ITEMS, _MEMBERS, _REQUESTS, _PARTS = 1, 2, 3, 4  # entries of the header, as csrc/plan.h numbers them
-_ITEMS_BEGIN, _MEMBERS_BEGIN, _PART_BEGIN, _USED, _SERIAL, _QUEUE = 6, 7, 8, 9, 10, 16
+_ITEM = 12  # entries of an item
+_THIN_ROWS = 8  # of the tile that runs one request's query heads
+_CONFIG_TILES = 18  # entries of the fixed arguments before the tiles, as csrc/plan.h numbers them
+_ITEMS, _MEMBERS, _REQUESTS, _PARTS = 1, 2, 3, 4  # entries of the header, as csrc/plan_buffer.h numbers them
+_ITEMS_BEGIN, _MEMBERS_BEGIN, _PART_BEGIN, _USED, _SERIAL, _CLOSING, _HEAD_PACK, _QUEUE = 6, 7, 8, 9, 10, 11, 12, 16
 
 
 class Traffic(NamedTuple):
@@ -55,14 +59,22 @@ class Planner:
         Largest batch. With `max_items` and `max_members` it fixes the size of the buffer.
     strategy : str
         A key of ``pack.STRATEGIES``.
-    tiles : sequence of (m, n)
-        Rows and KV tokens of the kernel's tiles, by ascending m. An item of R rows runs in the smallest m >= R.
+    tiles : sequence of (m, n), optional
+        Rows and KV tokens of the kernel's tiles, by ascending m; default ``tiles.TILES["hopper"]``. An item of R rows
+        runs in the smallest m >= R, but in m = 8 only if it has one request. With ``split="balanced"``, long packs of
+        several requests in a tile of at most 16 rows run in the next larger one where they are few.
     split : str
         A key of ``pack.SPLITS``: how long KV is cut.
+    merge : str
+        A key of ``pack.MERGES``: who combines the parts of a request.
     alpha : sequence of float, optional
         For ``split="balanced"``, per tile: chunks are no longer than ``alpha * (token-heads of the plan) / n_sm``.
+        Items of the tail tile are cut otherwise where it has at most 16 rows: the longest, as many as fill whole rounds
+        of the warps, only where they exceed 5/4 of a warp's even share of the tail tile's tokens; the others so that
+        their chunks are one round.
     min_chunk : int
-        ... but a chunk is not made shorter than this many tokens.
+        ... but the limit is no lower than this many tokens, nor than four steps of its tile. Chunks of a pack are even,
+        so shorter than their limit, by up to half.
     n_sm : int
         Processors of the GPU.
     grow : bool
@@ -78,6 +90,11 @@ class Planner:
         What one more partial row costs ``compute``, in row-tokens.
     item_overhead : int
         What one more pack costs ``optimal``, in bytes per KV head.
+    head_pack : {1, 2}, optional
+        KV heads to a unit of the m = 8 queue. 2 needs 2 * G <= 8 and an even number of KV heads; by default it is taken
+        where that leaves every warp a step of the tile (n tokens) or more, by the tokens of all tails.
+    tail_warps : int
+        Warps of a processor that take tails, each a unit at a time.
     buffer : int32 [capacity], optional
         Memory to plan into (pinned, for example); at least ``Planner.buffer_size`` entries.
 
@@ -95,8 +112,9 @@ class Planner:
         *,
         max_requests: int,
         strategy: str = "profit",
-        tiles: Tiles = DEFAULT_TILES,
+        tiles: Tiles | None = None,
         split: str = "balanced",
+        merge: str = "fused",
         alpha: Sequence[float] | None = None,
         min_chunk: int = 64,
         n_sm: int = 132,
@@ -108,11 +126,17 @@ class Planner:
         shared_chunk: int = 64,
         compute_split_cost: float = COMPUTE_SPLIT_COST,
         item_overhead: int = 0,
+        head_pack: int | None = None,
+        tail_warps: int = TAIL_WARPS["hopper"],
         buffer: IntArray | None = None,
     ) -> None:
+        from feather_kernels.build import load_planner  # here: `python -m feather_kernels.build`, and `.tiles`,
+        from feather_kernels.tiles import TILES  # import this module first
+
         _require_positive(
             num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, max_requests=max_requests,
             min_chunk=min_chunk, n_sm=n_sm, shared_chunk=shared_chunk,
+            tail_warps=tail_warps,
         )  # fmt: skip
         if num_qo_heads % num_kv_heads:
             raise PlanError(f"num_qo_heads {num_qo_heads} is no multiple of num_kv_heads {num_kv_heads}")
@@ -120,25 +144,26 @@ class Planner:
             raise PlanError("item_overhead and compute_split_cost are at least 0, and profit_factor is above 0")
         self.strategy = _known("strategy", strategy, STRATEGIES)
         self.split = _known("split", split, SPLITS)
+        self.merge = _known("merge", merge, MERGES)
         self.grow = grow
         self.num_kv_heads, self.group_size, self.head_dim = num_kv_heads, num_qo_heads // num_kv_heads, head_dim
-        self.tiles = _checked_tiles(tiles, self.group_size)
-        self.max_requests = max_requests
-        self.max_items = 4 * max_requests + 8 * n_sm if max_items is None else max_items
+        self.tiles = _checked_tiles(TILES["hopper"] if tiles is None else tiles, self.group_size)
+        _check_head_pack(head_pack, self.group_size, num_kv_heads, self.tiles)
+        self.n_sm, self.head_pack, self.max_requests = n_sm, head_pack, max_requests
+        without_tokens = max_requests if merge == "fused" and not grow else 0
+        self.max_items = 4 * max_requests + without_tokens + 8 * n_sm if max_items is None else max_items
         self.max_members = 16 * max_requests + 16 * self.max_items if max_members is None else max_members
         self.max_parts = UNLIMITED if max_parts is None else max_parts
         _require_positive(max_items=self.max_items, max_members=self.max_members)
-        self._config = np.zeros(16 + 2 * _MAX_TILES, np.int64)
-        self._config[:15] = [
+        self._config = np.zeros(_CONFIG_TILES + 2 * _MAX_TILES, np.int64)
+        self._config[:_CONFIG_TILES] = [
             list(STRATEGIES).index(strategy), list(SPLITS).index(split), grow, num_kv_heads, self.group_size, head_dim,
             min_chunk, n_sm, max_requests, self.max_items, self.max_members, self.max_parts, shared_chunk,
-            item_overhead, len(self.tiles),
+            item_overhead, list(MERGES).index(merge), head_pack or 0, tail_warps, len(self.tiles),
         ]  # fmt: skip
-        self._config[16 : 16 + 2 * len(self.tiles)] = np.ravel(self.tiles)
+        self._config[_CONFIG_TILES : _CONFIG_TILES + 2 * len(self.tiles)] = np.ravel(self.tiles)
         self._reals = np.array([profit_factor or 0, compute_split_cost, *_alpha(alpha, self.tiles)], np.float64)
         self._stats = np.zeros(8, np.int64)
-        from feather_kernels.build import load_planner  # here: `python -m feather_kernels.build` imports this first
-
         module = load_planner()
         self._plan = module.plan
         self.buffer_size = int(module.buffer_size(self._config))
@@ -178,7 +203,8 @@ class PackPlan:
     ----------
     buffer : int32 [Planner.buffer_size]
         Everything the kernel reads; its first ``used`` entries are this plan. Header of 32: magic, items, members,
-        requests, partial rows, tiles, begin of items, of members, of part_begin, used, serial; queue_begin from 16 on.
+        requests, partial rows, tiles, begin of items, of members, of part_begin, used, serial, closing items, head
+        pack; queue_begin from 16 on.
     """
 
     planner: Planner
@@ -226,6 +252,16 @@ class PackPlan:
         return self.stats[6]
 
     @property
+    def n_closing(self) -> int:
+        """Items that close a request of several parts: one for each such request, in the tail tile's queue."""
+        return self.header[_CLOSING]
+
+    @property
+    def head_pack(self) -> int:
+        """KV heads to a unit of the m = 8 queue; 1 if there is none."""
+        return self.header[_HEAD_PACK]
+
+    @property
     def used(self) -> int:
         """Entries of `buffer` up to the plan's last: as many as a copy to the device has to move."""
         return self.header[_USED]
@@ -247,25 +283,31 @@ class PackPlan:
 
     @property
     def items(self) -> IntArray:
-        """int32 [n_items, 8]: row offset low, high, start, stop, grows, first member, members, tile."""
+        """int32 [n_items, 12]: row offset low, high, start, stop, grows, first member, members, tile; then of the first
+        member its request and part, and of the partial rows that it takes in the first and how many."""
         begin = self.header[_ITEMS_BEGIN]
-        return self.buffer[begin : begin + 8 * self.n_items].reshape(-1, 8)
+        return self.buffer[begin : begin + _ITEM * self.n_items].reshape(-1, _ITEM)
 
     @property
     def members(self) -> IntArray:
-        """int32 [n_members, 2]: request, partial row or -1."""
+        """int32 [n_members, 2]: request; and its partial row, -1 for its only item, or `CLOSES`."""
         begin = self.header[_MEMBERS_BEGIN]
         return self.buffer[begin : begin + 2 * self.n_members].reshape(-1, 2)
 
     @property
     def part_begin(self) -> IntArray:
-        """int32 [n_requests + 1]: each request's partial rows, in order of position."""
+        """int32 [n_requests + 1]: each request's partial rows, in order of position; what closes it has none."""
         begin = self.header[_PART_BEGIN]
         return self.buffer[begin : begin + self.n_requests + 1]
 
     @property
     def queue_begin(self) -> IntArray:
-        """int32 [n_tiles + 1]: queue q holds the items of tile ``n_tiles - 1 - q`` (largest m first), longest first."""
+        """int32 [n_tiles + 1]: queue q holds the items of tile ``n_tiles - 1 - q`` (largest m first), longest first.
+
+        With ``merge="fused"``, the last queue with work, that of the smallest m >= G, has three such runs: items that
+        neither wait for an item of this queue nor are waited for; those that others wait for; and closing items that
+        wait for those, or have no tokens. So an item waits for earlier ones only.
+        """
         return self.buffer[_QUEUE : _QUEUE + len(self.tiles) + 1]
 
     @cached_property
@@ -345,6 +387,17 @@ def _checked_tiles(tiles: Tiles, group_size: int) -> tuple[tuple[int, int], ...]
     if group_size > rows[-1]:
         raise PlanError(f"the group of {group_size} query heads has more rows than the largest tile, {rows[-1]}")
     return checked
+
+
+def _check_head_pack(head_pack: int | None, group_size: int, num_kv_heads: int, tiles: Tiles) -> None:
+    if head_pack not in (None, 1, 2):
+        raise PlanError(f"head_pack is {head_pack}: give 1, 2 or None")
+    tail_rows = next(m for m, _ in tiles if m >= group_size)
+    if head_pack == 2 and (tail_rows != _THIN_ROWS or 2 * group_size > _THIN_ROWS or num_kv_heads % 2):
+        raise PlanError(
+            f"head_pack is 2, with groups of {group_size}, {num_kv_heads} KV heads and {tail_rows} rows to a tail: it "
+            "needs a tile of 8 rows that holds two groups, and an even number of KV heads"
+        )
 
 
 def _alpha(alpha: Sequence[float] | None, tiles: tuple[tuple[int, int], ...]) -> list[float]:

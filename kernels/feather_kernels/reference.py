@@ -6,11 +6,14 @@ kernel reads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 
 from feather_kernels.forest import Forest, IntArray
-from feather_kernels.plan import PackPlan
+from feather_kernels.plan import CLOSES, PackPlan
 
 Array = npt.NDArray[np.floating]
 Result = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
@@ -27,12 +30,15 @@ def reference_decode(
     logit_soft_cap: float = 0.0,
     seq_lens: IntArray | None = None,
 ) -> Result:
-    """Run every item of a plan, then merge the partial results by their log-sum-exp (PAT 7).
+    """Run every item of a plan, in the order of their launch, and merge the partial results (PAT 7).
+
+    An item that closes a request merges its parts, with its own as the last one; with ``merge="kernel"`` all requests
+    with parts are merged in the end.
 
     Parameters
     ----------
     plan : PackPlan
-        Only its items, members and part_begin are used.
+        Only its queues, items, members and part_begin are used.
     q : float [requests, q_heads, head_dim]
     k_cache, v_cache : float [slots, kv_heads, head_dim]
     table : int [entries]
@@ -52,23 +58,36 @@ def reference_decode(
         NaN where no item has written.
     lse : float64 [requests, q_heads]
         Natural log-sum-exp of the scaled logits; -inf for an empty sequence, whose output is 0.
+
+    Raises
+    ------
+    AssertionError
+        A part is deposited twice, or an item waits for one that no earlier item deposits.
     """
     seq_lens = plan.forest.seq_len if seq_lens is None else seq_lens
     out, lse = np.full(q.shape, np.nan), np.full(q.shape[:2], np.nan)
     part_out, part_lse = np.full((plan.n_parts, *q.shape[1:]), np.nan), np.full((plan.n_parts, q.shape[1]), np.nan)
-    for low, high, start, stop, grows, first, count, _ in plan.items.tolist():
+    deposited = np.zeros(plan.n_parts, bool)
+    begin = plan.part_begin.tolist()
+    for low, high, start, stop, grows, first, count, *_ in _launch_order(plan):
         row = (high << 32) | (low & 0xFFFFFFFF)
         slots = _slots(table, row, start, int(seq_lens[grows]) if grows >= 0 else stop, page_size)
-        requests, parts = plan.members[first : first + count].T
-        values, sums = _attend(q[requests], k_cache[slots], v_cache[slots], sm_scale, logit_soft_cap)
-        alone = parts < 0
-        out[requests[alone]], lse[requests[alone]] = values[alone], sums[alone]
-        part_out[parts[~alone]], part_lse[parts[~alone]] = values[~alone], sums[~alone]
-    begin = plan.part_begin.tolist()
-    for request in range(plan.n_requests):
-        mine = slice(begin[request], begin[request + 1])
-        if mine.start < mine.stop:
-            out[request], lse[request] = merge(part_out[mine], part_lse[mine])
+        members = plan.members[first : first + count]
+        values, sums = _attend(q[members[:, 0]], k_cache[slots], v_cache[slots], sm_scale, logit_soft_cap)
+        for (request, part), value, total in zip(members.tolist(), values, sums, strict=True):
+            if part == CLOSES:
+                mine = slice(begin[request], begin[request + 1])
+                assert deposited[mine].all(), f"request {request} is closed before all its parts are there"
+                value, total = merge(np.append(part_out[mine], [value], 0), np.append(part_lse[mine], [total], 0))
+            if part < 0:
+                out[request], lse[request] = value, total
+            else:
+                assert not deposited[part], f"part {part} is deposited twice"
+                part_out[part], part_lse[part], deposited[part] = value, total, True
+    if plan.planner.merge == "kernel":
+        for request, mine in enumerate(map(slice, begin[:-1], begin[1:])):
+            if mine.start < mine.stop:
+                out[request], lse[request] = merge(part_out[mine], part_lse[mine])
     return out, lse
 
 
@@ -99,6 +118,12 @@ def merge(part_out: Array, part_lse: Array) -> Result:
     total = weight.sum(axis=0)
     out = (weight[:, :, None] * part_out).sum(axis=0) / np.where(total > 0, total, 1.0)[:, None]
     return out, _log(total) + finite
+
+
+def _launch_order(plan: PackPlan) -> Iterator[list[int]]:
+    """Queue by queue, items in order within each."""
+    for begin, end in pairwise(plan.queue_begin.tolist()):
+        yield from plan.items[begin:end].tolist()
 
 
 def _slots(table: IntArray, row: int, start: int, stop: int, page_size: int) -> npt.NDArray[np.int64]:

@@ -2,7 +2,8 @@
 
 PAT's constraints are about a thread block with one Q tile and one KV tile. Here a block holds several *teams* (the
 warps that share a KV tile), each with a ring of KV stages, and a team's queries and results stay in registers. So
-shared memory is counted per block over its teams, and the concurrency C of constraint 2 is teams per multiprocessor.
+shared memory is counted per block over its teams, and the concurrency C of constraint 2 is the tiles that are copied at
+the same time per multiprocessor: one a team, or two where two pairs of warps copy into one ring.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from feather_kernels.device import Device
 RESERVED = 1024  # bytes of shared memory that the driver takes of every block
 STAGES = 2  # of a ring, at least: one is read while the next one arrives
 REGISTER_UNIT = 8  # registers are given out in eights
+WARPGROUP = 4  # warps; 64 rows of wgmma
 
 
 class Registers(NamedTuple):
@@ -40,7 +42,7 @@ class Path:
     Attributes
     ----------
     name : str
-        "portable" (mma.sync) or "hopper" (wgmma for m = 64, else mma.sync).
+        "portable" (mma.sync) or "hopper" (wgmma for m = 64 and 128, else mma.sync).
     kernel : str
         A part of its kernel's name in the compiler's report. All tiles of a path are one kernel.
     threads, warps : int
@@ -64,13 +66,21 @@ class Path:
         return cls(name, "HopperForward", 128 * (groups + 1), 4 * groups, 1)
 
     def team_warps(self, m: int) -> int:
-        """Warps that share a KV tile: 16 rows each, or a warpgroup."""
+        """Warps that share a KV tile: 16 rows each, or 64 a warpgroup."""
         return max(1, m // 16)
 
     def teams(self, m: int) -> int:
         """Teams a block. On the Hopper path units of eight rows run on the copying warps too."""
         warps = self.threads // 32 if self.name == "hopper" and m == 8 else self.warps
         return warps // self.team_warps(m)
+
+    def copies(self, m: int) -> int:
+        """KV tiles that are copied for a block at the same time: one a team, but two for m = 128.
+
+        A warpgroup has two warps that copy for it, K and V. Two that are one team have four, and a ring with the stages
+        of both.
+        """
+        return self.warps // WARPGROUP if self.uses_wgmma(m) else self.teams(m)
 
     def padding(self, m: int) -> int:
         """Elements between rows in shared memory, for ldmatrix; wgmma's rows are swizzled instead."""
@@ -99,22 +109,23 @@ def register_report(log: str) -> dict[str, Registers]:
 
 
 def shared_bytes(path: Path, m: int, n: int, head_dim: int, element_bytes: int, stages: int = STAGES) -> int:
-    """Shared memory of a block: for each team, `stages` tiles of K and of V (constraint 1, left side).
+    """Shared memory of a block's rings, of `stages` tiles of K and of V; m = 128: twice (constraint 1, left side).
 
     PAT adds m * h * b for the queries and m * h * 4 for the results; these kernels keep both in registers.
     """
-    return path.teams(m) * stages * 2 * n * (head_dim + path.padding(m)) * element_bytes
+    return path.copies(m) * stages * 2 * n * (head_dim + path.padding(m)) * element_bytes
 
 
 def least_n(device: Device, path: Path, m: int, head_dim: int, element_bytes: int) -> int | None:
     """Constraint 2: ceil(L * B / (S * C * h * b)), so that the tiles in flight cover the memory's latency.
 
-    Counts one tile of K or V a team, as PAT does; a ring's further stages come on top. None if L or B is not measured.
+    Counts tiles of K or V that are copied at the same time, as PAT does; a ring's further stages come on top. None if L
+    or B is not measured.
     """
     if device.latency_ns is None or device.bandwidth is None:
         return None
-    teams = path.blocks * path.teams(m)
-    return -int(-device.latency_ns * device.bandwidth // (device.n_sm * teams * head_dim * element_bytes))
+    copies = path.blocks * path.copies(m)
+    return -int(-device.latency_ns * device.bandwidth // (device.n_sm * copies * head_dim * element_bytes))
 
 
 def feasible_tiles(
@@ -138,7 +149,7 @@ def feasible_tiles(
     candidates : iterable of (m, n)
     path : {"portable", "hopper"}
     stages : int
-        Of each ring.
+        Of each ring; for m = 128 half of them.
 
     Returns
     -------
@@ -171,8 +182,8 @@ def _shape_fails(path: Path, m: int, n: int) -> str:
         return f"3: n = {n} is no power of two from 16 on"
     if m < 8 or m & (m - 1):
         return f"3: m = {m} is no power of two from 8 on"
-    if path.uses_wgmma(m) and m != 64:
-        return f"3: m = {m}, wgmma has 64 rows and a single warp at most 16"
+    if path.uses_wgmma(m) and m not in (64, 128):
+        return f"3: m = {m}, wgmma has 64 rows, two warpgroups share KV at most, and a single warp has 16"
     if path.teams(m) == 0:
         return f"3: m = {m} needs {path.team_warps(m)} warps, a block has {path.warps}"
     return ""

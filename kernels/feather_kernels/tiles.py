@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # By ascending m; csrc/packed_decode.cu lists the same, largest first.
 TILES = {
     "portable": ((8, 16), (16, 16), (32, 32), (64, 32)),
-    "hopper": ((8, 16), (16, 16), (64, 64)),
+    "hopper": ((8, 16), (16, 16), (64, 64), (128, 64)),
 }
 CANDIDATES = tuple((m, n) for m in (8, 16, 32, 64, 128) for n in (16, 32, 64, 128, 256))
 KV_LENS = tuple(64 * step for step in range(1, 65))  # PAT 5.2: the sweep behind the rule for n
@@ -91,7 +91,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", help="a profile, such as h200, instead of this machine's GPU")
     parser.add_argument("--head-dim", type=int, default=128, choices=(64, 128, 256))
     parser.add_argument("--dtype", default="float16", choices=sorted(DTYPE_BYTES))
-    parser.add_argument("--stages", type=int, default=2, help="of each ring (default: %(default)s, the least)")
+    parser.add_argument(
+        "--stages",
+        type=int,
+        default=2,
+        help="of each ring, twice as many for m = 128 (default: %(default)s, the least)",
+    )
     parser.add_argument("--log", type=Path, help="the compiler's report (default: of the last build in the cache)")
     parser.add_argument("--measure", action="store_true", help="measure memory latency and bandwidth on this GPU first")
     parser.add_argument("--profile", action="store_true", help="derive the rule for n on this GPU first")

@@ -10,13 +10,14 @@ import torch
 from feather_kernels.build import load_kernel
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
-from feather_kernels.plan import PackPlan, Planner
+from feather_kernels.plan import TAIL_WARPS, PackPlan, Planner
 from feather_kernels.tiles import TILES
 
 LAUNCHES = ("persistent", "streams", "serial")
 PATHS = ("auto", "portable", "hopper")
 _PREFETCH, _PORTABLE = 1, 2
 _COUNTERS = 16  # per queue: work units popped, and CTAs that have left
+_NOTHING = -1  # a partial row's log-sum-exp, as int32, before anybody has written it (csrc/merge.cuh)
 
 
 class PackedDecodeWrapper:
@@ -46,6 +47,9 @@ class PackedDecodeWrapper:
         The tile shapes to use: the largest one or more of `feather_kernels.tiles.TILES[path]`; all by default.
     launch : {"persistent", "streams", "serial"}
         One launch for all tile shapes; or one launch a shape, on parallel streams (PAT 6) or one after the other.
+    merge : {"fused", "kernel"}, optional
+        Who combines a request's parts: the unit that computes its last one, or a second kernel (PAT 7). "fused" needs
+        one launch and a tile of at most 16 rows, and is the default where it has them.
     prefetch : bool
         Prefetch the next KV tile into L2 (``cp.async.bulk.prefetch.L2``).
     logit_soft_cap : float
@@ -82,6 +86,7 @@ class PackedDecodeWrapper:
         split: str = "balanced",
         tiles: tuple[tuple[int, int], ...] | None = None,
         launch: str = "persistent",
+        merge: str | None = None,
         prefetch: bool = False,
         logit_soft_cap: float = 0.0,
         sm_scale: float | None = None,
@@ -125,16 +130,20 @@ class PackedDecodeWrapper:
         self.path = "portable" if path == "portable" or major < 9 else "hopper"
         self._flags = _PREFETCH * prefetch | _PORTABLE * (self.path == "portable")
         self._module = load_kernel(str(dtype).removeprefix("torch."), head_dim, 10 * major + minor, logit_soft_cap > 0)
-        built = TILES[self.path]
+        built = tuple(tile for tile in TILES[self.path] if head_dim <= 128 or tile[0] <= 64)
         self._tiles = tuple(sorted(tiles or built))
         if self._tiles != built[-len(self._tiles) :]:
             raise ValueError(f"tiles are {self._tiles}: use the largest one or more of {built}")
+        may_fuse = launch == "persistent" and self._tiles[0][0] <= 16
+        if merge == "fused" and not may_fuse:
+            raise ValueError("merge is 'fused': that needs launch='persistent' and a tile of at most 16 rows")
 
         max_parts = 8 * max_requests + 4096 if max_parts is None else max_parts
         properties = torch.cuda.get_device_properties(self.device)
         self.planner = Planner(
             num_qo_heads, num_kv_heads, head_dim, strategy=strategy, split=split, tiles=self._tiles,
-            n_sm=properties.multi_processor_count, max_requests=max_requests, max_parts=max_parts, **planner_options,
+            merge=merge or ("fused" if may_fuse else "kernel"), n_sm=properties.multi_processor_count,
+            max_requests=max_requests, max_parts=max_parts, **{"tail_warps": TAIL_WARPS[self.path], **planner_options},
         )  # fmt: skip
         self.pack_plan: PackPlan | None = None
         size = len(self.planner.buffer)
@@ -143,7 +152,7 @@ class PackedDecodeWrapper:
         self._copied = [torch.cuda.Event() for _ in self._staging]
         self._turn = 0
         self._part_out = torch.empty(max_parts, num_qo_heads, head_dim, dtype=torch.float32, device=self.device)
-        self._part_lse = torch.empty(max_parts, num_qo_heads, dtype=torch.float32, device=self.device)
+        self._part_lse = torch.full((max_parts, num_qo_heads), _NOTHING, dtype=torch.int32, device=self.device)
         self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=self.device)
         self._table: torch.Tensor | None = None
         self._seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=self.device)
@@ -253,8 +262,8 @@ class PackedDecodeWrapper:
                     self._module.forward(*arguments, 1 << queue)
             else:
                 self._run_on_streams(arguments)
-            if self.pack_plan.n_parts or torch.cuda.is_current_stream_capturing():  # a graph may meet parts later
-                self._module.merge(*arguments)
+            if self.planner.merge == "kernel" and (self.pack_plan.n_parts or torch.cuda.is_current_stream_capturing()):
+                self._module.merge(*arguments)  # in a graph always, as it may meet parts later
         return (out, lse) if lse is not None else out
 
     def _run_on_streams(self, arguments: tuple[Any, ...]) -> None:
@@ -299,9 +308,14 @@ class PackedDecodeWrapper:
                     f"{name} is {list(tensor.shape)}: give (slots, {self.num_kv_heads}, {self.head_dim}) or "
                     f"(pages, {self.page_size}, {self.num_kv_heads}, {self.head_dim})"
                 )
-            if tensor.stride(2) != 1 or tensor.stride(0) % 8 or tensor.stride(1) % 8 or tensor.data_ptr() % 16:
+            if (
+                tensor.stride(2) != 1
+                or tensor.stride(0) % 8
+                or tensor.data_ptr() % 16
+                or (self.num_kv_heads > 1 and tensor.stride(1) != self.head_dim)
+            ):
                 raise PlanError(
-                    f"{name} has strides {tensor.stride()}: rows of head_dim must be contiguous and 16-byte aligned"
+                    f"{name} has strides {tensor.stride()}: a slot's heads must lie side by side, 16-byte aligned"
                 )
         for name, tensor in (("q", q), ("k_cache", k), ("v_cache", v), ("out", out)):
             if tensor is not None and (tensor.dtype != self.dtype or tensor.device != self.device):

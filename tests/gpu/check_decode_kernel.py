@@ -12,7 +12,8 @@ the run, and so is every KV element that no request reads. The result is right i
   the same batch (scaled_dot_product_attention; with a soft cap, matrix products and softmax in that dtype), plus one
   unit in the last place of the largest output, as far off as a rounded result may be;
 - the log-sum-exp is within 1e-3 of the reference's;
-- a second run of the plan gives the same bits, and nothing beside the output is written.
+- a second run of the plan gives the same bits, nothing beside the output is written, and a fused merge leaves the
+  log-sum-exps of partial results as the next run expects them.
 
 Then: CUDA graphs replayed after other batches were planned, and bad input, which must be one clear error and no output.
 """
@@ -42,6 +43,7 @@ from decode_cases import Watchdog, attend, padded_slots
 LSE_TOLERANCE = 1e-3
 CHUNK = 1 << 26  # elements of K that the reference gathers at a time
 SMALL_CASES = 12
+NOTHING = -1  # the wrapper's log-sum-exp, as an integer, of a partial row that nobody has written
 GUARD = 2  # rows around q and out that must not be read, or written
 Make = Callable[..., Any]
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -201,10 +203,21 @@ def new_wrapper(make: Make, choice: Choice, data: Device, **more: Any) -> Any:
 
 
 def poison_scratch(wrapper: Any) -> None:
-    """NaN in the partial results: whatever is read there must have been written by the same run."""
+    """NaN in the partial results: whatever is read there must have been written by the same run.
+
+    Their log-sum-exps are integers, and stay: what they hold between two runs says that nobody has written yet.
+    """
     for tensor in vars(wrapper).values():
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             tensor.fill_(float("nan"))
+
+
+def check_scratch(wrapper: Any) -> None:
+    """A fused merge leaves every log-sum-exp as nobody had written it, or the next run would take in an old part."""
+    lse = vars(wrapper).get("_part_lse")
+    if lse is not None and wrapper.planner.merge == "fused" and not bool((lse == NOTHING).all()):
+        left = (lse != NOTHING).any(-1).nonzero()
+        raise Wrong(f"{len(left)} partial rows are not left as the next run expects, first {int(left[0, 0])}")
 
 
 def attend_once(
@@ -215,6 +228,7 @@ def attend_once(
     guarded = Guarded(data.q)
     result = wrapper.run(data.q, data.k, data.v, out=guarded.out if give_out else None, return_lse=return_lse)
     out, lse = result if return_lse else (result, None)
+    check_scratch(wrapper)
     if give_out:
         if out.data_ptr() != guarded.out.data_ptr():
             raise Wrong("run() did not return the output that it was given")
@@ -325,6 +339,7 @@ def check_capture(choice: Choice, make: Make, device: torch.device | str) -> Out
             torch.cuda.synchronize()
             compare(guarded.out, lse[0], expected[turn], outcome)
             guarded.check()
+            check_scratch(wrapper)
             if turn == 0 and before is not None and not same_bits(before, guarded.out):
                 raise Wrong("replays of the same batch give other bits")
             before = guarded.out.clone() if turn == 0 else before
@@ -397,6 +412,9 @@ def check_bad_input(make: Make, device: torch.device | str) -> list[str]:
         "a negative slot": planned(negative),
         "a table that ends early": planned(data.table[: int(batch.forest.row_offset.max()) + 1].contiguous()),
         "a group of 17": lambda: make(17, 1, 64, device=device),
+        "a merge in three launches": lambda: make(8, 1, 64, device=device, launch="serial", merge="fused"),
+        "a merge in a large tile": lambda: make(8, 1, 64, device=device, tiles=((128, 64),), merge="fused"),
+        "an unknown merge": lambda: make(8, 1, 64, device=device, merge="none"),
         "an unknown strategy": lambda: make(8, 1, 64, device=device, strategy="best"),
         "a page size of 3": lambda: make(8, 1, 64, device=device, page_size=3),
     }  # fmt: skip
@@ -439,7 +457,7 @@ def coverage(outcomes: list[Outcome]) -> str:
         "kind": Counter(choice.kind for choice in choices),
         "grown": Counter(bool(choice.growth) for choice in choices),
     }
-    for name in ("strategy", "split", "launch", "path", "tiles"):
+    for name in ("strategy", "split", "launch", "merge", "path", "tiles"):
         parts[name] = Counter(str(dict(choice.wrapper).get(name, "-")) for choice in choices)
     lines = []
     for name, counts in parts.items():

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from feather_kernels.forest import Forest
-from feather_kernels.pack import SPLITS, STRATEGIES
+from feather_kernels.pack import MERGES, SPLITS, STRATEGIES
 from feather_kernels.tiles import TILES
 from feather_kernels.trees import forest_table, random_forest, tree_forest
 
@@ -35,6 +35,7 @@ BIG_TOKENS, BIG_ELEMENTS, BIG_SHARE = 3_000_000, 1 << 30, 0.05
 LAUNCHES = ("persistent", "persistent", "persistent", "streams", "serial")
 KINDS = ("alone", "flat", "levels", "random", "random", "random")
 PATHS = ("auto", "auto", "auto", "portable", "hopper")
+WARP_ROWS = 16  # of the smallest tile, at most, where the kernel that attends also merges
 WILD = 1 << 24  # beyond every cache here: a page id that only memory checkers may meet
 
 
@@ -100,6 +101,7 @@ def draw(seed: int, hopper: bool = True) -> Choice:
     }  # fmt: skip
     if first_tile:
         wrapper["tiles"] = built[first_tile:]
+    wrapper["merge"] = _merge(seed, launch, built[first_tile][0])
     return Choice(
         seed, heads, head_dim, str(rng.choice(["float16", "bfloat16"])), int(rng.choice(PAGES)),
         str(rng.choice(["int32", "int64"])), requests, longest, str(rng.choice(KINDS)),
@@ -110,11 +112,19 @@ def draw(seed: int, hopper: bool = True) -> Choice:
     )  # fmt: skip
 
 
+def _merge(seed: int, launch: str, least_rows: int) -> str | None:
+    """Who merges, of those that the wrapper allows; drawn apart, so that all else of a seed's case stays as it was."""
+    merge = (None, *MERGES)[np.random.default_rng([seed, 2]).integers(1 + len(MERGES))]
+    may_fuse = launch == "persistent" and least_rows <= WARP_ROWS
+    return merge if may_fuse or merge != "fused" else None
+
+
 def small(seed: int, hopper: bool = True) -> Choice:
     """A tiny case for memory checkers; launches and paths take turns. Unused table entries point nowhere."""
     rng = np.random.default_rng(seed)
     wrapper = {name: value for name, value in draw(seed, hopper).wrapper if name not in ("tiles", "debug")}
     wrapper["launch"] = LAUNCHES[1:][seed % 4]
+    wrapper["merge"] = _merge(seed, wrapper["launch"], TILES["portable"][0][0])
     wrapper["path"] = "hopper" if hopper and seed % 3 == 1 else "portable" if seed % 3 == 2 else "auto"
     group = (1, 4, 8, 16)[seed // 3 % 4]
     return replace(

@@ -1,15 +1,22 @@
 """What the planner's tests share: random forests, and everything that must hold of any plan."""
 
+import copy
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from hypothesis import strategies as st
 
-from feather_kernels.plan import make_plan
+from feather_kernels.pack import SPLITS, STRATEGIES
+from feather_kernels.plan import CLOSES, MAGIC, TAIL_WARPS, make_plan
+from feather_kernels.tiles import TILES
 from feather_kernels.trees import forest_table, random_forest
+from oracles.splitting import least_promoted
+from oracles.waiting import Unit
 
 HEADS = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64}
 GROUP = HEADS["num_qo_heads"] // HEADS["num_kv_heads"]
+TILE_SETS = [*TILES.values(), ((64, 64),), ((128, 64),)]
 ONE_TILE = {"split": "none", "tiles": ((1 << 20, 16),)}  # items are the packs themselves
 
 
@@ -29,42 +36,185 @@ def offsets(plan):
     return items[:, 1] << 32 | items[:, 0] & 0xFFFFFFFF
 
 
+def without_tokens(plan):
+    """bool [items]: items that only close a request."""
+    items = plan.items
+    closes = plan.members[items[:, 5], 1] == CLOSES
+    return closes & (items[:, 2] == items[:, 3]) & (items[:, 4] < 0)
+
+
 def packs_in(plan):
     """The plan's items as the oracle writes packs."""
     members = plan.members[:, 0].tolist()
-    items = plan.items.tolist()
+    items = plan.items[~without_tokens(plan)].tolist()
     return {(item[2], item[3], frozenset(members[item[5] : item[5] + item[6]])) for item in items}
 
 
 def check_plan(plan, forest):
     """Each (request, KV token) pair once, rows within tiles, parts and queues numbered as the kernel expects."""
-    items, members, group = plan.items, plan.members, plan.group_size
+    items, members = plan.items, plan.members
     assert items[:, 6].sum() == len(members) == plan.n_members and (items[:, 6] > 0).all()
     assert (items[:, 5] == np.cumsum(items[:, 6]) - items[:, 6]).all()
-    check_rows(plan, group)
+    check_tiles(plan)
+    check_queues(plan)
+    check_header(plan)
     table, _ = forest_table(forest)
-    parts = [[] for _ in range(forest.n_requests)]  # of each request: (start, stop, partial row, grows)
+    parts = [[] for _ in range(forest.n_requests)]  # of each request: its items
     for offset, item in zip(offsets(plan).tolist(), items.tolist(), strict=True):
-        _, _, start, stop, grows, first, count, _ = item
+        _, _, start, stop, grows, first, count, tile, *of_first = item
+        assert of_first == first_member(plan, first)
         slots = table[offset + start : offset + stop]
         for request, part in members[first : first + count].tolist():
             row = int(forest.row_offset[request])
             assert (slots == table[row + start : row + stop]).all()
-            parts[request].append((start, stop, part, grows))
+            parts[request].append(Part(start, stop, part, grows, count, tile))
     check_parts(plan, forest, parts)
 
 
-def check_rows(plan, group):
-    rows, (m, _) = plan.items[:, 6] * group, np.array(plan.tiles).T
-    tile = plan.items[:, 7]
-    assert (rows <= m[tile]).all()
-    assert ((tile == 0) | (rows > m[tile - 1])).all()  # no smaller tile would do
-    queues = plan.queue_begin.tolist()
+def first_member(plan, member):
+    """What an item repeats of its first member: request, part, and the partial rows that it takes in."""
+    request, part = plan.members[member].tolist()
+    begin, end = plan.part_begin[request : request + 2].tolist()
+    return [request, part, begin, end - begin if part == CLOSES else 0]
+
+
+class Part(NamedTuple):
+    start: int
+    stop: int
+    row: int  # partial row, -1 or CLOSES
+    grows: int
+    members: int  # of its item
+    tile: int
+
+
+def tile_of(plan, members):
+    """The smallest tile with the rows of so many requests; eight rows are one request's."""
+    fits = (m >= members * plan.group_size and (members == 1 or m > 8) for m, _ in plan.tiles)
+    return list(fits).index(True)
+
+
+def uncut(plan):
+    """The same planner's plan of the same batch with whole packs: how they are cut does not change what they are."""
+    planner = copy.copy(plan.planner)
+    strategy = "naive" if planner.strategy == "two-phase" else planner.strategy  # which has chunks of its own
+    planner.split, planner._config, planner.buffer = "none", planner._config.copy(), np.zeros_like(planner.buffer)
+    planner._config[:2] = list(STRATEGIES).index(strategy), list(SPLITS).index("none")
+    return planner.plan(plan.forest)
+
+
+def row_tiles(plan):
+    """[(tile, start, stop, members)] of what the plan cuts: a pack's rows in one tile, in the tile that they run in."""
+    rows = [(tile_of(plan, len(members)), start, stop, members) for start, stop, members in packs_in(uncut(plan))]
+    if plan.planner.split != "balanced":
+        return rows
+
+    def may_move(tile, members):
+        return len(members) > 1 and plan.tiles[tile][0] <= 16 and tile + 1 < len(plan.tiles)
+
+    shared = [row for row in rows if len(row[3]) > 1 and plan.tiles[row[0]][0] <= 16]
+    least = least_promoted([stop - start for _, start, stop, _ in shared], plan.planner.num_kv_heads, plan.planner.n_sm)
+    return [
+        (tile + (may_move(tile, members) and stop - start >= least), start, stop, members)
+        for tile, start, stop, members in rows
+    ]
+
+
+def check_tiles(plan):
+    """Each item is in the tile of the rows that it is cut from."""
+    rows = {}
+    for tile, start, stop, members in row_tiles(plan):
+        rows.setdefault(members, []).append((start, stop, tile))
+    bare = without_tokens(plan)
+    assert (plan.items[bare][:, 6:8] == [1, tile_of(plan, 1)]).all()
+    members = plan.members[:, 0].tolist()
+    for _, _, start, stop, _, first, count, tile, *_ in plan.items[~bare].tolist():
+        mine = rows[frozenset(members[first : first + count])]
+        assert tile in {of_row for begin, end, of_row in mine if begin <= start <= stop <= end}
+        assert start == stop or len([begin for begin, end, _ in mine if begin <= start and stop <= end]) == 1
+
+
+def members_of(plan):
+    """[(request, part)] of each item."""
+    members = list(map(tuple, plan.members.tolist()))
+    return [members[first : first + count] for first, count in plan.items[:, 5:7].tolist()]
+
+
+def work(plan):
+    """The plan's queues for `oracles.waiting`: each item is a unit for every KV head, or for every `head_pack` heads."""
+    tail, heads = tile_of(plan, 1), plan.planner.num_kv_heads
+    queues = []
+    for begin, end in pairwise(plan.queue_begin.tolist()):
+        queue = []
+        for item, mine in list(zip(plan.items.tolist(), members_of(plan), strict=True))[begin:end]:
+            taken = range(item[10], item[10] + item[11])
+            step = plan.head_pack if item[7] == tail else 1
+            for head in range(0, heads, step):
+                mates = range(head, head + step)
+                gives = frozenset((part, h) for _, part in mine if part >= 0 for h in mates)
+                queue.append(Unit(gives, frozenset((part, h) for part in taken for h in mates)))
+        queues.append(queue)
+    return queues
+
+
+def check_queues(plan):
+    """Largest tile first, longest item first; in the last queue with work in three classes, by who waits for whom."""
+    queues, items, members = plan.queue_begin.tolist(), plan.items, members_of(plan)
     assert queues[0] == 0 and queues[-1] == plan.n_items and queues == sorted(queues)
+    closing = [index for index, mine in enumerate(members) if mine[0][1] == CLOSES]
+    assert len(closing) == (plan.members[:, 1] == CLOSES).sum() == plan.n_closing  # none closes two requests
+    assert (items[closing][:, 6:8] == [1, tile_of(plan, 1)]).all()
     for queue, (begin, end) in enumerate(pairwise(queues)):
-        assert (tile[begin:end] == len(plan.tiles) - 1 - queue).all()
-        lengths = plan.items[begin:end, 3] - plan.items[begin:end, 2]
-        assert (lengths[:-1] >= lengths[1:]).all()
+        assert (items[begin:end, 7] == len(plan.tiles) - 1 - queue).all()
+    tail_queue = len(plan.tiles) - 1 - tile_of(plan, 1)
+    first, last = queues[tail_queue : tail_queue + 2]
+    assert last == plan.n_items
+    order = [(item[7] * -1, 0, item[2] - item[3]) for item in items.tolist()]
+    for index, rank in enumerate(classes(plan, members[first:]), first):
+        order[index] = (order[index][0], rank, order[index][2])
+    assert order == sorted(order)
+    check_waits(members, first)
+
+
+def classes(plan, members):
+    """Of each item of the last queue with work: 0, or 1 if others of it wait for it, or 2 if it waits for those.
+
+    A closing item without tokens is always of the last class.
+    """
+    if plan.planner.merge == "kernel":
+        return [0] * len(members)
+    bare = without_tokens(plan)[plan.n_items - len(members) :]
+    awaited = {request for mine in members for request, part in mine if part >= 0}
+    return [
+        (2 if mine[0][1] == CLOSES else 1) if nothing or any(request in awaited for request, _ in mine) else 0
+        for mine, nothing in zip(members, bare, strict=True)
+    ]
+
+
+def check_waits(members, first):
+    """What a closing item waits for is in another queue or before it in this one, whose items start at `first`."""
+    place = {(request, part): index for index, mine in enumerate(members) for request, part in mine}
+    waits = {request: index for (request, part), index in place.items() if part == CLOSES}
+    for (request, part), index in place.items():
+        assert part < 0 or request not in waits or index < waits[request]
+    assert all(index >= first for index in waits.values())
+
+
+def check_header(plan):
+    planner, header = plan.planner, plan.header
+    assert header[:6] == [MAGIC, plan.n_items, plan.n_members, plan.n_requests, plan.n_parts, len(plan.tiles)]
+    assert header[8] < header[6] < header[7] and all(begin % 32 == 0 for begin in header[6:9])
+    assert header[9] == plan.used == header[7] + 2 * plan.n_members <= len(plan.buffer)
+    assert header[11] == plan.n_closing and header[12] == plan.head_pack and header[13:16] == [0, 0, 0]
+    tail = tile_of(plan, 1)
+    tails = plan.items[plan.items[:, 7] == tail]
+    tokens = tails[:, 3] - tails[:, 2]
+    pairs = plan.tiles[tail][0] == 8 and plan.group_size <= 4 and planner.num_kv_heads % 2 == 0
+    if not pairs or planner.head_pack:
+        assert plan.head_pack == (planner.head_pack if pairs and planner.head_pack else 1)
+    elif plan.head_pack == 1:  # exact where nothing is cut; a cut makes no fewer steps, begun ones counted
+        assert (tokens // 16).sum() * planner.num_kv_heads // 2 < planner.n_sm * TAIL_WARPS["hopper"]
+    else:
+        assert -(-tokens // 16).sum() * planner.num_kv_heads // 2 >= planner.n_sm * TAIL_WARPS["hopper"]
 
 
 def check_parts(plan, forest, parts):
@@ -72,11 +222,24 @@ def check_parts(plan, forest, parts):
     assert begin[0] == 0 and begin[-1] == plan.n_parts
     for request, mine in enumerate(parts):
         mine.sort()
-        ends = [0, *(stop for _, stop, _, _ in mine)]
-        assert [start for start, _, _, _ in mine] == ends[:-1] and ends[-1] == forest.seq_len[request]
-        expected = list(range(begin[request], begin[request + 1])) if len(mine) > 1 else [-1]
-        assert [part for _, _, part, _ in mine] == expected
-        assert begin[request + 1] - begin[request] == (len(mine) if len(mine) > 1 else 0)
-        growing = [grows for _, _, _, grows in mine if grows >= 0]
+        ends = [0, *(part.stop for part in mine)]
+        assert [part.start for part in mine] == ends[:-1] and ends[-1] == forest.seq_len[request]
+        rows, closer = list(range(begin[request], begin[request + 1])), []
+        if len(mine) == 1:
+            assert rows == []
+            closer = [-1]
+        elif plan.planner.merge == "fused":
+            closer = [CLOSES]
+            check_closer(plan, *mine[-2:])
+        assert [part.row for part in mine] == rows + closer
+        growing = [part.grows for part in mine if part.grows >= 0]
         assert growing == ([request] if plan.planner.grow else [])
-        assert not plan.planner.grow or mine[-1][3] == request
+        assert not plan.planner.grow or mine[-1].grows == request
+
+
+def check_closer(plan, before, last):
+    """An item without tokens only where the last one with tokens could not close."""
+    only_closes = last.start == last.stop and last.grows < 0
+    assert last.tile == tile_of(plan, 1) and last.members == 1
+    assert only_closes == (before.stop == last.stop and not plan.planner.grow)
+    assert not only_closes or before.members > 1

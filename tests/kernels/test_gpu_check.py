@@ -16,7 +16,9 @@ from random_batches import draw, make, small
 
 from feather_kernels import Planner
 from feather_kernels.errors import PlanError
+from feather_kernels.pack import MERGES
 from feather_kernels.reference import reference_decode
+from feather_kernels.tiles import TILES
 from feather_kernels.wrapper import PackedDecodeWrapper
 
 
@@ -25,19 +27,27 @@ class HostWrapper(PackedDecodeWrapper):
 
     def __init__(
         self, q_heads, kv_heads, head_dim, *, device="cpu", page_size=1, dtype=torch.float16, max_requests=1024,
-        strategy="profit", split="balanced", sm_scale=None, logit_soft_cap=0.0, debug=False, grow=True, **_,
+        strategy="profit", split="balanced", tiles=None, launch="persistent", merge=None, path="auto", sm_scale=None,
+        logit_soft_cap=0.0, debug=False, grow=True, **_,
     ):  # fmt: skip
         if q_heads > 16 * kv_heads:
             raise ValueError("a group is too large")
         if page_size & (page_size - 1):
             raise ValueError("page_size is no power of two")
+        self._tiles = TILES["portable" if path == "portable" else "hopper"] if tiles is None else tiles
+        may_fuse = launch == "persistent" and self._tiles[0][0] <= 16
+        if merge == "fused" and not may_fuse:
+            raise ValueError("merge is 'fused' in several launches or a large tile")
         self.device, self.dtype, self.page_size, self.debug = torch.device(device), dtype, page_size, debug
         self.num_qo_heads, self.num_kv_heads, self.head_dim = q_heads, kv_heads, head_dim
         self.sm_scale, self.logit_soft_cap = sm_scale, logit_soft_cap
         self.planner = Planner(
-            q_heads, kv_heads, head_dim, max_requests=max_requests, strategy=strategy, split=split, grow=grow, n_sm=8
-        )
+            q_heads, kv_heads, head_dim, max_requests=max_requests, strategy=strategy, split=split, grow=grow, n_sm=8,
+            tiles=self._tiles, merge=merge or ("fused" if may_fuse else "kernel"),
+        )  # fmt: skip
         self.pack_plan, self._table, self.runs = None, None, 0
+        self._part_out = torch.zeros(1)
+        self._part_lse = torch.full((4, q_heads), check.NOTHING, dtype=torch.int32)
 
     def plan(self, forest, table, seq_lens=None):
         if table.dtype not in (torch.int32, torch.int64):
@@ -107,6 +117,30 @@ def test_the_tiny_cases_have_every_launch_and_path():
     wrappers = [dict(small(seed).wrapper) for seed in range(check.SMALL_CASES)]
     assert {w["launch"] for w in wrappers} == set(random_batches.LAUNCHES)
     assert {w["path"] for w in wrappers} == {"auto", "portable", "hopper"}
+    assert {w["merge"] for w in wrappers} == {None, *MERGES}
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("draw", [draw, small])
+def test_every_merge_is_drawn_where_the_wrapper_allows_it(draw, hopper):
+    choices = [draw(seed, hopper) for seed in range(400)]
+    wrappers = [dict(choice.wrapper) for choice in choices]
+    fused = [w for w in wrappers if w["merge"] == "fused"]
+    assert all(w["launch"] == "persistent" and w.get("tiles", ((8, 16),))[0][0] <= 16 for w in fused)
+    for launch in random_batches.LAUNCHES:
+        drawn = {w["merge"] for w in wrappers if w["launch"] == launch}
+        assert drawn == {None, *MERGES} - ({"fused"} if launch != "persistent" else set())
+    for choice, wrapper in zip(choices, wrappers, strict=True):
+        assert f"merge={wrapper['merge']}" in str(choice)
+    if draw is not small:
+        assert {w["tiles"][0][0] > 16 for w in wrappers if "tiles" in w} == {True, False}
+    assert "merge None:" in check.coverage([check.Outcome(choice) for choice in choices])
+
+
+def test_poison_is_for_the_results_only():
+    wrapper = HostWrapper(8, 2, 64)
+    check.poison_scratch(wrapper)
+    assert wrapper._part_out.isnan().all() and (wrapper._part_lse == check.NOTHING).all()
 
 
 class Unwritten(HostWrapper):
@@ -140,6 +174,14 @@ class Deaf(HostWrapper):
         return super().run(*arguments, **named)
 
 
+class Leaving(HostWrapper):
+    """Takes a part in, and leaves it for the next run."""
+
+    def write(self, out, values):
+        out.copy_(values)
+        self._part_lse[2, 1] = 7
+
+
 class WrongSum(HostWrapper):
     def run(self, *arguments, return_lse=False, **named):
         result = super().run(*arguments, return_lse=return_lse, **named)
@@ -153,6 +195,7 @@ class WrongSum(HostWrapper):
         (Imprecise, "error", {"soft_cap": 0.0}),
         (Unsteady, "other bits", {"soft_cap": 0.0}),
         (Overrun, "beside the output", {"give_out": True}),
+        (Leaving, "1 partial rows are not left as the next run expects, first 2", {"wrapper": (("merge", "fused"),)}),
         (Deaf, "error", {"growth": 300, "soft_cap": 0.0}),
         (WrongSum, "log-sum-exp", {"return_lse": True}),
     ],
@@ -163,6 +206,11 @@ def test_a_wrong_kernel_does_not(wrapper, message, wanted):
         choice = check.replace(choice, wrapper=(("grow", True),))
     assert not check.check_forest(choice, HostWrapper, "cpu").failure
     assert message in check.check_forest(choice, wrapper, "cpu").failure
+
+
+def test_a_merge_kernel_may_leave_its_parts():
+    choice = check.replace(host_choice(3), requests=6, longest=40, wrapper=(("merge", "kernel"),))
+    assert not check.check_forest(choice, Leaving, "cpu").failure
 
 
 @pytest.mark.parametrize("seed", [0, 5, 11, 16])

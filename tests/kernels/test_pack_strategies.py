@@ -3,44 +3,45 @@
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from plan_checks import GROUP, HEADS, ONE_TILE, forests, packs_in, plan_of
+from plan_checks import GROUP, HEADS, ONE_TILE, forests, packs_in, plan_of, without_tokens
 
-from feather_kernels.pack import STRATEGIES
+from feather_kernels.pack import MERGES, STRATEGIES
 from feather_kernels.trees import PAT_TREES, parse_tree, tree_forest
 from oracles.packing import Node, algorithm_1, cheapest, packs_of, prefix_forest, traffic
 
 DIM = HEADS["head_dim"]
+merges_of_parts = st.sampled_from(list(MERGES))
 
 
 def assert_same(packs, plan):
     assert len(packs) == len(set(packs)) and packs_in(plan) == set(packs)
-    kv, partial = traffic(packs, DIM, GROUP)
-    assert plan.traffic == (kv * HEADS["num_kv_heads"], partial * HEADS["num_kv_heads"])
+    kv, partial = traffic(packs, DIM, GROUP, plan.planner.merge)
+    assert plan.traffic == plan.scheduled_traffic == (kv * HEADS["num_kv_heads"], partial * HEADS["num_kv_heads"])
 
 
 @settings(max_examples=600)
-@given(forest=forests(), grow=st.booleans(), factor=st.sampled_from([None, 4, 0.5, 100]))
-def test_profit_is_algorithm_1(forest, grow, factor):
-    plan = plan_of(forest, strategy="profit", grow=grow, profit_factor=factor, **ONE_TILE)
-    assert_same(algorithm_1(forest, DIM, GROUP, grow, factor), plan)
+@given(forest=forests(), grow=st.booleans(), factor=st.sampled_from([None, 4, 0.5, 100]), merge=merges_of_parts)
+def test_profit_is_algorithm_1(forest, grow, factor, merge):
+    plan = plan_of(forest, strategy="profit", grow=grow, profit_factor=factor, merge=merge, **ONE_TILE)
+    assert_same(algorithm_1(forest, DIM, GROUP, grow, factor, merge), plan)
 
 
 @settings(max_examples=300)
-@given(forest=forests(), grow=st.booleans())
-def test_fixed_strategies(forest, grow):
+@given(forest=forests(), grow=st.booleans(), merge=merges_of_parts)
+def test_fixed_strategies(forest, grow, merge):
     rules = {
         "query": lambda node, child, start: True,
         "naive": lambda node, child, start: False,
         "relay": lambda node, child, start: node.begin > 0,
     }
     for strategy, merges in rules.items():
-        plan = plan_of(forest, strategy=strategy, grow=grow, **ONE_TILE)
+        plan = plan_of(forest, strategy=strategy, grow=grow, merge=merge, **ONE_TILE)
         assert_same(packs_of(forest, merges, grow), plan)
 
 
 @settings(max_examples=300)
-@given(forest=forests(), grow=st.booleans())
-def test_compute_is_fasttrees_algorithm_1(forest, grow):
+@given(forest=forests(), grow=st.booleans(), merge=merges_of_parts)
+def test_compute_is_fasttrees_algorithm_1(forest, grow, merge):
     """Padding and split costs by hand, for tiles (16, 8) and (32, 16)."""
     tiles, lengths, split_cost = ((16, 8), (32, 16)), forest.seq_len.tolist(), 20.0
 
@@ -65,26 +66,31 @@ def test_compute_is_fasttrees_algorithm_1(forest, grow):
         return split_kv >= split_q
 
     # Packs are cut into row tiles here, so their traffic is compared, not the items.
-    plan = plan_of(forest, strategy="compute", grow=grow, tiles=tiles, split="none", compute_split_cost=split_cost)
-    kv, partial = traffic(packs_of(forest, merges, grow), DIM, GROUP)
+    options = {"tiles": tiles, "split": "none", "compute_split_cost": split_cost}
+    plan = plan_of(forest, strategy="compute", grow=grow, merge=merge, **options)
+    kv, partial = traffic(packs_of(forest, merges, grow), DIM, GROUP, merge)
     assert plan.traffic == (kv * HEADS["num_kv_heads"], partial * HEADS["num_kv_heads"])
 
 
 @settings(max_examples=400)
-@given(forest=forests(), grow=st.booleans())
-def test_optimal_below_profit_below_naive(forest, grow):
-    total = {name: plan_of(forest, strategy=name, grow=grow).traffic.total for name in STRATEGIES}
+@given(forest=forests(), grow=st.booleans(), merge=merges_of_parts)
+def test_optimal_below_profit_below_naive(forest, grow, merge):
+    total = {name: plan_of(forest, strategy=name, grow=grow, merge=merge).traffic.total for name in STRATEGIES}
     assert total["optimal"] <= total["profit"] <= total["naive"] <= total["two-phase"]
     assert total["optimal"] == min(total.values())
 
 
 @settings(max_examples=300)
-@given(forest=forests(most=7, tokens=24, tail=8), grow=st.booleans(), overhead=st.sampled_from([0, 1000, 20_000]))
-def test_optimal_is_the_exhaustive_optimum(forest, grow, overhead):
+@given(
+    forest=forests(most=7, tokens=24, tail=8), grow=st.booleans(), overhead=st.sampled_from([0, 1000, 20_000]),
+    merge=merges_of_parts,
+)  # fmt: skip
+def test_optimal_is_the_exhaustive_optimum(forest, grow, overhead, merge):
     assume(sum(len(node.edges()) for node in prefix_forest(forest)[1]) <= 9)
-    plan = plan_of(forest, strategy="optimal", grow=grow, item_overhead=overhead, **ONE_TILE)
+    plan = plan_of(forest, strategy="optimal", grow=grow, item_overhead=overhead, merge=merge, **ONE_TILE)
     per_head = plan.traffic.total // HEADS["num_kv_heads"]
-    assert per_head + overhead * plan.n_items == cheapest(forest, DIM, GROUP, grow, overhead)
+    packs = int((~without_tokens(plan)).sum())
+    assert per_head + overhead * packs == cheapest(forest, DIM, GROUP, grow, overhead, merge)
 
 
 @pytest.mark.parametrize("name", PAT_TREES)
@@ -92,6 +98,14 @@ def test_pat_trees_in_order_of_traffic(name):
     forest = tree_forest(*parse_tree(name))
     naive, profit, optimal = (plan_of(forest, strategy=s).traffic.total for s in ("naive", "profit", "optimal"))
     assert optimal <= profit <= naive
+
+
+@pytest.mark.parametrize(("merge", "longest"), [("fused", 8), ("kernel", 16)])
+def test_a_tail_takes_a_range_that_weighs_no_more_than_its_parts(merge, longest):
+    """A token of 4 * 64 bytes, a part of 8 * 4 * 65: one is saved, or two where a part is written even alone."""
+    for tokens in range(1, 20):
+        plan = plan_of(tree_forest((1, 2), (tokens, 5)), merge=merge, **ONE_TILE)
+        assert (plan.n_parts == 0) == (tokens <= longest)
 
 
 def test_profit_minds_the_group_size():

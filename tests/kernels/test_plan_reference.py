@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_checks import plan_of
+from plan_checks import TILE_SETS, plan_of
 
 from feather_kernels.forest import Forest
-from feather_kernels.pack import SPLITS, STRATEGIES
+from feather_kernels.pack import MERGES, SPLITS, STRATEGIES
 from feather_kernels.reference import direct_decode, merge, reference_decode
 from feather_kernels.trees import forest_table, random_forest, tree_forest
 
@@ -25,31 +25,57 @@ def tensors(forest, page_size, rng, heads=(4, 2), dim=8, room=0):
 @given(
     seed=st.integers(0, 2**32 - 1), requests=st.integers(1, 24), page_size=st.sampled_from([1, 4, 16]),
     strategy=st.sampled_from(list(STRATEGIES)), split=st.sampled_from(list(SPLITS)), grow=st.booleans(),
-    heads=st.sampled_from([(4, 2), (3, 1), (2, 2)]), cap=st.sampled_from([0.0, 3.0]),
+    heads=st.sampled_from([(4, 2), (3, 1), (2, 2), (16, 1)]), cap=st.sampled_from([0.0, 3.0]),
+    merge=st.sampled_from(list(MERGES)), tiles=st.sampled_from(TILE_SETS),
 )  # fmt: skip
-def test_reference_is_direct(seed, requests, page_size, strategy, split, grow, heads, cap):
+def test_reference_is_direct(seed, requests, page_size, strategy, split, grow, heads, cap, merge, tiles):
     rng = np.random.default_rng(seed)
     forest = random_forest(rng, requests, page_size=page_size)
     data = tensors(forest, page_size, rng, heads)
     options = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 8, "min_chunk": 16, "n_sm": 200}
-    plan = plan_of(forest, strategy=strategy, split=split, grow=grow, **options)
+    plan = plan_of(forest, strategy=strategy, split=split, grow=grow, merge=merge, tiles=tiles, **options)
     out, lse = reference_decode(plan, *data, sm_scale=0.5, logit_soft_cap=cap)
     expected, expected_lse = direct_decode(forest, *data, sm_scale=0.5, logit_soft_cap=cap)
     np.testing.assert_allclose(out, expected, **CHECKED)
     np.testing.assert_allclose(lse, expected_lse, **CHECKED)
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_a_plan_serves_grown_tails(split):
-    rng = np.random.default_rng(5)
+@settings(max_examples=100)
+@given(
+    seed=st.integers(0, 2**32 - 1), strategy=st.sampled_from(list(STRATEGIES)), split=st.sampled_from(list(SPLITS)),
+    merge=st.sampled_from(list(MERGES)), tiles=st.sampled_from(TILE_SETS),
+)  # fmt: skip
+def test_a_plan_serves_grown_tails(seed, strategy, split, merge, tiles):
+    rng = np.random.default_rng(seed)
     forest = random_forest(rng, 20, room=50)
     data = tensors(forest, 1, rng, room=50)
-    plan = plan_of(forest, num_qo_heads=4, num_kv_heads=2, head_dim=8, split=split, min_chunk=16)
+    options = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 8, "min_chunk": 16}
+    plan = plan_of(forest, strategy=strategy, split=split, merge=merge, tiles=tiles, **options)
     later = forest.with_seq_len(forest.seq_len + rng.integers(0, 50, 20))
     assert plan.valid_for(later)[0]
     out, lse = reference_decode(plan, *data, seq_lens=later.seq_len)
     np.testing.assert_allclose(out, direct_decode(later, *data)[0], **CHECKED)
     np.testing.assert_allclose(lse, direct_decode(later, *data)[1], **CHECKED)
+
+
+def small_plan():
+    forest = tree_forest((1, 3), (40, 5))
+    plan = plan_of(forest, num_qo_heads=4, num_kv_heads=2, head_dim=8, tiles=((64, 64),), strategy="naive")
+    return plan, tensors(forest, 1, np.random.default_rng(2))
+
+
+def test_waiting_for_a_later_item_is_found_out():
+    plan, data = small_plan()
+    plan.items[:] = plan.items[::-1].copy()
+    with pytest.raises(AssertionError, match="request 2 is closed before all its parts are there"):
+        reference_decode(plan, *data)
+
+
+def test_a_part_deposited_twice_is_found_out():
+    plan, data = small_plan()
+    plan.members[1, 1] = plan.members[0, 1]
+    with pytest.raises(AssertionError, match="part 0 is deposited twice"):
+        reference_decode(plan, *data)
 
 
 def test_an_empty_sequence_gives_zero_and_minus_infinity():

@@ -37,11 +37,16 @@ def test_shared_memory_by_hand():
     assert shared_bytes(hopper, 64, 64, 128, 2, stages=3) == 2 * 3 * 2 * 64 * 128 * 2 == 196608
     assert shared_bytes(hopper, 8, 16, 128, 2) == 12 * 2 * 2 * 16 * 136 * 2  # the copying warps have rings too
     assert shared_bytes(KernelPath.of("hopper", 256), 64, 64, 256, 2) == 1 * 2 * 2 * 64 * 256 * 2
+    # two warpgroups share one ring, which has the stages of both
+    assert hopper.teams(64) == 2 and hopper.teams(128) == 1
+    assert shared_bytes(hopper, 128, 64, 128, 2, stages=3) == 6 * 2 * 64 * 128 * 2 == 196608
 
 
 def test_constraint_1_shared_memory():
     assert verdict((64, 64), "hopper", stages=3)[0]
     assert verdict((64, 64), "hopper", stages=4) == (False, "1: 262144 bytes of shared memory, a block has 232448")
+    assert verdict((128, 64), "hopper", stages=3)[0]
+    assert verdict((128, 64), "hopper", stages=4) == (False, "1: 262144 bytes of shared memory, a block has 232448")
     # two blocks of 139264 bytes, and 1 KB that the driver takes of each
     assert verdict((64, 128)) == (False, "1: 2 blocks of 139264 bytes of shared memory, an SM has 233472")
     exact = replace(H200, shared_per_sm=2 * (139264 + 1024))
@@ -66,6 +71,7 @@ def test_constraint_2_covers_the_latency():
     hopper, portable = KernelPath.of("hopper", 128), KernelPath.of("portable", 128)
     # 800 ns * 4300 bytes/ns = 3.44 MB in flight; 132 SMs * 2 teams * 256 bytes a row = 67584: 50.9 rows
     assert least_n(device, hopper, 64, 128, 2) == 51
+    assert least_n(device, hopper, 128, 128, 2) == 51  # one team, but four warps copy for it
     assert least_n(device, portable, 16, 128, 2) == 13  # 8 teams an SM: 12.7
     assert least_n(replace(device, latency_ns=67584.0, bandwidth=64.0), hopper, 64, 128, 2) == 64  # no rounding up
     assert verdict((64, 32), "hopper", device) == (False, "2: n = 32, the memory's latency needs 51")
@@ -87,12 +93,16 @@ def test_constraint_2_is_not_checked_without_a_latency():
         ((24, 16), "portable", "3: m = 24"),
         ((128, 16), "portable", "3: m = 128 needs 8 warps, a block has 4"),
         ((32, 16), "hopper", "3: m = 32, wgmma has 64 rows"),
-        ((128, 64), "hopper", "3: m = 128, wgmma has 64 rows"),
+        ((256, 64), "hopper", "3: m = 256, wgmma has 64 rows, two warpgroups"),
     ],
 )
 def test_constraint_3(tile, path, begin):
     ok, reason = verdict(tile, path)
     assert not ok and reason.startswith(begin)
+
+
+def test_two_warpgroups_need_two_in_a_block():
+    assert verdict((128, 64), "hopper", head_dim=256) == (False, "3: m = 128 needs 8 warps, a block has 4")
 
 
 def test_unknown_registers_and_spills_are_said():
@@ -115,6 +125,8 @@ def test_the_command_prints_a_table(capsys):
     hopper = shown[shown.index("hopper: 1 x 384 threads an SM, 168 registers a thread") :].splitlines()
     (line,) = (line for line in hopper if line.split()[:3] == ["*", "64", "64"])
     assert line.split()[3:5] == ["2", "131072"] and line.endswith("yes")
+    (line,) = (line for line in hopper if line.split()[:3] == ["*", "128", "64"])
+    assert line.split()[3:5] == ["1", "131072"] and line.endswith("yes")
 
 
 @pytest.mark.parametrize("wrong", [["--device", "h300"], ["--device", "h200", "--measure"], ["--stages", "1"]])

@@ -73,33 +73,43 @@ def packs_of(forest, merges, grow=True):
     return packs
 
 
-def traffic(packs, head_dim, group_size):
-    """Bytes of KV and of partial results, one KV head: every token of a pack once, every part written and read."""
+def deposits(packs, request, merge="fused"):
+    """How many parts of a request are written and read, for another to combine them."""
+    mine = sorted((start, stop, len(members)) for start, stop, members in packs if request in members)
+    if len(mine) == 1:
+        return 0
+    closes = merge == "fused" and mine[-1][2] == 1  # the last part is the request's alone, as its tail is
+    return len(mine) - closes
+
+
+def traffic(packs, head_dim, group_size, merge="fused"):
+    """Bytes of KV and of partial results, one KV head: every token of a pack once, deposited parts written and read."""
     kv = sum(stop - start for start, stop, _ in packs) * 2 * head_dim * 2
     requests = {request for _, _, members in packs for request in members}
-    counts = [sum(request in members for _, _, members in packs) for request in requests]
-    return kv, sum(count for count in counts if count > 1) * group_size * (head_dim + 1) * 4 * 2
+    parts = sum(deposits(packs, request, merge) for request in requests)
+    return kv, parts * group_size * (head_dim + 1) * 4 * 2
 
 
-def algorithm_1(forest, head_dim, group_size, grow=True, factor=None):
+def algorithm_1(forest, head_dim, group_size, grow=True, factor=None, merge="fused"):
     """PAT's TreeHeuristic, with its published rule for a given factor, else with bytes in its place."""
     lengths = forest.seq_len.tolist()
 
     def merges(node, child, start):
         size = len(child.requests) if isinstance(child, Node) else 1
         leaf = not isinstance(child, Node)
-        if leaf and not grow and lengths[child] == node.end:
-            return False
+        ends = leaf and not grow and lengths[child] == node.end
         carried = node.end - start
+        if ends and (factor is not None or merge == "kernel" or start == 0):
+            return False  # saves nothing: a part here or there, or the only one
         if factor is not None:
             return factor * size >= carried
-        saved = 2 if leaf and start == 0 else size
+        saved = 2 if leaf and start == 0 and merge == "kernel" else size
         return saved * group_size * (head_dim + 1) * 4 * 2 >= carried * 2 * head_dim * 2
 
     return packs_of(forest, merges, grow)
 
 
-def cheapest(forest, head_dim, group_size, grow=True, item_overhead=0):
+def cheapest(forest, head_dim, group_size, grow=True, item_overhead=0, merge="fused"):
     """The least traffic over all assignments of the edges."""
     _, nodes, _ = prefix_forest(forest)
     edges = [(node.begin, min(node.requests), i) for node in nodes for i in range(len(node.edges()))]
@@ -111,6 +121,6 @@ def cheapest(forest, head_dim, group_size, grow=True, item_overhead=0):
             return chosen[node.begin, min(node.requests), node.edges().index(child)]
 
         packs = packs_of(forest, merges, grow)
-        cost = sum(traffic(packs, head_dim, group_size)) + item_overhead * len(packs)
+        cost = sum(traffic(packs, head_dim, group_size, merge)) + item_overhead * len(packs)
         best = cost if best is None else min(best, cost)
     return best

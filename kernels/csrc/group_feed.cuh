@@ -1,0 +1,237 @@
+// The ring between copying warps and the warpgroups that compute (sm_90a).
+#pragma once
+#include "stream.cuh"
+
+namespace feather {
+
+// Who copies: for K and for V one warp of each warpgroup that shares the ring. All walk the same units.
+enum class Role { kKeys, kValues };
+
+// A ring of kStages stages, each K and V of kTokens tokens, swizzled for wgmma. kGroups warpgroups read it.
+template <typename T, int kHeadDim_, int kTokens_, int kGroups_, int kStages_>
+struct GroupRing {
+  static constexpr int kHeadDim = kHeadDim_, kTokens = kTokens_, kGroups = kGroups_, kStages = kStages_;
+  using Rows = SwizzledRows<kHeadDim, kTokens>;
+  static constexpr int kTile = Rows::kElements;
+  static constexpr int kStageElements = 2 * kTile;  // K, then V
+  static constexpr int kBytes = kStages * kStageElements * int(sizeof(T));
+  static constexpr int kMemberWords = kMemberSize * 64 * kGroups;  // a row needs no more than a member
+
+  struct Control {
+    uint64_t full[kStages], empty[kStages];
+    StageInfo infos[kStages];
+    int members[kStages][kMemberWords];  // request and part of each, with first and last stages
+  };
+  static __device__ void init(Control& control, int thread) {
+    if (thread >= 2 * kStages) return;
+    // Full: every copying thread, once its copies have landed, and who announces the stage. Empty: every warp.
+    barrier_init(thread < kStages ? control.full + thread : control.empty + thread - kStages,
+                 thread < kStages ? 2 * kGroups * kWarp + 1 : 4 * kGroups);
+  }
+};
+
+// One copying warp. Units are dealt out in turn: `first`, `first` + `stride`, ...
+template <typename T, class Ring, Role kRole>
+struct GroupFeed {
+  static constexpr int kHeadDim = Ring::kHeadDim, kTokens = Ring::kTokens, kStages = Ring::kStages;
+  static constexpr int kOwn = kTokens / Ring::kGroups;  // tokens of a stage that this warp copies
+  static constexpr int kPerLane = kOwn / kWarp;         // tokens whose slot a lane knows
+  static_assert(kOwn % kWarp == 0);
+  static constexpr int kBlock = 16;  // tokens behind the last one that are copied too, or cleared
+  static constexpr int kChunk = 16 / int(sizeof(T));
+  static constexpr int kLanesPerRow = kHeadDim / kChunk;
+  static constexpr int kRowsAtOnce = kWarp / kLanesPerRow, kCopies = kOwn / kRowsAtOnce;
+  static constexpr int kRepeat = Ring::Rows::kRepeat, kPatterns = kRepeat / kRowsAtOnce;
+  static constexpr int kMemberLoads = Ring::kMemberWords / kWarp;
+  static_assert(kLanesPerRow <= kWarp && kPatterns * kRowsAtOnce == kRepeat);
+
+  Params<T> const& params;
+  Queue const queue;
+  int const lane, own_first;
+  char const* const cache;  // this lane's columns
+  uint32_t const slot_bytes;
+  uint32_t to[kPatterns];  // where this lane's rows lie in a stage
+
+  __device__ GroupFeed(Params<T> const& params_, Queue const& queue_, T* ring, int copier)
+      : params(params_),
+        queue(queue_),
+        lane(threadIdx.x % kWarp),
+        own_first(copier * kOwn),
+        cache(reinterpret_cast<char const*>((kRole == Role::kKeys ? params_.k : params_.v) +
+                                            lane % kLanesPerRow * kChunk)),
+        slot_bytes(kRole == Role::kKeys ? params_.k_slot_bytes : params_.v_slot_bytes) {
+    int const tile = kRole == Role::kKeys ? 0 : Ring::kTile;
+#pragma unroll
+    for (int i = 0; i < kPatterns; ++i) {
+      int const row = own_first + lane / kLanesPerRow + i * kRowsAtOnce;
+      to[i] = smem_address(ring) +
+              (tile + Ring::Rows::at(row, lane % kLanesPerRow * kChunk)) * int(sizeof(T));
+    }
+  }
+
+  __device__ int fetch(int unit) const {  // an item's words, one a lane
+    int const item = queue.first_item + params.kv_heads_div.div(unit);
+    return __ldg(params.plan + params.plan[kHeaderItemsBegin] + kItemSize * item + (lane < kItemSize ? lane : 0));
+  }
+  static __device__ int word(int words, int index) { return __shfl_sync(~0u, words, index); }
+  static __device__ int64_t offset_of(int words) {
+    return int64_t(uint32_t(word(words, kItemOffsetLow))) | (int64_t(word(words, kItemOffsetHigh)) << 32);
+  }
+
+  // The pages of this warp's tokens of the stage at `pos`, clamped to the last before `end`.
+  __device__ void look_up(int64_t row, int pos, int end, int (&pages)[kPerLane]) const {
+    if (pos >= end) return;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      int64_t const entry = row + (min(pos + own_first + lane + j * kWarp, end - 1) >> params.page_bits);
+      pages[j] = params.table_is_64 ? int(__ldg(static_cast<int64_t const*>(params.table) + entry))
+                                    : __ldg(static_cast<int const*>(params.table) + entry);
+    }
+  }
+
+  __device__ void run(typename Ring::Control& control, int first, int stride) {
+    int stage = 0, parity = 1;  // of `empty`, as if a round had gone before
+    bool const announces = kRole == Role::kKeys && own_first == 0;
+    int unit = first, words = 0;
+    int pages[kPerLane] = {};
+    if (unit < queue.n_work) {
+      words = fetch(unit);
+      look_up(offset_of(words), word(words, kItemStart), word(words, kItemStop), pages);
+    }
+    while (unit < queue.n_work) {
+      int const grows = word(words, kItemGrows), n_members = word(words, kItemMembers);
+      int64_t const offset = offset_of(words);
+      int pos = word(words, kItemStart), stop = word(words, kItemStop);
+      if (grows >= 0) {  // a tail in a large tile: it may have grown since it was planned
+        stop = __ldg(params.seq_lens + grows);
+        look_up(offset, pos, stop, pages);
+      }
+      int members[kMemberLoads];
+      if (announces) {
+        int const* const list =
+            params.plan + params.plan[kHeaderMembersBegin] + kMemberSize * word(words, kItemFirstMember);
+#pragma unroll
+        for (int j = 0; j < kMemberLoads; ++j) {
+          members[j] = __ldg(list + min(lane + j * kWarp, kMemberSize * n_members - 1));
+        }
+      }
+      int const head = unit - params.kv_heads_div.div(unit) * params.kv_heads;
+      char const* const from = cache + head * kHeadDim * int(sizeof(T));
+      unit += stride;
+      if (unit < queue.n_work) words = fetch(unit);
+      int edges = kFirst | head << kHeadShift;
+      while (true) {
+        int const tokens = max(0, min(kTokens, stop - pos));
+        bool const last = pos + kTokens >= stop;
+        edges |= last ? kLast : 0;
+        int slots[kPerLane];
+#pragma unroll
+        for (int j = 0; j < kPerLane; ++j) {
+          int const token = min(pos + own_first + lane + j * kWarp, stop - 1);
+          slots[j] = (pages[j] << params.page_bits) | (token & ((1 << params.page_bits) - 1));
+        }
+        pos += kTokens;
+        if (!last) {
+          look_up(offset, pos, stop, pages);
+        } else if (unit < queue.n_work) {
+          look_up(offset_of(words), word(words, kItemStart), word(words, kItemStop), pages);
+        }
+        barrier_wait(control.empty + stage, parity);
+        uint32_t const down = stage * (Ring::kStageElements * int(sizeof(T)));
+        if (tokens == kTokens) {
+          copy<true>(from, slots, down, kTokens);
+        } else {
+          copy<false>(from, slots, down, (tokens + kBlock - 1) / kBlock * kBlock);
+        }
+        if (announces) {
+          if (lane == 0) control.infos[stage] = {tokens, edges, n_members};
+          if (edges & (kFirst | kLast)) {
+#pragma unroll
+            for (int j = 0; j < kMemberLoads; ++j) control.members[stage][lane + j * kWarp] = members[j];
+          }
+          __syncwarp();
+          if (lane == 0) barrier_arrive(control.full + stage);
+        }
+        barrier_arrive_after_copies(control.full + stage);
+        if (params.prefetch && !last) prefetch(from, pages, pos, stop);
+        if (++stage == kStages) stage = 0, parity ^= 1;
+        edges &= ~kFirst;
+        if (last) break;
+      }
+    }
+    if (announces) {  // the end of the queue
+      barrier_wait(control.empty + stage, parity);
+      if (lane == 0) control.infos[stage] = {-1, 0, 0};
+      __syncwarp();
+      if (lane == 0) barrier_arrive(control.full + stage);
+    } else {
+      barrier_wait(control.empty + stage, parity);
+    }
+    barrier_arrive_after_copies(control.full + stage);
+  }
+
+  // Request this warp's rows of a stage, 16 bytes a lane. `rows` of the stage are there; V has zeros behind them.
+  template <bool kWhole>
+  __device__ void copy(char const* from, int const (&slots)[kPerLane], uint32_t down, int rows) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      int const row = i * kRowsAtOnce;
+      bool const there = kWhole || own_first + row < rows;
+      if (!there && kRole == Role::kKeys) break;
+      uint32_t const slot = __shfl_sync(~0u, slots[row / kWarp], row % kWarp + lane / kLanesPerRow);
+      uint32_t const at = to[i % kPatterns] + down + i / kPatterns * (Ring::Rows::kStep * int(sizeof(T)));
+      char const* const source = from + uint64_t(slot) * slot_bytes;
+      if (kWhole || kRole == Role::kKeys) {
+        copy_async(at, source);
+      } else {
+        copy_or_clear(at, source, there);
+      }
+    }
+  }
+
+  __device__ void prefetch(char const* from, int const (&pages)[kPerLane], int pos, int stop) const {
+    char const* const row = from - lane % kLanesPerRow * 16;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      int const token = min(pos + own_first + lane + j * kWarp, stop - 1);
+      uint64_t const slot = uint32_t((pages[j] << params.page_bits) | (token & ((1 << params.page_bits) - 1)));
+      prefetch_row<kHeadDim * int(sizeof(T))>(row + slot * slot_bytes);
+    }
+  }
+};
+
+// A warp that computes: the stages in turn.
+template <typename T, class Ring>
+struct GroupReader {
+  typename Ring::Control& control;
+  T* const ring;
+  int stage = 0, parity = 0;
+
+  __device__ GroupReader(typename Ring::Control& control_, T* ring_) : control(control_), ring(ring_) {}
+
+  // The next stage, once it is there.
+  __device__ StageInfo wait() const {
+    barrier_wait(control.full + stage, parity);
+    return control.infos[stage];
+  }
+  // The same, or tokens = -1 if it is not there yet.
+  __device__ StageInfo peek() const {
+    bool const there = barrier_ready(control.full + stage, parity);
+    return __all_sync(~0u, there) ? control.infos[stage] : StageInfo{-1, 0, 0};
+  }
+  // Go on to the stage behind; the one at hand is kept until it is released.
+  __device__ int take() {
+    int const taken = stage;
+    if (++stage == Ring::kStages) stage = 0, parity ^= 1;
+    return taken;
+  }
+  __device__ int const* members(int stage) const { return control.members[stage]; }
+  __device__ T* k_tile(int stage) const { return ring + stage * Ring::kStageElements; }
+  __device__ T* v_tile(int stage) const { return k_tile(stage) + Ring::kTile; }
+  __device__ void release(int stage) {
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) barrier_arrive(control.empty + stage);
+  }
+};
+
+}  // namespace feather

@@ -1,0 +1,553 @@
+// The KV that one request reads alone, its private tail above all: a warp per unit, which copies for itself.
+//
+// A unit is a work item for one KV head, or for two neighbours where the group is small: then the query heads of both
+// share one tile of 8 rows, and the softmax, the look-ups and the unit's own cost are paid once for both.
+#pragma once
+#include "merge.cuh"
+#include "stream.cuh"
+#include "tile.cuh"
+
+namespace feather {
+
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
+  uint32_t y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
+  cutlass::NumericArrayConverter<T, float, 2> convert;
+  cutlass::Array<T, 2> const pair = convert(cutlass::Array<float, 2>{low, high});
+  return reinterpret_cast<uint32_t const&>(pair);
+}
+
+// The maximum and the sum over the eight lanes that share lane % 4.
+__device__ __forceinline__ float column_max(float x) {
+#pragma unroll
+  for (int distance = 4; distance < 32; distance *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
+  return x;
+}
+__device__ __forceinline__ float column_sum(float x) {
+#pragma unroll
+  for (int distance = 4; distance < 32; distance *= 2) x += __shfl_xor_sync(~0u, x, distance);
+  return x;
+}
+
+// One warp's arithmetic with the operands swapped: 8 query rows as columns, 16 KV tokens as rows (mma.sync). The rows
+// are consecutive query heads of one request: those of one KV head, or of two.
+template <typename T, int kHeadDim, int kPitch, int kHeads>
+struct TailTile {
+  using Op = typename MmaOp<T>::type;
+  static constexpr int kHeadElements = 16 * kPitch;  // of a head in a slot
+  static constexpr int kPartPitch = kHeadDim + 4;    // of a part in a slot, in floats: free of bank conflicts
+  static_assert((8 * kPartPitch + 8) * sizeof(float) <= kHeadElements * sizeof(T), "a part takes a head's place");
+
+  // How a lane holds results: rows 2 (lane % 4) + {0, 1}, of each the columns 8 j + lane / 4.
+  struct Layout {
+    static constexpr int kRows = 8, kChunks = kHeadDim / 32;
+    static __device__ int row(int i) { return 2 * (threadIdx.x % 4) + i; }
+    static __device__ bool leads() { return threadIdx.x % 32 < 4; }
+    static __device__ int chunk(int c) { return part_chunk(c, threadIdx.x % 32 / 4); }
+    static __device__ float& value(float (&out)[kHeadDim / 4], int i, int c, int e) { return out[2 * (4 * c + e) + i]; }
+    // Rows are neighbours, so that after a transposition a lane holds pairs of columns of row lane / 4.
+    static __device__ void store(Params<T> const& params, float const (&out)[kHeadDim / 4], Row const (&rows)[2]) {
+      int const lane = threadIdx.x % 32;
+      int const request = __shfl_sync(~0u, rows[0].request, 0), first_head = __shfl_sync(~0u, rows[0].head, 0);
+      unsigned const even = __ballot_sync(~0u, rows[0].request >= 0), odd = __ballot_sync(~0u, rows[1].request >= 0);
+      int const row = lane / 4;
+      bool const real = ((row % 2 ? odd : even) >> (row / 2)) & 1;
+      T* const to = params.out + request * params.out_stride + (first_head + row) * kHeadDim + 2 * (lane % 4);
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        uint32_t const pair = transpose_8x8(pack_pair<T>(out[2 * j], out[2 * j + 1]));
+        if (real) *reinterpret_cast<uint32_t*>(to + 8 * j) = pair;
+      }
+    }
+  };
+
+  uint32_t q[kHeadDim / 16][2];
+  float out[kHeadDim / 4];  // sum of p * v, not yet divided; [2 (column / 8) + row % 2]
+  float shift[2], row_sum[2];
+  float s[4];     // (token lane / 4 + 8 (i / 2), row i % 2)
+  uint32_t p[2];  // the same as an operand
+
+  // Read a unit's queries, once the last unit's scores are there; `row` points at query row lane / 4 (null: padding).
+  __device__ void fetch(T const* row) {
+    int const column = 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        q[k][i] = row ? *reinterpret_cast<uint32_t const*>(row + 16 * k + 8 * i + column) : 0u;
+      }
+    }
+  }
+
+  __device__ void begin() {
+#pragma unroll
+    for (float& x : out) x = 0.f;
+    shift[0] = shift[1] = -INFINITY;
+    row_sum[0] = row_sum[1] = 0.f;
+  }
+
+  // Scores of 16 tokens. A row takes those of its own head.
+  __device__ void score(T const* k_slot, int group) {
+    int const lane = threadIdx.x % 32;
+    T const* const k_at = k_slot + lane % 16 * kPitch + lane / 16 * 8;
+#pragma unroll
+    for (int head = 0; head < kHeads; ++head) {
+      float even[4] = {}, odd[4] = {};  // two chains, so that the latencies overlap
+#pragma unroll
+      for (int k = 0; k < kHeadDim / 16; ++k) {
+        uint32_t a[4];
+        SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t const*>(k_at + head * kHeadElements + 16 * k), a[0], a[1],
+                                a[2], a[3]);
+        float(&c)[4] = k % 2 ? odd : even;
+        Op::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], q[k][0], q[k][1], c[0], c[1], c[2], c[3]);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (head == 0 || Layout::row(i % 2) >= head * group) s[i] = even[i] + odd[i];
+      }
+    }
+  }
+
+  // Scores become probabilities; the first `tokens` count.
+  __device__ void soften(int tokens, Params<T> const& params) {
+    int const lane = threadIdx.x % 32;
+#if FEATHER_SOFT_CAP
+#pragma unroll
+    for (float& x : s) x = soft_capped(x, params);
+    float const scale = 1.f;
+#else
+    float const scale = params.scale_log2;
+#endif
+    if (tokens < 16) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (lane / 4 + 8 * (i / 2) >= tokens) s[i] = -INFINITY;
+      }
+    }
+    float top[2];
+    bool grown = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      top[i] = column_max(fmaxf(s[i], s[i + 2])) * scale;
+      grown |= top[i] > shift[i] + kSlack;
+    }
+    if (__any_sync(~0u, grown)) rescale(top);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float const minus = shift[i % 2] == -INFINITY ? 0.f : -shift[i % 2];
+      s[i] = exp2f(fmaf(s[i], scale, minus));
+      row_sum[i % 2] += s[i];
+    }
+    p[0] = transpose_8x8(pack_pair<T>(s[0], s[1])), p[1] = transpose_8x8(pack_pair<T>(s[2], s[3]));
+  }
+
+  // out += probabilities * V.
+  __device__ void accumulate(T const* v_slot, int group) {
+    int const lane = threadIdx.x % 32;
+    T const* const v_at = v_slot + (lane % 8 + lane / 16 * 8) * kPitch + lane / 8 % 2 * 8;
+    int const own = kHeads == 1 ? 0 : lane / 4 >= group;  // the head of operand column lane / 4
+#pragma unroll
+    for (int head = 0; head < kHeads; ++head) {
+      bool const mine = head == own;
+      uint32_t const p0 = mine ? p[0] : 0u, p1 = mine ? p[1] : 0u;
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 16; ++d) {
+        uint32_t a[4];
+        SM75_U16x8_LDSM_T::copy(*reinterpret_cast<uint128_t const*>(v_at + head * kHeadElements + 16 * d), a[0], a[1],
+                                a[2], a[3]);
+        float* const c = out + 4 * d;
+        Op::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], p0, p1, c[0], c[1], c[2], c[3]);
+      }
+    }
+  }
+
+  // Take in a part of the same request: its rows in fp32, kPartPitch apart, and behind them their log-sum-exps.
+  __device__ void take_in(float const* rows) {
+    float part_lse[2];
+    bool grown = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      part_lse[i] = rows[8 * kPartPitch + Layout::row(i)];
+      grown |= part_lse[i] > shift[i] + kSlack;
+    }
+    if (__any_sync(~0u, grown)) rescale(part_lse);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float const w = exp2f(part_lse[i] - (shift[i] == -INFINITY ? 0.f : shift[i]));
+      if (Layout::leads()) row_sum[i] += w;  // a row's sum is spread over lanes
+#pragma unroll
+      for (int c = 0; c < Layout::kChunks; ++c) {
+        float4 const part =
+            *reinterpret_cast<float4 const*>(rows + Layout::row(i) * kPartPitch + Layout::chunk(c));
+        float const x[4] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) Layout::value(out, i, c, e) = fmaf(w, x[e], Layout::value(out, i, c, e));
+      }
+    }
+  }
+
+  // Some row's maximum has grown to `top`.
+  __device__ void rescale(float const (&top)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float const alpha = follow(top[i], shift[i], row_sum[i]);
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) out[2 * j + i] *= alpha;
+    }
+  }
+
+  // End a work unit: out becomes the normalised result; returns each row's log-sum-exp, base 2.
+  __device__ void end(float (&lse)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float const inverse = normaliser(column_sum(row_sum[i]), shift[i], lse[i]);
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) out[2 * j + i] *= inverse;
+    }
+  }
+};
+
+// What a warp must remember of a unit between asking for its KV and computing; in shared memory.
+struct TailUnit {
+  int tokens, head, request, part;
+  int n_parts;  // to be taken in
+};
+constexpr int kTailUnits = 4;  // as many as a ring can run ahead, and the one at hand
+
+// What a warp's units need, on its way through a ring of slots: 16 tokens' K of one KV head or two, their V, and so on;
+// then, if the unit closes its request, the parts to be taken in, as many a slot as heads. Copies are counted by
+// cp.async groups, one a slot, as nobody but the warp itself waits for them.
+template <typename T, int kHeadDim, int kHeads>
+struct TailStream {
+  using Tile = TailTile<T, kHeadDim, kHeadDim + 8, kHeads>;
+  static constexpr int kPitch = kHeadDim + 8, kHeadElements = Tile::kHeadElements;
+  static constexpr int kSlots = (kHeadDim <= 128 ? 4 : 2) / kHeads, kSlotElements = kHeads * kHeadElements;
+  static constexpr int kRingBytes = kSlots * kSlotElements * int(sizeof(T));
+  static constexpr int kChunk = 16 / int(sizeof(T));
+  static constexpr int kLanesPerRow = kHeadDim / kChunk;
+  static constexpr int kRowsAtOnce = kWarp / kLanesPerRow;
+  static_assert(kLanesPerRow <= kWarp && kSlots <= kTailUnits);
+
+  Params<T> const& params;
+  T* const ring;
+  TailUnit* const units;
+  Source* const source;
+  int const lane;
+  int asked = 0, begun = 0, finished = 0;  // units
+  int depositing = 0;                      // the last of those asked for that deposits, counted from 1
+  int idle_slots = 0;                      // asked for behind it, for nothing
+  int slot_in = 0, slot_out = 0;
+
+  // The unit that is being asked for.
+  int pos = 0, stop = 0, block = 0, blocks = 0;
+  int64_t offset = 0;        // of its table row
+  int slots = 0, pages = 0;  // of the tokens from 32 (block / 2) on, one a lane; and the pages of the 32 behind those
+  bool v_next = false;       // of this block only V is left
+  char const *from = nullptr, *from_other = nullptr;  // this lane's columns of K and V, in turn
+  uint32_t slot_bytes = 0, slot_bytes_other = 0;
+  int part = 0, n_parts = 0;
+  int part_row = 0;      // of the first part, in part_lse
+  uint32_t told = 0;     // what part_lse holds for part 4 (part / 4) + lane / 8, row lane % 8
+
+  // The unit behind it. The words of an item lie one in a lane.
+  int next_work = 0, next_words = 0, next_stop = 0, next_pages = 0;
+  bool next_real = false, looked_ahead = false;
+  int popped = 0;
+
+  __device__ TailStream(Params<T> const& params_, T* ring_, TailUnit* units_, Source* source_)
+      : params(params_), ring(ring_), units(units_), source(source_), lane(threadIdx.x % kWarp) {}
+
+  // Start with unit `fixed`, without a round trip to the counter, or if that is negative with what the queue pops; others
+  // are popped, counted from `fixed_total`.
+  __device__ void open(Queue const& queue, int fixed, int fixed_total) {
+    if (lane == 0) *source = {queue.index, queue.first_item, queue.n_work, fixed_total};
+    __syncwarp();
+    if (fixed < 0) {
+      next_real = true;
+      pop();
+      fixed = take();
+    }
+    fetch(fixed);
+    pop();
+  }
+  __device__ void pop() {  // only where the answer will be looked at: none may land after the counter is reset
+    if (next_real && source->n_work > source->first_popped && lane == 0) {
+      popped = atomicAdd(params.popped + source->queue, 1);
+    }
+  }
+  __device__ int take() const {
+    int const n_work = source->n_work, first = source->first_popped;
+    return n_work > first ? first + __shfl_sync(~0u, popped, 0) : n_work;
+  }
+  __device__ void fetch(int unit) {
+    next_work = unit;
+    looked_ahead = false;
+    next_real = unit < source->n_work;
+    if (!next_real) return;
+    int const item = source->first_item + item_of(unit);
+    next_words =
+        __ldg(params.plan + params.plan[kHeaderItemsBegin] + kItemSize * item + (lane < kItemSize ? lane : 0));
+  }
+  __device__ int item_of(int unit) const {
+    return kHeads == 1 ? params.kv_heads_div.div(unit) : params.kv_pairs_div.div(unit);
+  }
+  __device__ int word(int index) const { return __shfl_sync(~0u, next_words, index); }
+  __device__ int64_t next_offset() const {
+    return int64_t(uint32_t(word(kItemOffsetLow))) | (int64_t(word(kItemOffsetHigh)) << 32);
+  }
+
+  // Ask for what the words of the unit behind tell where to find.
+  __device__ void look_ahead() {
+    if (!next_real || looked_ahead) return;
+    looked_ahead = true;
+    int const grows = word(kItemGrows), planned_stop = word(kItemStop);
+    next_stop = grows >= 0 ? __ldg(params.seq_lens + grows) : planned_stop;
+    next_pages = look_up(next_offset(), word(kItemStart), planned_stop);
+  }
+
+  // The pages of the tokens from `first` on, one a lane, clamped to the last before `end`.
+  __device__ int look_up(int64_t row, int first, int end) const {
+    if (first >= end) return 0;
+    int64_t const entry = row + (min(first + lane, end - 1) >> params.page_bits);
+    return params.table_is_64 ? int(__ldg(static_cast<int64_t const*>(params.table) + entry))
+                              : __ldg(static_cast<int const*>(params.table) + entry);
+  }
+
+  // The unit behind becomes the current one.
+  __device__ void advance() {
+    look_ahead();
+    int const planned_stop = word(kItemStop);
+    offset = next_offset();
+    pos = word(kItemStart);
+    stop = next_stop;
+    // The tail has grown since it was planned, within the tokens that were looked up.
+    pages = min(pos + kWarp, stop) > planned_stop ? look_up(offset, pos, stop) : next_pages;
+    block = 0;
+    blocks = (stop - pos + 15) / 16;
+    int const head = next_work * kHeads - item_of(next_work) * params.kv_heads;
+    int const column = head * kHeadDim + lane % kLanesPerRow * kChunk;
+    from = reinterpret_cast<char const*>(params.k + column), slot_bytes = params.k_slot_bytes;
+    from_other = reinterpret_cast<char const*>(params.v + column), slot_bytes_other = params.v_slot_bytes;
+    part = 0;
+    n_parts = word(kItemParts);
+    part_row = word(kItemFirstPart) * params.q_heads + head * params.group;
+    if (n_parts) ask_whether_told();
+    int const request = word(kItemRequest), part_entry = word(kItemPart);
+    if (lane == 0) units[asked % kTailUnits] = {stop - pos, head, request, part_entry, n_parts};
+    __syncwarp();
+    ++asked;
+    if (part_entry >= 0) depositing = asked;
+    fetch(take());
+    pop();
+  }
+
+  // Fill the next slot: always one cp.async group. Nobody may wait for parts while it owes some itself, so a unit that
+  // takes parts in is asked for only after those before it have deposited theirs.
+  __device__ void ask() {
+    if (block >= blocks && part >= n_parts && next_real) {
+      if (finished < depositing && word(kItemParts) > 0) {
+        ++idle_slots;
+      } else {
+        advance();
+      }
+    }
+    if (block < blocks) {
+      ask_for_tokens();
+    } else if (part < n_parts) {
+      ask_for_parts();
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    slot_in = slot_in + 1 == kSlots ? 0 : slot_in + 1;
+  }
+
+  // 16 rows of K or V of each head, 16 bytes a lane. Rows behind the unit's last token repeat that.
+  __device__ void ask_for_tokens() {
+    if (!v_next && block % 2 == 0) {
+      slots = (pages << params.page_bits) | (min(pos + lane, stop - 1) & ((1 << params.page_bits) - 1));
+      pages = look_up(offset, pos + kWarp, stop);
+    }
+    int const row = lane / kLanesPerRow;
+    uint32_t const to = slot_address() + (row * kPitch + lane % kLanesPerRow * kChunk) * int(sizeof(T));
+    constexpr int kBatch = 4;  // addresses first, then copies, so that one does not wait for the other
+#pragma unroll
+    for (int first = 0; first < 16; first += kBatch * kRowsAtOnce) {
+      char const* rows[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        uint32_t const slot = __shfl_sync(~0u, slots, block % 2 * 16 + first + i * kRowsAtOnce + row);
+        rows[i] = from + uint64_t(slot) * slot_bytes;
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        uint32_t const at = to + (first + i * kRowsAtOnce) * kPitch * int(sizeof(T));
+        copy_async(at, rows[i]);
+        if (kHeads == 2) copy_async(at + kHeadElements * int(sizeof(T)), rows[i] + kHeadDim * sizeof(T));
+      }
+    }
+    if (v_next || block) look_ahead();
+    if (v_next && block++ % 2) {
+      pos += kWarp;
+      if (params.prefetch) prefetch();
+    }
+    v_next = !v_next;
+    char const* const other = from_other;
+    from_other = from, from = other;
+    uint32_t const other_bytes = slot_bytes_other;
+    slot_bytes_other = slot_bytes, slot_bytes = other_bytes;
+  }
+
+  // The rows of the 32 tokens from `pos` on, into L2.
+  __device__ void prefetch() const {
+    if (pos + lane >= stop) return;
+    uint64_t const slot = uint32_t((pages << params.page_bits) | ((pos + lane) & ((1 << params.page_bits) - 1)));
+    int const column = lane % kLanesPerRow * kChunk * int(sizeof(T));
+    for (int head = 0; head < kHeads; ++head) {
+      prefetch_row<kHeadDim * sizeof(T)>(from - column + slot * slot_bytes + head * kHeadDim * sizeof(T));
+      prefetch_row<kHeadDim * sizeof(T)>(from_other - column + slot * slot_bytes_other + head * kHeadDim * sizeof(T));
+    }
+  }
+
+  // Whether parts have been deposited is asked early and looked at late.
+  __device__ bool asks_about(int k) const { return k < n_parts && lane % 8 < kHeads * params.group; }
+  __device__ float* told_at(int k) const { return params.part_lse + part_row + k * params.q_heads + lane % 8; }
+  __device__ void ask_whether_told() {
+    int const k = (part & ~3) + lane / 8;
+    if (asks_about(k)) told = load_relaxed(told_at(k));
+  }
+
+  // As many parts as heads, once they have been deposited: their rows lie side by side. A log-sum-exp is read by nobody
+  // else, and left as the next run expects it. No acquire is needed: what is copied bypasses L1, and is asked for only
+  // after the answer that it is there.
+  __device__ void ask_for_parts() {
+    int const rows = kHeads * params.group, k = (part & ~3) + lane / 8, place = k - part;
+    bool const mine = asks_about(k) && place >= 0 && place < kHeads;
+    for (int tries = 0; __any_sync(~0u, mine && told == kNothing); ++tries) {
+      if (asks_about(k) && told == kNothing) told = load_relaxed(told_at(k));  // of the parts behind these, too
+      if (tries > kPatience) __trap();  // a plan whose parts are not all deposited: an error rather than a hang
+    }
+    T* const slot = ring + slot_in * kSlotElements;
+    if (mine) {
+      __stcg(reinterpret_cast<uint32_t*>(told_at(k)), kNothing);
+      reinterpret_cast<uint32_t*>(slot + place * kHeadElements)[8 * Tile::kPartPitch + lane % 8] = told;
+    }
+    // Lane by lane through a part's rows, which lie side by side.
+    constexpr int kLanes = kHeadDim / 4 < kWarp ? kHeadDim / 4 : kWarp;  // of 16 bytes, in a row at once
+    constexpr int kAtOnce = kWarp / kLanes;
+    int const row = lane / kLanes, column = lane % kLanes * 4;
+    float const* values =
+        params.part_out + int64_t(part_row + part * params.q_heads + row) * kHeadDim + column;
+    uint32_t to = slot_address() + (row * Tile::kPartPitch + column) * int(sizeof(float));
+#pragma unroll 1
+    for (int i = 0; i < kHeads && part < n_parts; ++i, ++part) {
+#pragma unroll
+      for (int first = 0; first < 8; first += kAtOnce) {
+        if (first + row < rows) {
+#pragma unroll
+          for (int c = 0; c < kHeadDim; c += 4 * kLanes) {
+            copy_async(to + (first * Tile::kPartPitch + c) * int(sizeof(float)), values + first * kHeadDim + c);
+          }
+        }
+      }
+      values += params.q_heads * kHeadDim;
+      to += kHeadElements * int(sizeof(T));
+    }
+    if (part % 4 == 0) ask_whether_told();
+    look_ahead();
+  }
+
+  __device__ uint32_t slot_address() const { return smem_address(ring + slot_in * kSlotElements); }
+
+  // The oldest slot is there.
+  __device__ T const* wait() const {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kSlots - 1) : "memory");
+    __syncwarp();
+    return ring + slot_out * kSlotElements;
+  }
+
+  // A unit has been written: what had to wait for that is asked for.
+  __device__ void finish_unit() {
+    if (++finished < depositing) return;
+    for (; idle_slots > 0; --idle_slots) {
+      wait();
+      refill();
+    }
+  }
+
+  // The oldest slot was read: it takes what comes next.
+  __device__ void refill() {
+    __syncwarp();
+    slot_out = slot_out + 1 == kSlots ? 0 : slot_out + 1;
+    ask();
+  }
+};
+
+// A warp works through the queue of tails.
+template <typename T, int kHeadDim, int kHeads>
+struct TailWarp {
+  using Stream = TailStream<T, kHeadDim, kHeads>;
+  using Tile = typename Stream::Tile;
+  using Layout = typename Tile::Layout;
+  static constexpr int kRingBytes = Stream::kRingBytes;
+
+  static __device__ void fetch(Params<T> const& params, Tile& tile, TailUnit const& unit, int rows) {
+    int const row = threadIdx.x % 32 / 4;
+    T const* const first = params.q + unit.request * params.q_stride + unit.head * params.group * kHeadDim;
+    tile.fetch(row < rows ? first + row * kHeadDim : nullptr);
+  }
+
+  static __device__ void run(Params<T> const& params, Stream& stream) {
+    int const rows = kHeads * params.group;
+#pragma unroll 1
+    for (int i = 0; i < Stream::kSlots; ++i) stream.ask();
+    Tile tile;
+    bool fetched = false;
+    while (stream.begun < stream.asked) {
+      TailUnit const unit = stream.units[stream.begun++ % kTailUnits];
+      if (!fetched) fetch(params, tile, unit, rows);
+      fetched = false;
+      tile.begin();
+      int tokens = unit.tokens, part = 0;
+      bool k_turn = tokens > 0;
+      int slots = (max(tokens, 0) + 15) / 16 * 2 + (unit.n_parts + kHeads - 1) / kHeads;
+      do {
+        T const* const slot = stream.wait();
+        if (k_turn) {
+          tile.score(slot, params.group);
+        } else if (tokens > 0) {
+          tile.accumulate(slot, params.group);
+          tokens -= 16;
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < kHeads && part < unit.n_parts; ++i, ++part) {
+            tile.take_in(reinterpret_cast<float const*>(slot + i * Tile::kHeadElements));
+          }
+        }
+        stream.refill();
+        bool const scored = k_turn ? tokens <= 16 : tokens <= 0;  // all of this unit
+        if (scored && !fetched && stream.begun < stream.asked) {  // the next one's queries, in time to be there
+          fetch(params, tile, stream.units[stream.begun % kTailUnits], rows);
+          fetched = true;
+        }
+        if (k_turn) tile.soften(tokens, params);
+        k_turn = !k_turn && tokens > 0;
+      } while (--slots > 0);  // a unit with nothing to attend to has a slot all the same
+      float lse[2];
+      tile.end(lse);
+      Row result[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int const row = Layout::row(i);
+        if (row < rows) result[i] = {unit.request, unit.head * params.group + row, max(unit.part, kOnly)};
+      }
+      finish<kHeadDim, Layout, false>(params, tile.out, lse, result).make(params);
+      stream.finish_unit();
+    }
+  }
+};
+
+}  // namespace feather

@@ -1,0 +1,245 @@
+"""How ``split="balanced"`` cuts KV, against the rule in ``oracles.splitting`` and by example."""
+
+import math
+from collections import Counter
+from itertools import accumulate, repeat
+from operator import mul
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_checks import TILE_SETS, check_plan, check_tiles, forests, packs_in, plan_of, row_tiles, without_tokens
+
+from feather_kernels.forest import Forest
+from feather_kernels.pack import MERGES, STRATEGIES
+from feather_kernels.plan import DEFAULT_ALPHA
+from feather_kernels.tiles import TILES
+from feather_kernels.trees import tree_forest
+from oracles.splitting import head_pack, pieces, tail_limits, up
+
+WITHOUT_CHUNKS = sorted(STRATEGIES.keys() - {"two-phase"})  # whose packs have no chunk of their own
+
+
+@st.composite
+def batches(draw):
+    """A forest, whose tails are many to a warp or few, and the arguments of its plan."""
+    group, kv_heads = draw(st.integers(1, 16)), draw(st.integers(1, 4))
+    arguments = {
+        "num_qo_heads": group * kv_heads, "num_kv_heads": kv_heads, "strategy": draw(st.sampled_from(WITHOUT_CHUNKS)),
+        "merge": draw(st.sampled_from(list(MERGES))), "tiles": draw(st.sampled_from(TILE_SETS)),
+        "min_chunk": draw(st.sampled_from([1, 16, 50, 64, 300])), "n_sm": draw(st.sampled_from([1, 2, 5, 20])),
+        "tail_warps": draw(st.sampled_from([1, 2, 8, 12])),
+    }  # fmt: skip
+    return draw(forests(tokens=2000, tail=draw(st.sampled_from([60, 600, 6000])))), arguments
+
+
+def rule(rows, arguments, widen=1.0):
+    """How often each (tile, length, its chunks) occurs by the rule, and the head pack."""
+    tiles, kv_heads, n_sm = arguments["tiles"], arguments["num_kv_heads"], arguments["n_sm"]
+    group = arguments["num_qo_heads"] // kv_heads
+    tail = next(t for t, (m, _) in enumerate(tiles) if m >= group)
+    tails = sorted((stop - start for tile, start, stop, _ in rows if tile == tail), reverse=True)
+    (rows_of_tail, step), warps = tiles[tail], n_sm * arguments["tail_warps"]
+    pack = head_pack(tails, step, group, kv_heads, warps) if rows_of_tail == 8 else 1
+    cut, balances = [], rows_of_tail <= 16
+    if balances:
+        limits = tail_limits(tails, kv_heads // pack, warps, max(arguments["min_chunk"], 4 * step), step)
+        cut = [(tail, length, longest) for length, longest in zip(tails, limits, strict=True)]
+    token_heads = sum(stop - start for _, start, stop, _ in rows) * kv_heads
+    for tile, start, stop, _ in rows:
+        if tile != tail or not balances:
+            m, n = tiles[tile]
+            share = math.ceil(DEFAULT_ALPHA[m] * token_heads / n_sm)
+            cut.append((tile, stop - start, up(max(share, arguments["min_chunk"], 4 * n), n)))
+    chunks = [(tile, size, pieces(size, int(longest * widen), tiles[tile][1])) for tile, size, longest in cut]
+    return Counter(chunks), pack
+
+
+def cuts(plan, rows):
+    """The same as it is in a plan."""
+    items = packs_in(plan)
+    assert len(items) == plan.n_items - without_tokens(plan).sum()
+    found = {
+        (tile, start, stop, members): tuple(
+            end - begin
+            for begin, end, some in sorted(items, key=lambda item: item[0])
+            if some == members and start <= begin < max(stop, start + 1)
+        )
+        for tile, start, stop, members in rows
+    }
+    assert sum(map(len, found.values())) == len(items)
+    return Counter((row[0], row[2] - row[1], chunks) for row, chunks in found.items())
+
+
+@settings(max_examples=400)
+@given(batch=batches(), grow=st.booleans())
+def test_chunks_are_those_of_the_rule(batch, grow):
+    forest, arguments = batch
+    arguments["grow"] = grow
+    plan = plan_of(forest, **arguments)
+    check_tiles(plan)
+    rows = row_tiles(plan)
+    expected, pack = rule(rows, arguments)
+    assert cuts(plan, rows) == expected and plan.head_pack == pack and not plan.widened
+    for tile, length, chunks in expected:
+        least = max(arguments["min_chunk"], 4 * arguments["tiles"][tile][1])
+        assert len(chunks) <= max(1, -(-length // least))  # never more than chunks of the least length would be
+
+
+@settings(max_examples=200)
+@given(batch=batches(), share=st.floats(0, 1))
+def test_chunks_are_widened_no_further_than_the_capacity_asks(batch, share):
+    forest, arguments = batch
+    free = plan_of(forest, **arguments)
+    rows = row_tiles(free)
+    limit = len(rows) + int(share * (free.n_items - len(rows)))
+    plan = plan_of(forest, **arguments, max_items=limit, max_members=free.n_members)
+    steps = accumulate(repeat(1.25), mul, initial=1.0)
+    widened = (rule(rows, arguments, widen)[0] for widen in steps)
+    expected = next(some for some in widened if sum(len(c) * count for (_, _, c), count in some.items()) <= limit)
+    assert cuts(plan, rows) == expected and plan.widened == (limit < free.n_items)
+
+
+def loose_chunks(lengths, **arguments):
+    """For each request that shares nothing, its chunks. 12 warps and 2 KV heads to a unit, so 12 chunks are a round."""
+    forest = tree_forest((len(lengths),), (max(lengths),)).with_seq_len(lengths)
+    plan = plan_of(forest, **{"n_sm": 1, "head_pack": 2, **arguments})
+    check_plan(plan, forest)
+    mine = [plan.items[plan.items[:, 8] == request] for request in range(len(lengths))]
+    return [(some[:, 3] - some[:, 2])[some[:, 2].argsort()].tolist() for some in mine]
+
+
+@pytest.mark.parametrize(
+    ("tails", "in_last_round"),
+    [
+        (12, []),
+        (24, []),
+        (18, [[512, 488]] * 6),  # 500 tokens a warp
+        (13, [[96] * 10 + [40]]),  # 83 a warp: 11 chunks, and then a warp is idle
+        (11, [[1000]] * 11),  # 917 a warp, so 22 chunks: longer ones until they are no more than 12
+        (5, [[512, 488]] * 5),  # 417 a warp are three chunks each, 15; 544 are two
+        (36 + 4, [[336, 336, 328]] * 4),
+    ],
+)
+def test_only_tails_of_the_last_round_are_cut(tails, in_last_round):
+    chunks = loose_chunks([1000] * tails)
+    assert sorted(chunks, key=len) == [[1000]] * (tails - len(in_last_round)) + in_last_round
+
+
+def test_eight_longer_chunks_are_tried_to_fit_a_round():
+    """Ten tails of one token leave two chunks of the round to the long one, so one chunk of six even shares."""
+    assert loose_chunks([10_000] + [1] * 10) == [[5008, 4992]] + [[1]] * 10  # the eighth is 5184
+    assert loose_chunks([100_000] + [1] * 10) == [[33_344, 33_344, 33_312]] + [[1]] * 10  # 49,808, and no more
+
+
+def test_the_longest_tails_are_the_whole_ones():
+    chunks = loose_chunks([300, 310] * 6 + [200, 150] * 3)
+    assert chunks[:12] == [[300], [310]] * 6
+    assert chunks[12:] == [[112, 88], [80, 70]] * 3  # 87 a warp are 96, and 14 chunks; 128 are 12
+
+
+def test_a_tail_of_a_whole_round_is_cut_where_it_exceeds_a_warps_even_share_by_a_quarter():
+    assert loose_chunks([5000] + [100] * 11) == [[640] * 7 + [520]] + [[100]] * 11  # 508 a warp, so 635
+    assert loose_chunks([640] + [460] * 11) == [[640]] + [[460]] * 11  # 475, so 593, in steps of 16 is 608
+
+
+def test_a_round_of_more_warps_or_units_has_more_or_fewer_tails():
+    assert loose_chunks([1000] * 12, tail_warps=24) == [[512, 488]] * 12
+    assert loose_chunks([1000] * 12, n_sm=2) == [[512, 488]] * 12
+    assert loose_chunks([1000] * 6, head_pack=1) == [[1000]] * 6
+    assert loose_chunks([1000] * 6, num_qo_heads=16, num_kv_heads=4) == [[1000]] * 6
+
+
+def test_no_chunk_is_made_for_less_than_the_least():
+    assert loose_chunks([1000], min_chunk=400) == [[336, 336, 328]]
+    assert loose_chunks([256], min_chunk=1, n_sm=9) == [[64] * 4]  # four steps of 16
+    assert loose_chunks([1000], min_chunk=1, n_sm=9, tiles=((64, 64),), head_pack=None) == [[256, 256, 256, 232]]
+    assert loose_chunks([64], n_sm=9) == [[64]]
+
+
+def test_tails_without_tokens_make_no_round():
+    assert loose_chunks([1000] * 11 + [1]) == [[512, 488]] * 11 + [[1]]  # a round, and 917 a warp
+    assert loose_chunks([1000] * 11 + [0]) == [[1000]] * 11 + [[0]]  # none, and 11 chunks fit where 22 do not
+
+
+def test_shared_chunks_of_two_phase_stay_as_they_are():
+    """With one tile, shared packs are of the tail tile too."""
+    forest = tree_forest((1, 3), (512, 1000))
+    lengths = {}
+    for tile in ((16, 16), (64, 64)):
+        plan = plan_of(forest, strategy="two-phase", shared_chunk=64, n_sm=1, tiles=(tile,))
+        check_plan(plan, forest)
+        lengths[tile] = (plan.items[:, 3] - plan.items[:, 2]).tolist()
+    assert lengths[16, 16] == [512] * 3 + [64] * 8 + [488] * 3  # closing items after the others
+    assert lengths[64, 64] == [64] * 8 + [1000] * 3  # no tile of single warps: a chunk may be a processor's share
+
+
+def shared_tiles(packs, **arguments):
+    """The tile's rows and the chunks of each pack of (tokens, requests), which are the only shared ones.
+
+    Four query heads of one KV head, so four requests to a tile of 16 rows; by default on one processor.
+    """
+    node = [index for index, (_, count) in enumerate(packs) for _ in range(count)]
+    tokens = [length for length, _ in packs]
+    seq_len = [tokens[n] + 5 for n in node]
+    forest = Forest([-1] * len(packs), tokens, node, seq_len, [*accumulate(seq_len[:-1], initial=0)])
+    options = {"num_qo_heads": 4, "num_kv_heads": 1, "n_sm": 1, "strategy": "naive", **arguments}
+    plan = plan_of(forest, **options)
+    check_plan(plan, forest)
+    found = []
+    for pack in range(len(packs)):
+        request = node.index(pack)
+        mine = [
+            (plan.tiles[item[7]][0], item[3] - item[2])
+            for item in sorted(plan.items.tolist(), key=lambda item: item[2])
+            if item[8] == request and item[3] <= tokens[pack] and item[4] < 0
+        ]
+        assert len({rows for rows, _ in mine}) == 1
+        found.append((mine[0][0], [length for _, length in mine]))
+    return found
+
+
+def test_a_long_pack_among_few_moves_to_the_next_larger_tile():
+    assert shared_tiles([(1000, 2)]) == [(64, [1000])]  # 125 tokens to each of eight warps
+    assert shared_tiles([(256, 2)]) == [(64, [256])]
+    assert shared_tiles([(255, 2)])[0][0] == 16  # no pack of less is long
+    assert shared_tiles([(1000, 2), (1000, 3)]) == [(64, [1000])] * 2
+    assert [rows for rows, _ in shared_tiles([(1000, 2)] * 3)] == [16] * 3  # 375 to a warp, a quarter of 1500
+
+
+def test_a_pack_is_long_by_four_times_a_warps_share_of_all_of_its_kind():
+    chunks = shared_tiles([(2000, 2), (1999, 2)], num_qo_heads=8, num_kv_heads=2)  # 999 to a warp
+    assert [rows for rows, _ in chunks] == [16, 16]
+    chunks = shared_tiles([(2000, 2), (1999, 2)], num_qo_heads=8, num_kv_heads=2, n_sm=2)  # 499: 1996
+    assert [rows for rows, _ in chunks] == [64, 64]
+    chunks = shared_tiles([(2001, 2), (1995, 2)], num_qo_heads=8, num_kv_heads=2, n_sm=2)  # 499 too
+    assert [rows for rows, _ in chunks] == [64, 16]
+    chunks = shared_tiles([(300, 2), (9000, 9)])  # 36 rows are not of that kind, nor are tails
+    assert [rows for rows, _ in chunks] == [64, 64]
+    chunks = shared_tiles([(300, 2)] + [(100, 2)] * 4)  # 87: 348
+    assert [rows for rows, _ in chunks] == [16] * 5
+
+
+def test_a_long_pack_moves_by_one_tile_and_out_of_single_warps_only():
+    portable = TILES["portable"]
+    assert shared_tiles([(1000, 2)], tiles=portable)[0][0] == 32
+    assert shared_tiles([(1000, 8)], tiles=portable)[0][0] == 32  # 32 rows, where they belong
+    assert shared_tiles([(1000, 16)])[0][0] == 64
+    assert shared_tiles([(1000, 2)], tiles=((16, 16), (128, 64)))[0][0] == 128
+    assert shared_tiles([(1000, 2)], tiles=((8, 16), (16, 16)))[0][0] == 16  # there is no larger one
+    assert shared_tiles([(1000, 2)], tiles=((64, 64),))[0][0] == 64
+
+
+def test_tails_and_other_splits_stay_in_their_tile():
+    forest = tree_forest((1,), (5000,))
+    for group in (4, 16):
+        plan = plan_of(forest, num_qo_heads=group, num_kv_heads=1)
+        assert {plan.tiles[tile][0] for tile in plan.items[:, 7].tolist()} == {max(8, group)}
+    for split in ("none", "mean"):
+        assert shared_tiles([(1000, 2)], split=split)[0][0] == 16
+
+
+def test_promoted_chunks_are_those_of_the_larger_tile():
+    """64 processors: a chunk has at least four steps of its tile."""
+    assert shared_tiles([(1000, 2)], n_sm=64) == [(64, [256] * 3 + [232])]
+    assert shared_tiles([(1000, 2)], n_sm=64, tiles=((8, 16), (16, 16))) == [(16, [64] * 15 + [40])]
