@@ -107,16 +107,11 @@ def row_tiles(plan):
     rows = [(tile_of(plan, len(members)), start, stop, members) for start, stop, members in packs_in(uncut(plan))]
     if plan.planner.split != "balanced":
         return rows
-
-    def may_move(tile, members):
-        return len(members) > 1 and plan.tiles[tile][0] <= 16 and tile + 1 < len(plan.tiles)
-
     shared = [row for row in rows if len(row[3]) > 1 and plan.tiles[row[0]][0] <= 16]
     least = least_promoted([stop - start for _, start, stop, _ in shared], plan.planner.num_kv_heads, plan.planner.n_sm)
-    return [
-        (tile + (may_move(tile, members) and stop - start >= least), start, stop, members)
-        for tile, start, stop, members in rows
-    ]
+    largest = len(plan.tiles) - 1
+    promoted = [(min(row[0] + 1, largest), *row[1:]) for row in shared if row[2] - row[1] >= least]
+    return [row for row in rows if row not in shared or row[2] - row[1] < least] + promoted
 
 
 def check_tiles(plan):
@@ -140,7 +135,7 @@ def members_of(plan):
 
 
 def work(plan):
-    """The plan's queues for `oracles.waiting`: each item is a unit for every KV head, or for every `head_pack` heads."""
+    """The plan's queues for `oracles.waiting`: each item is a unit for every KV head, or every `head_pack` of them."""
     tail, heads = tile_of(plan, 1), plan.planner.num_kv_heads
     queues = []
     for begin, end in pairwise(plan.queue_begin.tolist()):

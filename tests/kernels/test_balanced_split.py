@@ -140,7 +140,8 @@ def test_the_longest_tails_are_the_whole_ones():
 
 def test_a_tail_of_a_whole_round_is_cut_where_it_exceeds_a_warps_even_share_by_a_quarter():
     assert loose_chunks([5000] + [100] * 11) == [[640] * 7 + [520]] + [[100]] * 11  # 508 a warp, so 635
-    assert loose_chunks([640] + [460] * 11) == [[640]] + [[460]] * 11  # 475, so 593, in steps of 16 is 608
+    assert loose_chunks([592] + [470] * 11) == [[592]] + [[470]] * 11  # 480, so 600, in steps of 16 is 608
+    assert loose_chunks([620] + [470] * 11) == [[320, 300]] + [[470]] * 11  # 482, so 602
 
 
 def test_a_round_of_more_warps_or_units_has_more_or_fewer_tails():
@@ -158,8 +159,8 @@ def test_no_chunk_is_made_for_less_than_the_least():
 
 
 def test_tails_without_tokens_make_no_round():
-    assert loose_chunks([1000] * 11 + [1]) == [[512, 488]] * 11 + [[1]]  # a round, and 917 a warp
-    assert loose_chunks([1000] * 11 + [0]) == [[1000]] * 11 + [[0]]  # none, and 11 chunks fit where 22 do not
+    assert loose_chunks([1000] * 8 + [1] * 4) == [[512, 488]] * 8 + [[1]] * 4  # a round, and 667 a warp, so 833
+    assert loose_chunks([1000] * 8 + [0] * 4) == [[1000]] * 8 + [[0]] * 4  # none, and 8 chunks fit where 16 do not
 
 
 def test_shared_chunks_of_two_phase_stay_as_they_are():

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench_decode_kernel as bench
 import decode_report as report
+import decode_systems
+import torch
 from decode_cases import Heads, tree_case
 from decode_systems import ABLATIONS, PEERS, Inputs, Pools, choose_systems, reference
 
@@ -76,6 +79,19 @@ def test_the_default_pass_is_the_80_rows_at_two_page_sizes():
     assert set(chosen) == {*PEERS, "feather", *ABLATIONS}
     assert set(bench.systems_for(chosen, 1, options)) == set(chosen)
     assert set(bench.systems_for(chosen, 32, options)) == {*PEERS, "feather"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "tile"),
+    [((9, 0), 64, (128, 64)), ((9, 0), 128, (128, 64)), ((9, 0), 256, (64, 64)), ((8, 0), 128, (64, 32))],
+)
+def test_the_fixed_tile_is_the_largest_that_is_built(capability, head_dim, tile, monkeypatch):
+    options = {}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(decode_systems, "feather", lambda **given: lambda inputs: options.update(given))
+    case = SimpleNamespace(head_dim=head_dim)
+    decode_systems.feather_fixed(SimpleNamespace(q=torch.zeros(1), case=case))
+    assert options == {"tiles": (tile,)}
 
 
 def test_bad_arguments_are_one_clear_line(capsys):
