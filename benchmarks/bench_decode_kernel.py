@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from decode_cases import COPY_BANDWIDTH, MATRIX_RATE, Case, Heads, Watchdog, choose_trees, parse_heads, tree_case
-from decode_report import plot, row_header, row_line, summary
+from decode_report import markdown, plot, row_header, row_line, summary
 
 from feather_kernels.trees import PAT_TREES, parse_tree
 
@@ -57,6 +57,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--plot", type=Path, help="write bars of time over floor here")
     parser.add_argument("--quiet", action="store_true", help="print the summaries only")
+    parser.add_argument("--markdown", action="store_true", help="print the docs' table instead of rows")
     parser.add_argument("--from", dest="source", type=Path, metavar="JSON", help="report a finished run; no GPU needed")
     options = parser.parse_args(argv)
     try:
@@ -287,7 +288,9 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     if options.source:
         content, status = json.loads(options.source.read_text()), 0
-        if not options.quiet:
+        if options.markdown:
+            print(markdown(content["records"]))
+        elif not options.quiet:
             block = None
             for record in content["records"]:
                 if block != (record["heads"], record["page_size"]):

@@ -96,6 +96,28 @@ def means(records: Sequence[Record], kind: str = "warm") -> str:
     return grid(rows)
 
 
+def markdown(records: Sequence[Record], page_size: int = 1, kind: str = "warm") -> str:
+    """A table for the docs, of one page size: a line a tree, for each heads ours in us (x floor) and the best peer."""
+    chosen = [record for record in records if record["page_size"] == page_size]
+    heads = list(dict.fromkeys(record["heads"] for record in chosen))
+    lines = [f"| tree | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
+    trees: dict[int, dict[str, Record]] = defaultdict(dict)
+    for record in chosen:
+        trees[record["tree"]][record["heads"]] = record
+    for group in trees.values():
+        cells = [_cell(group[name], kind) if name in group else "" for name in heads]
+        lines.append(f"| `{next(iter(group.values()))['name']}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(record: Record, kind: str) -> str:
+    """``28 (3.5x) / 66 fi``; without a measurement, a dash."""
+    own = ours([record])
+    mine, peer = time_us(record, own, kind) if own else None, best_peer(record, kind)
+    text = f"{mine:.0f} ({mine / record['floor_us']:.2f}x)" if mine else "-"
+    return f"{text} / {peer[1]:.0f} {short(peer[0])}" if peer else text
+
+
 def worst(records: Sequence[Record], kind: str = "warm") -> str:
     """The largest ratio of ours to each peer over all rows, and where it is."""
     own = ours(records)

@@ -57,6 +57,7 @@ struct GroupTeam {
   static __device__ void run_unit(Params<T> const& params, GroupReader<T, Ring>& reader, Tile& tile, StageInfo info,
                                   int warp, Announcement& told) {
     int stage = reader.take();
+    if (info.tokens == 0) return finish_empty(params, reader, tile, info, stage, warp, told);
     if (!tile.ahead) fetch(params, tile, info, reader.members(stage), warp);
     tile.begin();
     float alpha[2];
@@ -87,6 +88,19 @@ struct GroupTeam {
     reader.release(stage);
     StageInfo const behind = reader.peek();  // its queries, in time for them to be there
     if (behind.tokens >= 0) fetch(params, tile, behind, reader.members(reader.stage), warp);
+    float lse[2];
+    tile.end(lse);
+    told = finish<kHeadDim, typename Tile::Layout, false>(params, tile.out, lse, rows);
+  }
+
+  // A tail in a large tile may have no tokens: its stage holds nothing that could be multiplied.
+  static __device__ void finish_empty(Params<T> const& params, GroupReader<T, Ring>& reader, Tile& tile,
+                                      StageInfo const& info, int stage, int warp, Announcement& told) {
+    Row rows[2];
+    find_rows<typename Tile::Layout>(params, info, reader.members(stage), 16 * warp, rows);
+    reader.release(stage);
+    told.make(params);
+    tile.begin();
     float lse[2];
     tile.end(lse);
     told = finish<kHeadDim, typename Tile::Layout, false>(params, tile.out, lse, rows);

@@ -30,7 +30,7 @@ inline void add_row_tiles(const Config& config, const Packing& packing, int32_t 
   }
 }
 
-constexpr int64_t kMinSteps = 4;  // a chunk is at least so many steps of its tile
+constexpr int64_t kMinSteps = 8;  // a chunk is at least so many steps of its tile
 
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
@@ -48,16 +48,21 @@ inline void promote_long(const Config& config, const Packing& packing, std::vect
   }
 }
 
-// The longest chunk of each tile, in tokens, before any widening.
+// The longest chunk of each tile, in tokens, before any widening. Balanced: a share of what the tile has in all, so that
+// every team has a chunk; but a chunk is not so short that its part costs as much as it does.
 inline void chunk_limits(const Config& config, const Packing& packing, const std::vector<RowTile>& rows,
                          int64_t* limit) {
-  int64_t tokens = 0;
-  for (const RowTile& row : rows) tokens += packing.packs[row.pack].stop - packing.packs[row.pack].start;
+  int64_t tokens[kMaxTiles] = {}, all = 0;
+  for (const RowTile& row : rows) {
+    const int64_t length = packing.packs[row.pack].stop - packing.packs[row.pack].start;
+    tokens[row.tile] += length;
+    all += length;
+  }
   for (int32_t t = 0; t < config.n_tiles(); ++t) {
     if (config[kSplit] == kSplitNone) limit[t] = INT32_MAX;
-    if (config[kSplit] == kSplitMean) limit[t] = std::max<int64_t>(1, tokens / std::max<int64_t>(1, rows.size()));
+    if (config[kSplit] == kSplitMean) limit[t] = std::max<int64_t>(1, all / std::max<int64_t>(1, rows.size()));
     if (config[kSplit] == kSplitBalanced) {
-      const double share = config.alpha(t) * static_cast<double>(tokens * config[kKvHeads]) / config[kProcessors];
+      const double share = config.alpha(t) * static_cast<double>(tokens[t] * config[kKvHeads]) / config[kProcessors];
       const double least = static_cast<double>(std::max<int64_t>(config[kMinChunk], kMinSteps * config.tile(t).n));
       const double chunk = std::min<double>(std::max(share, least), INT32_MAX / 2);
       limit[t] = round_up(static_cast<int64_t>(std::ceil(chunk)), config.tile(t).n);

@@ -166,13 +166,14 @@ struct TailTile {
     }
   }
 
-  // Take in a part of the same request: its rows in fp32, kPartPitch apart, and behind them their log-sum-exps.
-  __device__ void take_in(float const* rows) {
+  // Take in a part of the same request: its n_rows rows in fp32, kPartPitch apart, and behind them their log-sum-exps.
+  // What lies in other rows' places must not decide when results are rescaled.
+  __device__ void take_in(float const* rows, int n_rows) {
     float part_lse[2];
     bool grown = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      part_lse[i] = rows[8 * kPartPitch + Layout::row(i)];
+      part_lse[i] = Layout::row(i) < n_rows ? rows[8 * kPartPitch + Layout::row(i)] : -INFINITY;
       grown |= part_lse[i] > shift[i] + kSlack;
     }
     if (__any_sync(~0u, grown)) rescale(part_lse);
@@ -524,7 +525,7 @@ struct TailWarp {
         } else {
 #pragma unroll 1
           for (int i = 0; i < kHeads && part < unit.n_parts; ++i, ++part) {
-            tile.take_in(reinterpret_cast<float const*>(slot + i * Tile::kHeadElements));
+            tile.take_in(reinterpret_cast<float const*>(slot + i * Tile::kHeadElements), rows);
           }
         }
         stream.refill();

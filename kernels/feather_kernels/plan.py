@@ -20,7 +20,7 @@ from feather_kernels.pack import MERGES, SPLITS, STRATEGIES
 
 Tiles = Sequence[tuple[int, int]]
 
-DEFAULT_ALPHA = {8: 0.3, 16: 0.3, 32: 0.5, 64: 1.0, 128: 1.0}  # share of a processor's tokens, by the rows of the tile
+DEFAULT_ALPHA = {8: 0.125, 16: 0.125, 32: 0.25, 64: 0.5, 128: 1.0}  # one over a processor's teams, by m
 COMPUTE_SPLIT_COST = 64.0  # row-tokens that a partial row is worth to `compute`: its bytes at a few FLOP each
 TAIL_WARPS = {"hopper": 12, "portable": 8}  # of a processor, by the kernel's path
 MIN_GROWTH = 256  # tokens that any tail may grow before its plan is stale
@@ -68,13 +68,13 @@ class Planner:
     merge : str
         A key of ``pack.MERGES``: who combines the parts of a request.
     alpha : sequence of float, optional
-        For ``split="balanced"``, per tile: chunks are no longer than ``alpha * (token-heads of the plan) / n_sm``.
+        For ``split="balanced"``, per tile: chunks are no longer than ``alpha * (token-heads of that tile) / n_sm``.
         Items of the tail tile are cut otherwise where it has at most 16 rows: the longest, as many as fill whole rounds
         of the warps, only where they exceed 5/4 of a warp's even share of the tail tile's tokens; the others so that
         their chunks are one round.
     min_chunk : int
-        ... but the limit is no lower than this many tokens, nor than four steps of its tile. Chunks of a pack are even,
-        so shorter than their limit, by up to half.
+        ... but the limit is no lower than this many tokens, nor than eight steps of its tile. Chunks of a pack are
+        even, so shorter than their limit, by up to half.
     n_sm : int
         Processors of the GPU.
     grow : bool

@@ -1,6 +1,5 @@
 """How ``split="balanced"`` cuts KV, against the rule in ``oracles.splitting`` and by example."""
 
-import math
 from collections import Counter
 from itertools import accumulate, repeat
 from operator import mul
@@ -15,7 +14,7 @@ from feather_kernels.pack import MERGES, STRATEGIES
 from feather_kernels.plan import DEFAULT_ALPHA
 from feather_kernels.tiles import TILES
 from feather_kernels.trees import tree_forest
-from oracles.splitting import head_pack, pieces, tail_limits, up
+from oracles.splitting import head_pack, least_chunk, pieces, tail_limits, tile_limit
 
 WITHOUT_CHUNKS = sorted(STRATEGIES.keys() - {"two-phase"})  # whose packs have no chunk of their own
 
@@ -27,7 +26,7 @@ def batches(draw):
     arguments = {
         "num_qo_heads": group * kv_heads, "num_kv_heads": kv_heads, "strategy": draw(st.sampled_from(WITHOUT_CHUNKS)),
         "merge": draw(st.sampled_from(list(MERGES))), "tiles": draw(st.sampled_from(TILE_SETS)),
-        "min_chunk": draw(st.sampled_from([1, 16, 50, 64, 300])), "n_sm": draw(st.sampled_from([1, 2, 5, 20])),
+        "min_chunk": draw(st.sampled_from([1, 16, 150, 300, 600])), "n_sm": draw(st.sampled_from([1, 2, 5, 20])),
         "tail_warps": draw(st.sampled_from([1, 2, 8, 12])),
     }  # fmt: skip
     return draw(forests(tokens=2000, tail=draw(st.sampled_from([60, 600, 6000])))), arguments
@@ -43,14 +42,14 @@ def rule(rows, arguments, widen=1.0):
     pack = head_pack(tails, step, group, kv_heads, warps) if rows_of_tail == 8 else 1
     cut, balances = [], rows_of_tail <= 16
     if balances:
-        limits = tail_limits(tails, kv_heads // pack, warps, max(arguments["min_chunk"], 4 * step), step)
+        limits = tail_limits(tails, kv_heads // pack, warps, least_chunk(arguments["min_chunk"], step), step)
         cut = [(tail, length, longest) for length, longest in zip(tails, limits, strict=True)]
-    token_heads = sum(stop - start for _, start, stop, _ in rows) * kv_heads
+    lengths = [[stop - start for of, start, stop, _ in rows if of == tile] for tile in range(len(tiles))]
     for tile, start, stop, _ in rows:
         if tile != tail or not balances:
             m, n = tiles[tile]
-            share = math.ceil(DEFAULT_ALPHA[m] * token_heads / n_sm)
-            cut.append((tile, stop - start, up(max(share, arguments["min_chunk"], 4 * n), n)))
+            least = least_chunk(arguments["min_chunk"], n)
+            cut.append((tile, stop - start, tile_limit(lengths[tile], DEFAULT_ALPHA[m], kv_heads, n_sm, least, n)))
     chunks = [(tile, size, pieces(size, int(longest * widen), tiles[tile][1])) for tile, size, longest in cut]
     return Counter(chunks), pack
 
@@ -82,7 +81,7 @@ def test_chunks_are_those_of_the_rule(batch, grow):
     expected, pack = rule(rows, arguments)
     assert cuts(plan, rows) == expected and plan.head_pack == pack and not plan.widened
     for tile, length, chunks in expected:
-        least = max(arguments["min_chunk"], 4 * arguments["tiles"][tile][1])
+        least = least_chunk(arguments["min_chunk"], arguments["tiles"][tile][1])
         assert len(chunks) <= max(1, -(-length // least))  # never more than chunks of the least length would be
 
 
@@ -115,7 +114,8 @@ def loose_chunks(lengths, **arguments):
         (12, []),
         (24, []),
         (18, [[512, 488]] * 6),  # 500 tokens a warp
-        (13, [[96] * 10 + [40]]),  # 83 a warp: 11 chunks, and then a warp is idle
+        (13, [[128] * 7 + [104]]),  # 83 a warp, but the least is 128
+        (14, [[176] * 5 + [120]] * 2),  # 166 a warp
         (11, [[1000]] * 11),  # 917 a warp, so 22 chunks: longer ones until they are no more than 12
         (5, [[512, 488]] * 5),  # 417 a warp are three chunks each, 15; 544 are two
         (36 + 4, [[336, 336, 328]] * 4),
@@ -126,6 +126,10 @@ def test_only_tails_of_the_last_round_are_cut(tails, in_last_round):
     assert sorted(chunks, key=len) == [[1000]] * (tails - len(in_last_round)) + in_last_round
 
 
+def test_whole_steps_may_leave_a_warp_of_the_last_round_idle():
+    assert loose_chunks([1550] * 13) == [[1550]] * 12 + [[144] * 10 + [110]]  # 129 a warp: 11 chunks
+
+
 def test_eight_longer_chunks_are_tried_to_fit_a_round():
     """Ten tails of one token leave two chunks of the round to the long one, so one chunk of six even shares."""
     assert loose_chunks([10_000] + [1] * 10) == [[5008, 4992]] + [[1]] * 10  # the eighth is 5184
@@ -133,9 +137,9 @@ def test_eight_longer_chunks_are_tried_to_fit_a_round():
 
 
 def test_the_longest_tails_are_the_whole_ones():
-    chunks = loose_chunks([300, 310] * 6 + [200, 150] * 3)
-    assert chunks[:12] == [[300], [310]] * 6
-    assert chunks[12:] == [[112, 88], [80, 70]] * 3  # 87 a warp are 96, and 14 chunks; 128 are 12
+    chunks = loose_chunks([600, 620] * 6 + [400, 300] * 3)
+    assert chunks[:12] == [[600], [620]] * 6
+    assert chunks[12:] == [[208, 192], [160, 140]] * 3  # 175 a warp are 176, and 15 chunks; 224 are 12
 
 
 def test_a_tail_of_a_whole_round_is_cut_where_it_exceeds_a_warps_even_share_by_a_quarter():
@@ -153,9 +157,9 @@ def test_a_round_of_more_warps_or_units_has_more_or_fewer_tails():
 
 def test_no_chunk_is_made_for_less_than_the_least():
     assert loose_chunks([1000], min_chunk=400) == [[336, 336, 328]]
-    assert loose_chunks([256], min_chunk=1, n_sm=9) == [[64] * 4]  # four steps of 16
-    assert loose_chunks([1000], min_chunk=1, n_sm=9, tiles=((64, 64),), head_pack=None) == [[256, 256, 256, 232]]
-    assert loose_chunks([64], n_sm=9) == [[64]]
+    assert loose_chunks([256], min_chunk=1, n_sm=9) == [[128] * 2]  # eight steps of 16
+    assert loose_chunks([1000], min_chunk=1, n_sm=9, tiles=((64, 64),), head_pack=None) == [[512, 488]]
+    assert loose_chunks([128], n_sm=9) == [[128]]
 
 
 def test_tails_without_tokens_make_no_round():
@@ -172,7 +176,7 @@ def test_shared_chunks_of_two_phase_stay_as_they_are():
         check_plan(plan, forest)
         lengths[tile] = (plan.items[:, 3] - plan.items[:, 2]).tolist()
     assert lengths[16, 16] == [512] * 3 + [64] * 8 + [488] * 3  # closing items after the others
-    assert lengths[64, 64] == [64] * 8 + [1000] * 3  # no tile of single warps: a chunk may be a processor's share
+    assert lengths[64, 64] == [64] * 8 + [1000] * 3  # no tile of single warps: a chunk may be a team's share
 
 
 def shared_tiles(packs, **arguments):
@@ -201,7 +205,7 @@ def shared_tiles(packs, **arguments):
 
 
 def test_a_long_pack_among_few_moves_to_the_next_larger_tile():
-    assert shared_tiles([(1000, 2)]) == [(64, [1000])]  # 125 tokens to each of eight warps
+    assert shared_tiles([(1000, 2)]) == [(64, [512, 488])]  # 125 tokens to each of eight warps
     assert shared_tiles([(256, 2)]) == [(64, [256])]
     assert shared_tiles([(255, 2)])[0][0] == 16  # no pack of less is long
     assert shared_tiles([(1000, 2), (1000, 3)]) == [(64, [1000])] * 2
@@ -241,6 +245,15 @@ def test_tails_and_other_splits_stay_in_their_tile():
 
 
 def test_promoted_chunks_are_those_of_the_larger_tile():
-    """64 processors: a chunk has at least four steps of its tile."""
-    assert shared_tiles([(1000, 2)], n_sm=64) == [(64, [256] * 3 + [232])]
-    assert shared_tiles([(1000, 2)], n_sm=64, tiles=((8, 16), (16, 16))) == [(16, [64] * 15 + [40])]
+    """64 processors: a chunk has at least eight steps of its tile."""
+    assert shared_tiles([(1000, 2)], n_sm=64) == [(64, [512, 488])]
+    assert shared_tiles([(1000, 2)], n_sm=64, tiles=((8, 16), (16, 16))) == [(16, [128] * 7 + [104])]
+
+
+def test_a_chunk_is_a_share_of_the_tokens_of_its_own_tile():
+    """Of two processors, four teams take the tile of 64 rows and two that of 128."""
+    alone = shared_tiles([(8000, 16)], n_sm=2)
+    assert alone == [(64, [2048, 2048, 2048, 1856])]  # 2000 to a team
+    assert shared_tiles([(8000, 16), (6000, 32)], n_sm=2) == [*alone, (128, [3008, 2992])]
+    assert shared_tiles([(8000, 16), (60_000, 32)], n_sm=2) == [*alone, (128, [30_016, 29_984])]
+    assert shared_tiles([(8000, 16), (8000, 16)], n_sm=2) == [(64, [4032, 3968])] * 2  # 4000 to a team

@@ -55,6 +55,14 @@ def test_where_a_peer_is_ahead():
     assert "flashinfer: out of GPU memory (1 cases" in report.errors(RECORDS)
 
 
+def test_the_table_of_the_docs():
+    named = [one | {"name": f"tree-{one['tree']}"} for one in RECORDS]
+    lines = report.markdown(named).splitlines()
+    assert lines[0] == "| tree | 32/8 | 64/8 |" and len(lines) == 4
+    assert lines[2] == "| `tree-1` | 20 (2.00x) / 40 fi | 10 (1.00x) / 40 fi |"
+    assert lines[3] == "| `tree-2` | 80 (8.00x) / 10 fa3 |  |"
+
+
 def test_a_row_fits_its_header():
     systems = list(RECORDS[0]["systems"])
     header = report.row_header(systems)

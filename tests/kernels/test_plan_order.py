@@ -33,7 +33,7 @@ def test_the_oracle_sees_who_is_stuck(seed):
 
 @settings(max_examples=300)
 @given(
-    forest=forests(tokens=400, tail=600), grow=st.booleans(),
+    forest=forests(tokens=800, tail=1200), grow=st.booleans(),
     strategy=st.sampled_from(list(STRATEGIES)), split=st.sampled_from(list(SPLITS)), group=st.integers(1, 16),
     tiles=st.sampled_from(TILE_SETS), kv_heads=st.integers(1, 4), n_sm=st.sampled_from([1, 5, 20]),
     workers=st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=6), own=st.integers(1, 4),

@@ -30,7 +30,7 @@ def tensors(forest, page_size, rng, heads=(4, 2), dim=8, room=0):
 )  # fmt: skip
 def test_reference_is_direct(seed, requests, page_size, strategy, split, grow, heads, cap, merge, tiles):
     rng = np.random.default_rng(seed)
-    forest = random_forest(rng, requests, page_size=page_size)
+    forest = random_forest(rng, requests, max_node_tokens=128, max_tail_tokens=128, page_size=page_size)
     data = tensors(forest, page_size, rng, heads)
     options = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 8, "min_chunk": 16, "n_sm": 200}
     plan = plan_of(forest, strategy=strategy, split=split, grow=grow, merge=merge, tiles=tiles, **options)
@@ -47,7 +47,7 @@ def test_reference_is_direct(seed, requests, page_size, strategy, split, grow, h
 )  # fmt: skip
 def test_a_plan_serves_grown_tails(seed, strategy, split, merge, tiles):
     rng = np.random.default_rng(seed)
-    forest = random_forest(rng, 20, room=50)
+    forest = random_forest(rng, 20, max_node_tokens=128, max_tail_tokens=128, room=50)
     data = tensors(forest, 1, rng, room=50)
     options = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 8, "min_chunk": 16}
     plan = plan_of(forest, strategy=strategy, split=split, merge=merge, tiles=tiles, **options)

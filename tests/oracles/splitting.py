@@ -3,6 +3,8 @@
 Shares no code and no data structure with the product.
 """
 
+import math
+
 
 def up(value, step):
     return -(-value // step) * step
@@ -15,6 +17,16 @@ def pieces(length, longest, step):
     chunk = up(-(-length // -(-length // longest)), step)
     rest = length % chunk
     return (chunk,) * (length // chunk) + ((rest,) if rest else ())
+
+
+def least_chunk(min_chunk, step):
+    """The length that no limit is below: eight steps of the tile, or more where asked."""
+    return max(min_chunk, 8 * step)
+
+
+def tile_limit(lengths, alpha, kv_heads, n_sm, least, step):
+    """The longest chunk in a tile whose row tiles have these lengths, by their even share alone, in whole steps."""
+    return up(max(least, math.ceil(alpha * sum(lengths) * kv_heads / n_sm)), step)
 
 
 def head_pack(tails, step, group_size, kv_heads, warps):
