@@ -79,9 +79,9 @@ inline int32_t part_entry(const Schedule& schedule, const int32_t* part_begin, i
 constexpr int32_t kNoRow = -1;  // an entry without a row tile: its `chunk` is the request that it closes
 
 // Lists the items, sorted: queue by queue, the longest first. With the fused merge, the tail tile's queue, which is the
-// last with work, has first the items that neither wait for one of this queue nor are waited for, then those that others
-// wait for, then those that wait for them, or have no tokens. Work is taken in this order, so an item waits only for
-// items that were taken before, and those wait for nobody.
+// last with work, has first the items that neither wait for one of this queue nor are waited for, then those that
+// others wait for, then those that wait for them, or have no tokens. Work is taken in this order, so an item waits only
+// for items that were taken before, and those wait for nobody.
 inline void sort_items(const Config& config, const Packing& packing, const Schedule& schedule,
                        const int32_t* part_begin, EmitScratch& scratch, int32_t* queue_begin) {
   const int32_t n_tiles = config.n_tiles(), tail = config.tail_tile(), tail_queue = n_tiles - 1 - tail;

@@ -1,5 +1,5 @@
-// The Hopper path: warpgroups multiply 64 query rows each with wgmma, fed by copying warps; units of up to 16 rows go to
-// single warps as on the portable path.
+// The Hopper path: warpgroups multiply 64 query rows each with wgmma, fed by copying warps; units of up to 16 rows go
+// to single warps as on the portable path.
 #pragma once
 #include <cutlass/arch/reg_reconfig.h>
 
@@ -21,10 +21,11 @@ struct GroupTeam {
   // Copying warp `index` of 2 kGroups.
   static __device__ void produce(Params<T> const& params, Queue const& queue, int first, int stride,
                                  unsigned char* ring, Control& control, int index) {
+    T* const stages = reinterpret_cast<T*>(ring);
     if (index % 2 == 0) {
-      GroupFeed<T, Ring, Role::kKeys>(params, queue, reinterpret_cast<T*>(ring), index / 2).run(control, first, stride);
+      GroupFeed<T, Ring, Role::kKeys>(params, queue, stages, index / 2).run(control, first, stride);
     } else {
-      GroupFeed<T, Ring, Role::kValues>(params, queue, reinterpret_cast<T*>(ring), index / 2).run(control, first, stride);
+      GroupFeed<T, Ring, Role::kValues>(params, queue, stages, index / 2).run(control, first, stride);
     }
   }
 

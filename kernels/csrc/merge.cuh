@@ -1,4 +1,5 @@
-// Partial results: a unit deposits them; the unit with a request's last part, or the merge kernel, combines them (PAT 7).
+// Partial results (PAT 7): a unit deposits them; the unit with a request's last part, or the merge kernel, combines
+// them.
 //
 // A part is a normalised fp32 result and its log-sum-exp. They are combined in a fixed order, so that the result is the
 // same bit for bit in every run.
@@ -19,9 +20,11 @@ struct Row {
   int part = kOnly;  // kOnly, kCloses, or where the part is deposited
 };
 
-// The values of a part lie so that a lane of either tile layout holds four neighbours: of every 32 columns, first those
-// with an even place among 8, then those with an odd one; chunk(c) is where columns 8 (4 (c / 8) + {0..3}) + c % 8 start.
-__device__ __forceinline__ int part_chunk(int block, int place) { return 32 * block + 4 * (place / 2 + 4 * (place % 2)); }
+// The values of a part lie so that a lane of either tile layout holds four neighbours: here start the columns
+// 32 block + 8 {0, 1, 2, 3} + place of a row; of each block, even places come first.
+__device__ __forceinline__ int part_chunk(int block, int place) {
+  return 32 * block + 4 * (place / 2 + 4 * (place % 2));
+}
 
 // The running sum of parts.
 struct PartWeight {
@@ -61,7 +64,9 @@ __device__ __forceinline__ void close(Params<T> const& params, Out& out, float (
   int const lane = threadIdx.x % 32;
   int const request = __reduce_max_sync(~0u, max(rows[0].request, rows[1].request));
   int const first_head = __reduce_min_sync(~0u, rows[0].request < 0 ? INT_MAX : rows[0].head);
-  int const n_rows = __reduce_max_sync(~0u, max(rows[0].request < 0 ? 0 : rows[0].head, rows[1].request < 0 ? 0 : rows[1].head)) - first_head + 1;
+  int const last_head =
+      __reduce_max_sync(~0u, max(rows[0].request < 0 ? 0 : rows[0].head, rows[1].request < 0 ? 0 : rows[1].head));
+  int const n_rows = last_head - first_head + 1;
   int const* const part_begin = params.plan + params.plan[kHeaderPartBegin] + request;
   int const first = part_begin[0], n_parts = part_begin[1] - first;
   int const row = lane % kRows;
@@ -93,8 +98,8 @@ __device__ __forceinline__ void close(Params<T> const& params, Out& out, float (
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int c = 0; c < Layout::kChunks; ++c) {
-          part[i][c] = rows[i].request < 0 ? make_float4(0.f, 0.f, 0.f, 0.f)
-                                           : __ldcg(reinterpret_cast<float4 const*>(part_at[i] + at + Layout::chunk(c)));
+          float4 const* const from = reinterpret_cast<float4 const*>(part_at[i] + at + Layout::chunk(c));
+          part[i][c] = rows[i].request < 0 ? make_float4(0.f, 0.f, 0.f, 0.f) : __ldcg(from);
         }
       }
 #pragma unroll

@@ -48,8 +48,8 @@ inline void promote_long(const Config& config, const Packing& packing, std::vect
   }
 }
 
-// The longest chunk of each tile, in tokens, before any widening. Balanced: a share of what the tile has in all, so that
-// every team has a chunk; but a chunk is not so short that its part costs as much as it does.
+// The longest chunk of each tile, in tokens, before any widening. Balanced: a share of what the tile has in all, so
+// that every team has a chunk; but a chunk is not so short that its part costs as much as it does.
 inline void chunk_limits(const Config& config, const Packing& packing, const std::vector<RowTile>& rows,
                          int64_t* limit) {
   int64_t tokens[kMaxTiles] = {}, all = 0;
@@ -87,8 +87,8 @@ inline int32_t choose_head_pack(const Config& config, const Packing& packing, co
 }
 
 // Cuts the last tails, and only them. Warps take tails longest first: as many of the longest as make whole rounds stay
-// whole, unless much longer than a warp's even share of all tokens. The rest is cut as short as gives every warp one chunk
-// more, or less, but not shorter than the tile's least (even pieces of a tail may be).
+// whole, unless much longer than a warp's even share of all tokens. The rest is cut as short as gives every warp one
+// chunk more, or less, but not shorter than the tile's least (even pieces of a tail may be).
 inline void balance_tails(const Config& config, const Packing& packing, int64_t least, Schedule& out) {
   const int32_t tail = config.tail_tile(), step = config.tile(tail).n;
   auto length = [](uint64_t key) { return static_cast<int64_t>(key >> 32); };

@@ -263,8 +263,8 @@ struct TailStream {
   __device__ TailStream(Params<T> const& params_, T* ring_, TailUnit* units_, Source* source_)
       : params(params_), ring(ring_), units(units_), source(source_), lane(threadIdx.x % kWarp) {}
 
-  // Start with unit `fixed`, without a round trip to the counter, or if that is negative with what the queue pops; others
-  // are popped, counted from `fixed_total`.
+  // Start with unit `fixed`, without a round trip to the counter, or if that is negative with what the queue pops;
+  // others are popped, counted from `fixed_total`.
   __device__ void open(Queue const& queue, int fixed, int fixed_total) {
     if (lane == 0) *source = {queue.index, queue.first_item, queue.n_work, fixed_total};
     __syncwarp();
