@@ -49,8 +49,8 @@ class PackedDecodeWrapper:
         One launch for all tile shapes; or one launch a shape, on parallel streams (PAT 6) or one after the other.
     merge : {"fused", "kernel"}, optional
         Who combines a request's parts: the unit that computes its last one, or a second kernel (PAT 7). "fused" needs
-        one launch and a tile of at most 16 rows, and is the default where it has them. Its units wait for each other, so
-        two such wrappers must not run at the same time on two streams.
+        one launch and a tile of at most 16 rows, and is the default where it has them. Its units wait for each other,
+        so two such wrappers must not run at the same time on two streams.
     prefetch : bool
         Prefetch the next KV tile into L2 (``cp.async.bulk.prefetch.L2``).
     logit_soft_cap : float
