@@ -13,7 +13,7 @@ import torch
 from decode_cases import Case, attend, padded_slots
 
 from feather_kernels import PackedDecodeWrapper
-from feather_kernels.tiles import TILES
+from feather_kernels.tiles import built_tiles
 
 FLASHINFER_WORKSPACE = 512 << 20  # bytes for its partial results
 
@@ -118,8 +118,7 @@ def feather_fixed(inputs: Inputs) -> Ready:
     No tile of at most 16 rows is left, so a second kernel merges the parts.
     """
     hopper = torch.cuda.get_device_capability(inputs.q.device)[0] >= 9
-    built = [tile for tile in TILES["hopper" if hopper else "portable"] if tile[0] <= 64 or inputs.case.head_dim <= 128]
-    return feather(tiles=(built[-1],))(inputs)
+    return feather(tiles=built_tiles("hopper" if hopper else "portable", inputs.case.head_dim)[-1:])(inputs)
 
 
 def _fa3(inputs: Inputs, planned: bool) -> Ready:

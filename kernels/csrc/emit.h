@@ -114,7 +114,7 @@ inline void sort_items(const Config& config, const Packing& packing, const Sched
   std::fill_n(queue_begin, n_tiles + 1, 0);
   for (size_t i = 0; i < schedule.rows.size(); ++i) {
     const RowTile& row = schedule.rows[i];
-    const int32_t length = packing.packs[row.pack].stop - packing.packs[row.pack].start;
+    const int32_t length = packing.packs[row.pack].length();
     const int32_t queue = n_tiles - 1 - row.tile;
     const bool closing = closes(row);
     bool awaits = false;  // it is waited for, or waits, within this queue

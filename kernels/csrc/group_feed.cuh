@@ -69,13 +69,8 @@ struct GroupFeed {
     }
   }
 
-  __device__ int fetch(int unit) const {  // an item's words, one a lane
-    int const item = queue.first_item + params.kv_heads_div.div(unit);
-    return __ldg(params.plan + params.plan[kHeaderItemsBegin] + kItemSize * item + (lane < kItemSize ? lane : 0));
-  }
-  static __device__ int word(int words, int index) { return __shfl_sync(~0u, words, index); }
-  static __device__ int64_t offset_of(int words) {
-    return int64_t(uint32_t(word(words, kItemOffsetLow))) | (int64_t(word(words, kItemOffsetHigh)) << 32);
+  __device__ int fetch(int unit) const {  // an item's words
+    return load_item(params, queue.first_item + params.kv_heads_div.div(unit));
   }
 
   // The pages of this warp's tokens of the stage at `pos`, clamped to the last before `end`.
@@ -83,9 +78,7 @@ struct GroupFeed {
     if (pos >= end) return;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      int64_t const entry = row + (min(pos + own_first + lane + j * kWarp, end - 1) >> params.page_bits);
-      pages[j] = params.table_is_64 ? int(__ldg(static_cast<int64_t const*>(params.table) + entry))
-                                    : __ldg(static_cast<int const*>(params.table) + entry);
+      pages[j] = load_page(params, row, min(pos + own_first + lane + j * kWarp, end - 1));
     }
   }
 
@@ -96,12 +89,12 @@ struct GroupFeed {
     int pages[kPerLane] = {};
     if (unit < queue.n_work) {
       words = fetch(unit);
-      look_up(offset_of(words), word(words, kItemStart), word(words, kItemStop), pages);
+      look_up(item_offset(words), item_word(words, kItemStart), item_word(words, kItemStop), pages);
     }
     while (unit < queue.n_work) {
-      int const grows = word(words, kItemGrows), n_members = word(words, kItemMembers);
-      int64_t const offset = offset_of(words);
-      int pos = word(words, kItemStart), stop = word(words, kItemStop);
+      int const grows = item_word(words, kItemGrows), n_members = item_word(words, kItemMembers);
+      int64_t const offset = item_offset(words);
+      int pos = item_word(words, kItemStart), stop = item_word(words, kItemStop);
       if (grows >= 0) {  // a tail in a large tile: it may have grown since it was planned
         stop = __ldg(params.seq_lens + grows);
         look_up(offset, pos, stop, pages);
@@ -109,7 +102,7 @@ struct GroupFeed {
       int members[kMemberLoads];
       if (announces) {
         int const* const list =
-            params.plan + params.plan[kHeaderMembersBegin] + kMemberSize * word(words, kItemFirstMember);
+            params.plan + params.plan[kHeaderMembersBegin] + kMemberSize * item_word(words, kItemFirstMember);
 #pragma unroll
         for (int j = 0; j < kMemberLoads; ++j) {
           members[j] = __ldg(list + min(lane + j * kWarp, kMemberSize * n_members - 1));
@@ -127,14 +120,13 @@ struct GroupFeed {
         int slots[kPerLane];
 #pragma unroll
         for (int j = 0; j < kPerLane; ++j) {
-          int const token = min(pos + own_first + lane + j * kWarp, stop - 1);
-          slots[j] = (pages[j] << params.page_bits) | (token & ((1 << params.page_bits) - 1));
+          slots[j] = slot_of(params, pages[j], min(pos + own_first + lane + j * kWarp, stop - 1));
         }
         pos += kTokens;
         if (!last) {
           look_up(offset, pos, stop, pages);
         } else if (unit < queue.n_work) {
-          look_up(offset_of(words), word(words, kItemStart), word(words, kItemStop), pages);
+          look_up(item_offset(words), item_word(words, kItemStart), item_word(words, kItemStop), pages);
         }
         barrier_wait(control.empty + stage, parity);
         uint32_t const down = stage * (Ring::kStageElements * int(sizeof(T)));
@@ -193,8 +185,7 @@ struct GroupFeed {
     char const* const row = from - lane % kLanesPerRow * 16;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      int const token = min(pos + own_first + lane + j * kWarp, stop - 1);
-      uint64_t const slot = uint32_t((pages[j] << params.page_bits) | (token & ((1 << params.page_bits) - 1)));
+      uint64_t const slot = uint32_t(slot_of(params, pages[j], min(pos + own_first + lane + j * kWarp, stop - 1)));
       prefetch_row<kHeadDim * int(sizeof(T))>(row + slot * slot_bytes);
     }
   }

@@ -89,9 +89,13 @@ struct GroupTeam {
     reader.release(stage);
     StageInfo const behind = reader.peek();  // its queries, in time for them to be there
     if (behind.tokens >= 0) fetch(params, tile, behind, reader.members(reader.stage), warp);
+    told = write(params, tile, rows);
+  }
+
+  static __device__ Announcement write(Params<T> const& params, Tile& tile, Row const (&rows)[2]) {
     float lse[2];
     tile.end(lse);
-    told = finish<kHeadDim, typename Tile::Layout, false>(params, tile.out, lse, rows);
+    return finish<kHeadDim, typename Tile::Layout, false>(params, tile.out, lse, rows);
   }
 
   // A tail in a large tile may have no tokens: its stage holds nothing that could be multiplied.
@@ -102,9 +106,7 @@ struct GroupTeam {
     reader.release(stage);
     told.make(params);
     tile.begin();
-    float lse[2];
-    tile.end(lse);
-    told = finish<kHeadDim, typename Tile::Layout, false>(params, tile.out, lse, rows);
+    told = write(params, tile, rows);
   }
 
   // wgmma reads what cp.async wrote.

@@ -41,14 +41,14 @@ void write_stats(const Config& config, const Packing& packing, const Schedule& s
   parts.assign(schedule.parts.size(), Parts{});
   int64_t tokens = 0, split_parts = 0, run = 0;
   for (const Pack& pack : packing.packs) {
-    const int32_t length = pack.stop - pack.start;
+    const int32_t length = pack.length();
     tokens += length;
     const int32_t pieces = pack.chunk ? (length + pack.chunk - 1) / pack.chunk : 1;
     const int32_t first = pack.first, count = pack.count;
     for (int32_t i = first; i < first + count; ++i) parts[packing.members[i]].add(pieces, count == 1);
   }
   for (const Parts mine : parts) split_parts += config.deposits(mine);
-  for (const RowTile& row : schedule.rows) run += packing.packs[row.pack].stop - packing.packs[row.pack].start;
+  for (const RowTile& row : schedule.rows) run += packing.packs[row.pack].length();
   const int64_t token = config.token_bytes() * config[kKvHeads], part = config.part_bytes() * config[kKvHeads];
   stats[kStatModelKv] = tokens * token;
   stats[kStatModelPartial] = split_parts * part;

@@ -34,11 +34,16 @@ constexpr int64_t kMinSteps = 8;  // a chunk is at least so many steps of its ti
 
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
+// The shortest chunk that a tile's packs are cut into.
+inline int64_t least_chunk(const Config& config, int32_t tile) {
+  return std::max<int64_t>(config[kMinChunk], kMinSteps * config.tile(tile).n);
+}
+
 // A few long packs in a tile of single warps would keep few warps busy for long: they go to the next larger tile, whose
 // teams take several times as many tokens at once.
 inline void promote_long(const Config& config, const Packing& packing, std::vector<RowTile>& rows) {
   constexpr int64_t kLong = 256, kTeams = 8;  // tokens; single warps of a processor that take shared packs
-  auto length = [&](const RowTile& row) { return packing.packs[row.pack].stop - packing.packs[row.pack].start; };
+  auto length = [&](const RowTile& row) { return packing.packs[row.pack].length(); };
   auto shared = [&](const RowTile& row) { return row.count > 1 && config.tile(row.tile).m <= kWarpRows; };
   int64_t tokens = 0;
   for (const RowTile& row : rows) tokens += shared(row) ? length(row) : 0;
@@ -54,7 +59,7 @@ inline void chunk_limits(const Config& config, const Packing& packing, const std
                          int64_t* limit) {
   int64_t tokens[kMaxTiles] = {}, all = 0;
   for (const RowTile& row : rows) {
-    const int64_t length = packing.packs[row.pack].stop - packing.packs[row.pack].start;
+    const int64_t length = packing.packs[row.pack].length();
     tokens[row.tile] += length;
     all += length;
   }
@@ -63,7 +68,7 @@ inline void chunk_limits(const Config& config, const Packing& packing, const std
     if (config[kSplit] == kSplitMean) limit[t] = std::max<int64_t>(1, all / std::max<int64_t>(1, rows.size()));
     if (config[kSplit] == kSplitBalanced) {
       const double share = config.alpha(t) * static_cast<double>(tokens[t] * config[kKvHeads]) / config[kProcessors];
-      const double least = static_cast<double>(std::max<int64_t>(config[kMinChunk], kMinSteps * config.tile(t).n));
+      const double least = static_cast<double>(least_chunk(config, t));
       const double chunk = std::min<double>(std::max(share, least), INT32_MAX / 2);
       limit[t] = round_up(static_cast<int64_t>(std::ceil(chunk)), config.tile(t).n);
     }
@@ -80,8 +85,7 @@ inline int32_t choose_head_pack(const Config& config, const Packing& packing, co
   if (config[kHeadDim] > 128) return 1;  // a warp's ring would have one slot
   int64_t steps = 0;
   for (const RowTile& row : rows) {
-    const Pack& pack = packing.packs[row.pack];
-    if (row.tile == config.tail_tile()) steps += (pack.stop - pack.start + tile.n - 1) / tile.n;
+    if (row.tile == config.tail_tile()) steps += (packing.packs[row.pack].length() + tile.n - 1) / tile.n;
   }
   return steps * (heads / 2) >= config[kProcessors] * config[kTailWarps] ? 2 : 1;
 }
@@ -89,8 +93,9 @@ inline int32_t choose_head_pack(const Config& config, const Packing& packing, co
 // Cuts the last tails, and only them. Warps take tails longest first: as many of the longest as make whole rounds stay
 // whole, unless much longer than a warp's even share of all tokens. The rest is cut as short as gives every warp one
 // chunk more, or less, but not shorter than the tile's least (even pieces of a tail may be).
-inline void balance_tails(const Config& config, const Packing& packing, int64_t least, Schedule& out) {
+inline void balance_tails(const Config& config, const Packing& packing, Schedule& out) {
   const int32_t tail = config.tail_tile(), step = config.tile(tail).n;
+  const int64_t least = least_chunk(config, tail);
   auto length = [](uint64_t key) { return static_cast<int64_t>(key >> 32); };
   auto row = [&](uint64_t key) -> RowTile& { return out.rows[UINT32_MAX - static_cast<uint32_t>(key)]; };
   int64_t left = 0, with_tokens = 0;
@@ -98,7 +103,7 @@ inline void balance_tails(const Config& config, const Packing& packing, int64_t 
   for (size_t i = 0; i < out.rows.size(); ++i) {
     const Pack& pack = packing.packs[out.rows[i].pack];
     if (out.rows[i].tile != tail || pack.chunk) continue;
-    const int64_t tokens = pack.stop - pack.start;
+    const int64_t tokens = pack.length();
     out.tails.push_back(static_cast<uint64_t>(tokens) << 32 | (UINT32_MAX - static_cast<uint32_t>(i)));
     left += tokens;
     with_tokens += tokens > 0;
@@ -149,11 +154,11 @@ inline void cut(const Config& config, const Packing& packing, double widen, Sche
   out.n_cut = out.n_members = 0;
   for (RowTile& row : out.rows) {
     const Pack& pack = packing.packs[row.pack];
-    const int64_t length = pack.stop - pack.start;
+    const int64_t length = pack.length();
     const double widest = static_cast<double>(row.longest) * widen;
     const int64_t longest = static_cast<int64_t>(std::min<double>(widest, INT32_MAX));
     row.n_chunks = 1;
-    row.chunk = pack.stop - pack.start;
+    row.chunk = pack.length();
     if (length > longest) {
       const int64_t pieces = (length + longest - 1) / longest;
       int64_t chunk = pack.chunk ? longest : (length + pieces - 1) / pieces;
@@ -184,11 +189,8 @@ inline void schedule(const Config& config, const Forest& forest, const Packing& 
     row.longest = static_cast<int32_t>(fixed ? fixed : std::min<int64_t>(limit[row.tile], INT32_MAX));
   }
   out.head_pack = choose_head_pack(config, packing, out.rows);
-  const Tile tail = config.tile(config.tail_tile());
-  if (config[kSplit] == kSplitBalanced && tail.m <= kWarpRows) {
-    const int64_t step = tail.n;
-    balance_tails(config, packing, std::max<int64_t>(config[kMinChunk], kMinSteps * step), out);
-  }
+  const bool by_warps = config.tile(config.tail_tile()).m <= kWarpRows;
+  if (config[kSplit] == kSplitBalanced && by_warps) balance_tails(config, packing, out);
   out.widened = 0;
   for (double widen = 1;; widen *= 1.25) {
     cut(config, packing, widen, out);

@@ -18,6 +18,29 @@ struct alignas(16) StageInfo {
 };
 constexpr int kFirst = 1, kLast = 2, kHeadShift = 2;
 
+// The plan and the table, as whoever copies reads them. The twelve words of a work item lie one in a lane, to save
+// registers.
+template <typename T>
+__device__ __forceinline__ int load_item(Params<T> const& params, int item) {
+  int const lane = threadIdx.x % kWarp;
+  return __ldg(params.plan + params.plan[kHeaderItemsBegin] + kItemSize * item + (lane < kItemSize ? lane : 0));
+}
+__device__ __forceinline__ int item_word(int words, int index) { return __shfl_sync(~0u, words, index); }
+__device__ __forceinline__ int64_t item_offset(int words) {
+  return int64_t(uint32_t(item_word(words, kItemOffsetLow))) | (int64_t(item_word(words, kItemOffsetHigh)) << 32);
+}
+// The page of a token of the table row at `offset`, and the token's slot in it.
+template <typename T>
+__device__ __forceinline__ int load_page(Params<T> const& params, int64_t offset, int token) {
+  int64_t const entry = offset + (token >> params.page_bits);
+  return params.table_is_64 ? int(__ldg(static_cast<int64_t const*>(params.table) + entry))
+                            : __ldg(static_cast<int const*>(params.table) + entry);
+}
+template <typename T>
+__device__ __forceinline__ int slot_of(Params<T> const& params, int page, int token) {
+  return (page << params.page_bits) | (token & ((1 << params.page_bits) - 1));
+}
+
 // Where a team's work units come from; in shared memory, as registers are dearer.
 struct Source {
   int queue, first_item, n_work, first_popped;
@@ -63,7 +86,7 @@ struct KvStream {
   int issued = 0, consumed = 0;
   bool done = false;
 
-  // The current unit, and the one behind it. The eight words of a work item lie one in a lane, to save registers.
+  // The current unit, and the one behind it.
   int words = 0, next_words = 0;
   int head = 0, next_work = 0;
   bool real = false, next_real = false;  // not past the queue's end
@@ -112,21 +135,18 @@ struct KvStream {
     return source->first_popped + __shfl_sync(~0u, popped, 0);
   }
 
-  static __device__ int word(int words, int index) { return __shfl_sync(~0u, words, index); }
-
   __device__ void fetch(int unit) {  // into next
     next_work = unit;
     next_stop_known = false;
     next_real = unit < source->n_work;
     if (!next_real) return;
-    int const item = source->first_item + params.kv_heads_div.div(unit);
-    next_words = __ldg(params.plan + params.plan[kHeaderItemsBegin] + kItemSize * item + lane % kItemSize);
+    next_words = load_item(params, source->first_item + params.kv_heads_div.div(unit));
   }
 
   // Ask for the next unit's end: the item's own, or the sequence length as it is now.
   __device__ void learn_stop() {
     if (next_stop_known || !next_real) return;
-    int const grows = word(next_words, kItemGrows);
+    int const grows = item_word(next_words, kItemGrows);
     int const* const own = params.plan + params.plan[kHeaderItemsBegin] +
                            kItemSize * (source->first_item + params.kv_heads_div.div(next_work)) + kItemStop;
     next_stop = __ldg(grows >= 0 ? params.seq_lens + grows : own);
@@ -139,12 +159,12 @@ struct KvStream {
     real = next_real;
     head = next_work - params.kv_heads_div.div(next_work) * params.kv_heads;
     stop = next_stop;
-    pos = word(words, kItemStart);
-    offset = int64_t(uint32_t(word(words, kItemOffsetLow))) | (int64_t(word(words, kItemOffsetHigh)) << 32);
+    pos = item_word(words, kItemStart);
+    offset = item_offset(words);
     if (real) {
       int const* const list =
-          params.plan + params.plan[kHeaderMembersBegin] + kMemberSize * word(words, kItemFirstMember);
-      int const count = kMemberSize * word(words, kItemMembers);
+          params.plan + params.plan[kHeaderMembersBegin] + kMemberSize * item_word(words, kItemFirstMember);
+      int const count = kMemberSize * item_word(words, kItemMembers);
 #pragma unroll
       for (int j = 0; j < kMemberWords / kWarp; ++j) {
         int const index = min(lane + j * kWarp, count - 1);
@@ -161,16 +181,10 @@ struct KvStream {
   __device__ void look_up() {
     if (!real || pos >= stop) return;
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      int64_t const entry = offset + (token(j) >> params.page_bits);
-      pages[j] = params.table_is_64 ? int(__ldg(static_cast<int64_t const*>(params.table) + entry))
-                                    : __ldg(static_cast<int const*>(params.table) + entry);
-    }
+    for (int j = 0; j < kPerLane; ++j) pages[j] = load_page(params, offset, token(j));
   }
   __device__ int token(int j) const { return min(pos + lane % kTokens + j * kWarp, stop - 1); }
-  __device__ int slot(int j) const {
-    return (pages[j] << params.page_bits) | (token(j) & ((1 << params.page_bits) - 1));
-  }
+  __device__ int slot(int j) const { return slot_of(params, pages[j], token(j)); }
 
   // Producer: fill every free stage; blocks only if nothing at all is in flight.
   __device__ void fill() {
@@ -200,8 +214,8 @@ struct KvStream {
     int const tokens = max(0, min(kTokens, stop - pos));
     int const rows = (tokens + kBlock - 1) / kBlock * kBlock;
     bool const last = pos + kTokens >= stop;
-    int const edges = (pos == word(words, kItemStart) ? kFirst : 0) | (last ? kLast : 0) | (head << kHeadShift);
-    int const n_members = word(words, kItemMembers);
+    int const edges = (pos == item_word(words, kItemStart) ? kFirst : 0) | (last ? kLast : 0) | (head << kHeadShift);
+    int const n_members = item_word(words, kItemMembers);
     if (lane == 0) info[stage] = {tokens, edges, n_members};
     if (edges & (kFirst | kLast)) {
 #pragma unroll

@@ -15,13 +15,6 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
   return y;
 }
 
-template <typename T>
-__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
-  cutlass::NumericArrayConverter<T, float, 2> convert;
-  cutlass::Array<T, 2> const pair = convert(cutlass::Array<float, 2>{low, high});
-  return reinterpret_cast<uint32_t const&>(pair);
-}
-
 // The maximum and the sum over the eight lanes that share lane % 4.
 __device__ __forceinline__ float column_max(float x) {
 #pragma unroll
@@ -252,10 +245,10 @@ struct TailStream {
   char const *from = nullptr, *from_other = nullptr;  // this lane's columns of K and V, in turn
   uint32_t slot_bytes = 0, slot_bytes_other = 0;
   int part = 0, n_parts = 0;
-  int part_row = 0;      // of the first part, in part_lse
-  uint32_t told = 0;     // what part_lse holds for part 4 (part / 4) + lane / 8, row lane % 8
+  int part_row = 0;   // of the first part, in part_lse
+  uint32_t told = 0;  // what part_lse holds for part 4 (part / 4) + lane / 8, row lane % 8
 
-  // The unit behind it. The words of an item lie one in a lane.
+  // The unit behind it.
   int next_work = 0, next_words = 0, next_stop = 0, next_pages = 0;
   bool next_real = false, looked_ahead = false;
   int popped = 0;
@@ -290,17 +283,12 @@ struct TailStream {
     looked_ahead = false;
     next_real = unit < source->n_work;
     if (!next_real) return;
-    int const item = source->first_item + item_of(unit);
-    next_words =
-        __ldg(params.plan + params.plan[kHeaderItemsBegin] + kItemSize * item + (lane < kItemSize ? lane : 0));
+    next_words = load_item(params, source->first_item + item_of(unit));
   }
   __device__ int item_of(int unit) const {
     return kHeads == 1 ? params.kv_heads_div.div(unit) : params.kv_pairs_div.div(unit);
   }
-  __device__ int word(int index) const { return __shfl_sync(~0u, next_words, index); }
-  __device__ int64_t next_offset() const {
-    return int64_t(uint32_t(word(kItemOffsetLow))) | (int64_t(word(kItemOffsetHigh)) << 32);
-  }
+  __device__ int word(int index) const { return item_word(next_words, index); }
 
   // Ask for what the words of the unit behind tell where to find.
   __device__ void look_ahead() {
@@ -308,22 +296,19 @@ struct TailStream {
     looked_ahead = true;
     int const grows = word(kItemGrows), planned_stop = word(kItemStop);
     next_stop = grows >= 0 ? __ldg(params.seq_lens + grows) : planned_stop;
-    next_pages = look_up(next_offset(), word(kItemStart), planned_stop);
+    next_pages = look_up(item_offset(next_words), word(kItemStart), planned_stop);
   }
 
   // The pages of the tokens from `first` on, one a lane, clamped to the last before `end`.
   __device__ int look_up(int64_t row, int first, int end) const {
-    if (first >= end) return 0;
-    int64_t const entry = row + (min(first + lane, end - 1) >> params.page_bits);
-    return params.table_is_64 ? int(__ldg(static_cast<int64_t const*>(params.table) + entry))
-                              : __ldg(static_cast<int const*>(params.table) + entry);
+    return first < end ? load_page(params, row, min(first + lane, end - 1)) : 0;
   }
 
   // The unit behind becomes the current one.
   __device__ void advance() {
     look_ahead();
     int const planned_stop = word(kItemStop);
-    offset = next_offset();
+    offset = item_offset(next_words);
     pos = word(kItemStart);
     stop = next_stop;
     // The tail has grown since it was planned, within the tokens that were looked up.
@@ -369,7 +354,7 @@ struct TailStream {
   // 16 rows of K or V of each head, 16 bytes a lane. Rows behind the unit's last token repeat that.
   __device__ void ask_for_tokens() {
     if (!v_next && block % 2 == 0) {
-      slots = (pages << params.page_bits) | (min(pos + lane, stop - 1) & ((1 << params.page_bits) - 1));
+      slots = slot_of(params, pages, min(pos + lane, stop - 1));
       pages = look_up(offset, pos + kWarp, stop);
     }
     int const row = lane / kLanesPerRow;
@@ -405,7 +390,7 @@ struct TailStream {
   // The rows of the 32 tokens from `pos` on, into L2.
   __device__ void prefetch() const {
     if (pos + lane >= stop) return;
-    uint64_t const slot = uint32_t((pages << params.page_bits) | ((pos + lane) & ((1 << params.page_bits) - 1)));
+    uint64_t const slot = uint32_t(slot_of(params, pages, pos + lane));
     int const column = lane % kLanesPerRow * kChunk * int(sizeof(T));
     for (int head = 0; head < kHeads; ++head) {
       prefetch_row<kHeadDim * sizeof(T)>(from - column + slot * slot_bytes + head * kHeadDim * sizeof(T));

@@ -31,6 +31,14 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// Two neighbours in the operands' type.
+template <typename T>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
+  cutlass::NumericArrayConverter<T, float, 2> convert;
+  cutlass::Array<T, 2> const pair = convert(cutlass::Array<float, 2>{low, high});
+  return reinterpret_cast<uint32_t const&>(pair);
+}
+
 // The scores' probabilities in the operands' type.
 template <typename T, class Scores>
 __device__ __forceinline__ auto rounded(Scores const& scores) {
@@ -85,9 +93,7 @@ struct WideLayout {
       T* const to = params.out + rows[i].request * params.out_stride + rows[i].head * kHeadDim + 2 * (threadIdx.x % 4);
 #pragma unroll
       for (int j = 0; j < kHeadDim / 8; ++j) {
-        cutlass::NumericArrayConverter<T, float, 2> convert;
-        *reinterpret_cast<cutlass::Array<T, 2>*>(to + 8 * j) =
-            convert(cutlass::Array<float, 2>{out(4 * j + 2 * i), out(4 * j + 2 * i + 1)});
+        *reinterpret_cast<uint32_t*>(to + 8 * j) = pack_pair<T>(out(4 * j + 2 * i), out(4 * j + 2 * i + 1));
       }
     }
   }

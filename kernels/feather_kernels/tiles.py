@@ -25,6 +25,14 @@ TILES = {
     "portable": ((8, 16), (16, 16), (32, 32), (64, 32)),
     "hopper": ((8, 16), (16, 16), (64, 64), (128, 64)),
 }
+WIDEST_HEAD = 128  # of m = 128: beyond, two warpgroups' results do not fit into registers
+
+
+def built_tiles(path: str, head_dim: int) -> tuple[tuple[int, int], ...]:
+    """The tiles of a path that are built for a head dimension."""
+    return tuple(tile for tile in TILES[path] if tile[0] <= 64 or head_dim <= WIDEST_HEAD)
+
+
 CANDIDATES = tuple((m, n) for m in (8, 16, 32, 64, 128) for n in (16, 32, 64, 128, 256))
 KV_LENS = tuple(64 * step for step in range(1, 65))  # PAT 5.2: the sweep behind the rule for n
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2}

@@ -11,7 +11,7 @@ from feather_kernels.build import load_kernel
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.plan import TAIL_WARPS, PackPlan, Planner
-from feather_kernels.tiles import TILES
+from feather_kernels.tiles import built_tiles
 
 LAUNCHES = ("persistent", "streams", "serial")
 PATHS = ("auto", "portable", "hopper")
@@ -44,7 +44,7 @@ class PackedDecodeWrapper:
     strategy, split : str
         How to pack, and how to split long KV ranges (see `feather_kernels.plan.Planner`).
     tiles : sequence of (m, n), optional
-        The tile shapes to use: the largest one or more of `feather_kernels.tiles.TILES[path]`; all by default.
+        The tile shapes to use: the largest one or more of `feather_kernels.tiles.built_tiles`; all by default.
     launch : {"persistent", "streams", "serial"}
         One launch for all tile shapes; or one launch a shape, on parallel streams (PAT 6) or one after the other.
     merge : {"fused", "kernel"}, optional
@@ -131,7 +131,7 @@ class PackedDecodeWrapper:
         self.path = "portable" if path == "portable" or major < 9 else "hopper"
         self._flags = _PREFETCH * prefetch | _PORTABLE * (self.path == "portable")
         self._module = load_kernel(str(dtype).removeprefix("torch."), head_dim, 10 * major + minor, logit_soft_cap > 0)
-        built = tuple(tile for tile in TILES[self.path] if head_dim <= 128 or tile[0] <= 64)
+        built = built_tiles(self.path, head_dim)
         self._tiles = tuple(sorted(tiles or built))
         if self._tiles != built[-len(self._tiles) :]:
             raise ValueError(f"tiles are {self._tiles}: use the largest one or more of {built}")
