@@ -11,6 +11,8 @@
 
 namespace feather {
 
+enum Choice : char { kNoPack, kEndedOnly, kCheaperSides, kAllSplit };
+
 struct PackScratch {
   struct Lists {
     std::vector<int32_t> from;       // of each node: where its carried range starts
@@ -20,10 +22,15 @@ struct PackScratch {
     std::vector<int32_t> place, cursor, order, pack_of, left;
   } lists;
   struct Table {
-    std::vector<int64_t> offset;
-    std::vector<int32_t> start, depth, leaves, ended;
-    std::vector<int64_t> cost, best, merged;
-    std::vector<char> packed;
+    std::vector<int64_t> offset;             // of each node: its first state
+    std::vector<int32_t> start;              // of each state: where the carried range starts
+    std::vector<int32_t> depth;              // of each node
+    std::vector<int32_t> leaves, ended;      // of each node: requests with a tail, and requests that end there
+    std::vector<int32_t> stay;               // of each state: requests of children for which to split is cheaper
+    std::vector<int64_t> state;              // of each node: as decided
+    std::vector<double> cost, best, merged;  // of each state; of its children, on their cheaper sides; all merged
+    std::vector<double> split;               // of each node: of its children, all split
+    std::vector<char> choice;                // of each state
   } table;
 };
 
@@ -114,74 +121,156 @@ inline void decide_compute(const Config& config, const Forest& forest, const Tre
   });
 }
 
-// The exact minimum of the traffic model (with item_overhead per pack), by dynamic programming over a node and the
-// ancestor at which its carried range starts; O(nodes * depth).
-//
-//   cost(u, a) = min(load a..u once + sum over children of min(cost(c, a), cost(c, c) + its requests' parts at u),
-//                    sum over children of cost(c, a))
-//
-// All tails of a node decide alike: their lengths cancel. Requests that end there are in the node's pack if it has one,
-// else each has its own. Only the fused merge makes that cheaper, and where it does, merging all else pays as well.
-inline void decide_optimal(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch) {
+// What `optimal` minimises: bytes, and item_overhead for each pack. Exact, while all of them stay below 2^53.
+struct TrafficCosts {
+  double token, overhead, part;
+
+  explicit TrafficCosts(const Config& config)
+      : token(config.token_bytes()), overhead(config[kItemOverhead]), part(config.part_bytes()) {}
+
+  double pack(int32_t, int32_t length) const { return token * length + overhead; }
+  double tail(int32_t length) const { return token * length; }  // merged into a tail
+  double alone(int32_t length) const { return token * length + overhead; }  // a request's that ends at its node
+};
+
+// What `time` minimises: ns of a processor for one KV head. Every row tile of a pack is a work unit of its own. A tail
+// is a unit in any plan, and whether a merged range begins a step more depends on the tail: it pays for its tokens only.
+struct TimeCosts {
+  const Config& config;
+  int32_t capacity;
+  double tail_unit, tail_token, part;
+
+  explicit TimeCosts(const Config& c) : config(c), capacity(c.capacity()) {
+    const int32_t tail = c.tail_tile();
+    tail_unit = c.unit_ns(tail);
+    tail_token = c.step_ns(tail) / c.tile(tail).n;
+    part = c.reals[kPartNs] + static_cast<double>(c[kGroupSize]) * c.reals[kPartRowNs];
+  }
+
+  double row_tile(int32_t t, int32_t length) const {
+    const uint32_t n = static_cast<uint32_t>(config.tile(t).n);
+    return config.unit_ns(t) + config.step_ns(t) * ((static_cast<uint32_t>(length) + n - 1) / n);
+  }
+  double pack(int32_t count, int32_t length) const {
+    const RowCut cut = config.cut_rows(count, capacity);
+    const double last = row_tile(cut.last, length);
+    return cut.tiles == 1 ? last : last + (cut.tiles - 1) * row_tile(config.n_tiles() - 1, length);
+  }
+  double tail(int32_t length) const { return tail_token * length; }
+  double alone(int32_t length) const { return tail_unit + tail_token * length; }
+};
+
+// A state is a node and where its carried range starts: at an ancestor, or at itself, the last of its states.
+inline void list_states(const Forest& forest, const Tree& tree, bool grow, const char* strategy,
+                        PackScratch::Table& table) {
   const int32_t n = tree.n_nodes();
-  const bool grow = config[kGrow];
-  const int64_t token = config.token_bytes(), part = config.part_bytes(), overhead = config[kItemOverhead];
-  auto& [offset, start, depth, leaves, ended, cost, best, merged, packed] = scratch.table;
-  offset.resize(n + 1);  // where a node's states begin: one for each ancestor, and one for itself
+  auto& [offset, start, depth, leaves, ended, stay, state, cost, best, merged, split, choice] = table;
+  offset.resize(n + 1);
   depth.resize(n);
+  state.resize(n);
   offset[0] = 0;
   for (int32_t u = 0; u < n; ++u) {
     depth[u] = tree.parent[u] < 0 ? 0 : depth[tree.parent[u]] + 1;
     offset[u + 1] = offset[u] + depth[u] + 1;
+    state[u] = offset[u] + depth[u];
   }
   const int64_t states = offset[n];
-  FEATHER_REQUIRE(states <= (int64_t{1} << 25),
-                  "strategy optimal needs " << states << " states for this forest of " << n << " nodes: use profit");
+  FEATHER_REQUIRE(states <= (int64_t{1} << 25), "strategy " << strategy << " needs " << states
+                                                << " states for this forest of " << n << " nodes: use profit");
   start.resize(states);
   for (int32_t u = 0; u < n; ++u) {
     const int32_t p = tree.parent[u];
     if (p >= 0) std::copy_n(start.begin() + offset[p], depth[u], start.begin() + offset[u]);
     start[offset[u] + depth[u]] = tree.begin[u];
   }
-  leaves.assign(n, 0);  // requests with a tail, and requests that end here
+  leaves.assign(n, 0);
   ended.assign(n, 0);
   for (int32_t r = 0; r < forest.n_requests; ++r) {
     const int32_t u = tree.node[r];
     if (u >= 0) ++(grow || forest.seq_len[r] > tree.end[u] ? leaves : ended)[u];
   }
   cost.resize(states);
-  best.assign(states, 0);    // of the children, each free to merge or split
-  merged.assign(states, 0);  // of the children, all merged
-  packed.resize(states);     // 1: the node has a pack of its own
-  const bool fused = config.fused();
-  const int64_t tail_split = fused ? part : 2 * part;
-  auto tail_merged = [&](int64_t carried, int32_t from) { return token * carried + (fused || from == 0 ? 0 : part); };
-  for (int32_t u = n - 1; u >= 0; --u) {
+  choice.resize(states);
+  best.assign(states, 0);
+  stay.assign(states, 0);
+  merged.assign(states, 0);
+  split.assign(n, 0);
+}
+
+// Dynamic programming over a node u and the ancestor a at which its carried range starts; O(nodes * depth). cost(u, a)
+// is the least of
+//
+//   no pack at u:   sum over children of cost(c, a)
+//   cheaper sides:  sum over children of min(cost(c, a), cost(c, c) + its requests' parts at u)
+//                   + a pack of a..u with the requests of those that split
+//   all split:      sum over children of cost(c, c) + their parts, + a pack of a..u with all requests
+//   ended only:     sum over children of cost(c, a), + a pack of a..u with the requests that end at u
+//
+// Where a pack costs the same however many requests it has, as in the traffic model, the first two have the exact
+// minimum. Else a child's cheaper side depends on its siblings', and a choice that is not listed may be cheaper still.
+// `all split` wins only where a pack of more requests is the cheaper one, being in a larger tile.
+//
+// All tails of a node decide alike: their lengths cancel. Requests that end there are in the node's pack if it has one,
+// else each has its own. In the traffic model only the fused merge makes that cheaper, and where it does, merging all
+// else pays as well.
+template <typename Costs>
+void decide_cheapest(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch,
+                     const Costs& costs, const char* strategy) {
+  const bool grow = config[kGrow], fused = config.fused();
+  list_states(forest, tree, grow, strategy, scratch.table);
+  auto& [offset, start, depth, leaves, ended, stay, state, cost, best, merged, split, choice] = scratch.table;
+  const double part = costs.part, tail_split = fused ? part : 2 * part;
+  auto closes = [&](int32_t from) { return fused || from == 0 ? 0 : part; };  // of a request's own pack
+  auto tail_merged = [&](int32_t carried, int32_t from) { return costs.tail(carried) + closes(from); };
+  for (int32_t u = tree.n_nodes() - 1; u >= 0; --u) {
+    const int32_t size = tree.size[u];
+    split[u] += leaves[u] * tail_split;
     for (int32_t j = 0; j <= depth[u]; ++j) {
-      const int64_t at = offset[u] + j, carried = tree.end[u] - start[at];
-      const int64_t tail = tail_merged(carried, start[at]);
-      best[at] += token * carried + overhead + leaves[u] * std::min(tail, tail_split);
-      best[at] += ended[u] * (start[at] == 0 ? 0 : part);
-      merged[at] += leaves[u] * tail + ended[u] * (token * carried + overhead);
-      packed[at] = (!fused && ended[u] > 0) || best[at] < merged[at];
-      cost[at] = packed[at] ? best[at] : merged[at];
+      const int64_t at = offset[u] + j;
+      const int32_t from = start[at], carried = tree.end[u] - from;
+      const double tail = tail_merged(carried, from), ends = ended[u] * (from == 0 ? 0 : part);
+      stay[at] += ended[u] + (tail_split < tail ? leaves[u] : 0);
+      merged[at] += leaves[u] * tail;
+      choice[at] = kNoPack;
+      cost[at] = merged[at];
+      if (ended[u] > 0) cost[at] += ended[u] * (costs.alone(carried) + closes(from));
+      auto consider = [&](Choice chosen, double other) {
+        // At equal costs merged; but requests that end here save no part on their own without the fused merge.
+        const bool at_equal = choice[at] == kNoPack && !fused && ended[u] > 0;
+        if (other > cost[at] || (other == cost[at] && !at_equal)) return;
+        choice[at] = chosen;
+        cost[at] = other;
+      };
+      const double whole = costs.pack(size, carried) + ends;
+      if (stay[at] > 0) {
+        const double pack = stay[at] == size ? whole : costs.pack(stay[at], carried) + ends;
+        consider(kCheaperSides, best[at] + leaves[u] * std::min(tail, tail_split) + pack);
+      }
+      if (stay[at] < size) consider(kAllSplit, split[u] + whole);
+      if (ended[u] > 0) consider(kEndedOnly, merged[at] + costs.pack(ended[u], carried) + ends);
     }
     const int32_t p = tree.parent[u];
     if (p < 0) continue;
-    const int64_t split = cost[offset[u] + depth[u]] + tree.size[u] * part;
+    const double apart = cost[offset[u] + depth[u]] + size * part;
+    split[p] += apart;
     for (int32_t j = 0; j <= depth[p]; ++j) {
-      best[offset[p] + j] += std::min(cost[offset[u] + j], split);
-      merged[offset[p] + j] += cost[offset[u] + j];
+      const double within = cost[offset[u] + j];
+      best[offset[p] + j] += std::min(within, apart);
+      stay[offset[p] + j] += apart < within ? size : 0;
+      merged[offset[p] + j] += within;
     }
   }
   decide(forest, tree, scratch, [&](const Edge& edge, int32_t u) {
     const int32_t p = edge.parent;
-    const auto states_of_p = start.begin() + offset[p];
-    const int64_t j = std::lower_bound(states_of_p, states_of_p + depth[p], edge.from) - states_of_p;
-    const bool all = !packed[offset[p] + j];
-    if (edge.leaf < 0) return all || cost[offset[u] + j] <= cost[offset[u] + depth[u]] + tree.size[u] * part;
-    if (edge.ends(grow)) return all;
-    return all || tail_merged(edge.carried, edge.from) <= tail_split;
+    const char chosen = choice[state[p]];
+    if (edge.ends(grow)) return chosen == kNoPack;
+    if (edge.leaf >= 0 && chosen == kCheaperSides) return tail_merged(edge.carried, edge.from) <= tail_split;
+    if (edge.leaf >= 0) return chosen != kAllSplit;
+    const int64_t within = offset[u] + (state[p] - offset[p]), apart = state[u];
+    bool merged_here = chosen != kAllSplit;
+    if (chosen == kCheaperSides) merged_here = cost[within] <= cost[apart] + edge.size * part;
+    if (merged_here) state[u] = within;
+    return merged_here;
   });
 }
 
@@ -196,7 +285,9 @@ inline void decide_by_strategy(const Config& config, const Forest& forest, const
     case kProfit:
       return decide_profit(config, forest, tree, scratch);
     case kOptimal:
-      return decide_optimal(config, forest, tree, scratch);
+      return decide_cheapest(config, forest, tree, scratch, TrafficCosts(config), "optimal");
+    case kTime:
+      return decide_cheapest(config, forest, tree, scratch, TimeCosts(config), "time");
     default:  // naive, two-phase
       return decide(forest, tree, scratch, [](const Edge&, int32_t) { return false; });
   }

@@ -17,7 +17,7 @@ namespace feather {
 
 // ---- Fixed arguments, as Python's Planner lays them out (planner.config and planner.reals).
 
-enum Strategy : int64_t { kQuery, kRelay, kTwoPhase, kNaive, kCompute, kProfit, kOptimal };
+enum Strategy : int64_t { kQuery, kRelay, kTwoPhase, kNaive, kCompute, kProfit, kOptimal, kTime };
 enum Split : int64_t { kSplitNone, kSplitMean, kSplitBalanced };
 enum Merge : int64_t { kMergeFused, kMergeKernel };
 
@@ -43,7 +43,13 @@ enum ConfigField : int32_t {
   kConfigTiles,  // m, n of each tile, ascending
 };
 
-enum RealField : int32_t { kProfitFactor, kComputeSplitCost, kRealAlpha };  // then alpha of each tile
+enum RealField : int32_t {
+  kProfitFactor,
+  kComputeSplitCost,
+  kPartNs,
+  kPartRowNs,
+  kRealAlpha,  // of each tile; then each tile's ns a unit, then each tile's ns a step
+};
 
 // What a plan answers besides its buffer.
 enum StatField : int32_t {
@@ -65,6 +71,12 @@ struct Tile {
   int32_t m, n;
 };
 
+// How many row tiles a pack takes: all but the last are of the largest tile.
+struct RowCut {
+  int32_t tiles;
+  int32_t last;  // tile
+};
+
 // The parts of a request, the one that closes it included.
 struct Parts {
   int32_t count;
@@ -83,6 +95,9 @@ struct Config {
     return {static_cast<int32_t>(fields[kConfigTiles + 2 * t]), static_cast<int32_t>(fields[kConfigTiles + 2 * t + 1])};
   }
   double alpha(int32_t t) const { return reals[kRealAlpha + t]; }
+  // ns of a processor for one KV head: of a work unit of a tile, and of each step of n tokens in it.
+  double unit_ns(int32_t t) const { return reals[kRealAlpha + n_tiles() + t]; }
+  double step_ns(int32_t t) const { return reals[kRealAlpha + 2 * n_tiles() + t]; }
 
   // The round-up rule of PAT 5.2: the smallest tile that holds the requests' rows, or the largest one there is. A tile
   // of 8 rows holds one request's only: they are consecutive query heads.
@@ -98,6 +113,12 @@ struct Config {
   int32_t capacity() const {
     const int32_t m = tile(n_tiles() - 1).m;
     return m > kThinRows ? static_cast<int32_t>(m / fields[kGroupSize]) : 1;
+  }
+  // One tile where the largest holds all rows, else as few as that one can.
+  RowCut cut_rows(int32_t requests, int32_t capacity) const {
+    if (requests <= capacity) return {1, tile_for(requests)};
+    const int32_t tiles = (requests + capacity - 1) / capacity;
+    return {tiles, tile_for(requests - (tiles - 1) * capacity)};
   }
 
   // Fused merge: the item of a request's last part closes it. It waits for the other parts, combines them with its own

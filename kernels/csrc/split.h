@@ -9,19 +9,17 @@
 
 namespace feather {
 
-// Row tiles of a pack, whole requests each: one tile where the largest holds all rows, else as few as that one can.
-// Full tiles and a remainder pad no more rows than even tiles; even ones are taken when they pad as little.
+// Row tiles of a pack, whole requests each. Full tiles and a remainder pad no more rows than even tiles; even ones are
+// taken when they pad as little.
 inline void add_row_tiles(const Config& config, const Packing& packing, int32_t pack, std::vector<RowTile>& rows) {
   const Pack& p = packing.packs[pack];
-  const int32_t largest = config.n_tiles() - 1;
   const int32_t capacity = config.capacity();
-  if (p.count <= capacity) {
-    rows.push_back({pack, p.first, p.count, config.tile_for(p.count), 0, 0, 0});
+  const auto [tiles, last_tile] = config.cut_rows(p.count, capacity);
+  if (tiles == 1) {
+    rows.push_back({pack, p.first, p.count, last_tile, 0, 0, 0});
     return;
   }
-  const int32_t tiles = (p.count + capacity - 1) / capacity;
-  const int32_t remainder = p.count - (tiles - 1) * capacity;
-  const bool even = config.tile_for(remainder) == largest;
+  const bool even = last_tile == config.n_tiles() - 1;
   for (int32_t i = 0, first = 0; i < tiles; ++i) {
     const int32_t last = even ? static_cast<int32_t>(int64_t{p.count} * (i + 1) / tiles)
                               : std::min(p.count, first + capacity);

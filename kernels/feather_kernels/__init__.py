@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from feather_kernels.costs import UnitCosts
 from feather_kernels.errors import BuildError, PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.plan import PackPlan, Planner, make_plan
@@ -20,6 +21,7 @@ __all__ = [
     "PackedDecodeWrapper",
     "PlanError",
     "Planner",
+    "UnitCosts",
     "make_plan",
     "parse_tree",
     "tree_forest",

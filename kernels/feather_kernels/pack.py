@@ -14,6 +14,9 @@ The traffic model counts bytes per KV head (PAT 5.1, with the bytes of this kern
 So merging a child of s requests into a carried range of L tokens pays when ``2 * G * s >= L`` (nearly; exactly with
 ``(head_dim + 1) / head_dim``). PAT publishes ``4 * s >= L``, from a model that knows neither G nor V: use
 ``profit_factor=4`` for that rule.
+
+``time`` minimises another model, ns of a processor for one KV head: work units, their steps, and parts (``costs.py``).
+KV split is not in it. A tail's unit is in every plan; a range that is merged into it costs its share of a step.
 """
 
 STRATEGIES = {
@@ -24,6 +27,7 @@ STRATEGIES = {
     "compute": "FastTree's greedy choice, which minds padding of tiles (Feather 2.9.5, algorithm 1)",
     "profit": "PAT's algorithm 1: merge where the parts saved weigh at least the KV loaded again",
     "optimal": "the exact minimum of the traffic model (plus `item_overhead` a pack), O(nodes * depth)",
+    "time": "nearly the least modelled time of the processors (`costs.UnitCosts`), O(nodes * depth)",
 }
 SPLITS = {
     "none": "packs are not cut",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from feather_kernels.costs import UnitCosts
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest, IntArray
 from feather_kernels.pack import MERGES, SPLITS, STRATEGIES
@@ -90,6 +91,8 @@ class Planner:
         What one more partial row costs ``compute``, in row-tokens.
     item_overhead : int
         What one more pack costs ``optimal``, in bytes per KV head.
+    costs : UnitCosts, optional
+        What ``time`` minimises; default: as measured on an H200.
     head_pack : {1, 2}, optional
         KV heads to a unit of the m = 8 queue. 2 needs 2 * G <= 8 and an even number of KV heads; by default it is taken
         where that leaves every warp a step of the tile (n tokens) or more, by the tokens of all tails.
@@ -126,6 +129,7 @@ class Planner:
         shared_chunk: int = 64,
         compute_split_cost: float = COMPUTE_SPLIT_COST,
         item_overhead: int = 0,
+        costs: UnitCosts | None = None,
         head_pack: int | None = None,
         tail_warps: int = TAIL_WARPS["hopper"],
         buffer: IntArray | None = None,
@@ -162,7 +166,11 @@ class Planner:
             item_overhead, list(MERGES).index(merge), head_pack or 0, tail_warps, len(self.tiles),
         ]  # fmt: skip
         self._config[_CONFIG_TILES : _CONFIG_TILES + 2 * len(self.tiles)] = np.ravel(self.tiles)
-        self._reals = np.array([profit_factor or 0, compute_split_cost, *_alpha(alpha, self.tiles)], np.float64)
+        costs = UnitCosts() if costs is None else costs
+        self._reals = np.array([
+            profit_factor or 0, compute_split_cost, costs.part, costs.part_row, *_alpha(alpha, self.tiles),
+            *costs.of_tiles(self.tiles),
+        ], np.float64)  # fmt: skip
         self._stats = np.zeros(8, np.int64)
         module = load_planner()
         self._plan = module.plan

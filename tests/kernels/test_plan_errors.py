@@ -60,11 +60,12 @@ def test_a_failed_plan_leaves_the_last_one():
     assert (plan.buffer == before).all() and plan.valid_for(FOREST)[0]
 
 
-def test_optimal_refuses_a_table_beyond_memory():
+@pytest.mark.parametrize("strategy", ["optimal", "time"])
+def test_a_table_beyond_memory_is_refused(strategy):
     n = 9000
     chain = Forest(np.arange(-1, n - 1), np.ones(n, int), np.arange(n), np.arange(n) + 1, np.zeros(n, int))
-    with pytest.raises(PlanError, match=r"strategy optimal needs .* states"):
-        plan_of(chain, strategy="optimal")
+    with pytest.raises(PlanError, match=rf"strategy {strategy} needs .* states"):
+        plan_of(chain, strategy=strategy)
 
 
 def test_a_buffer_of_ones_own():

@@ -109,8 +109,8 @@ def algorithm_1(forest, head_dim, group_size, grow=True, factor=None, merge="fus
     return packs_of(forest, merges, grow)
 
 
-def cheapest(forest, head_dim, group_size, grow=True, item_overhead=0, merge="fused"):
-    """The least traffic over all assignments of the edges."""
+def least(forest, cost, grow=True):
+    """The least ``cost(packs)`` over all assignments of the edges."""
     _, nodes, _ = prefix_forest(forest)
     edges = [(node.begin, min(node.requests), i) for node in nodes for i in range(len(node.edges()))]
     best = None
@@ -120,7 +120,61 @@ def cheapest(forest, head_dim, group_size, grow=True, item_overhead=0, merge="fu
         def merges(node, child, start, chosen=chosen):
             return chosen[node.begin, min(node.requests), node.edges().index(child)]
 
-        packs = packs_of(forest, merges, grow)
-        cost = sum(traffic(packs, head_dim, group_size, merge)) + item_overhead * len(packs)
-        best = cost if best is None else min(best, cost)
+        now = cost(packs_of(forest, merges, grow))
+        best = now if best is None else min(best, now)
     return best
+
+
+def cheapest(forest, head_dim, group_size, grow=True, item_overhead=0, merge="fused"):
+    """The least traffic over all assignments of the edges."""
+    return least(
+        forest, lambda packs: sum(traffic(packs, head_dim, group_size, merge)) + item_overhead * len(packs), grow
+    )
+
+
+class Processor:
+    """What packs cost one processor for one KV head, in ns.
+
+    Parameters
+    ----------
+    tiles : sequence of (m, n), of ascending m
+    unit, step : sequence of float
+        Of a work unit of each tile, and of each step of its n tokens.
+    part, part_row : float
+        Of a part that a request deposits, and of each of its rows.
+    """
+
+    def __init__(self, tiles, group_size, unit, step, part, part_row):
+        self.tiles, self.group_size, self.unit, self.step = tiles, group_size, unit, step
+        self.part = part + group_size * part_row
+
+    def tile(self, requests):
+        """The smallest tile with the requests' rows, and more than 8 for several; the largest if none has them."""
+        rows = max(requests * self.group_size, 9 if requests > 1 else 1)
+        return next((t for t, (m, _) in enumerate(self.tiles) if m >= rows), len(self.tiles) - 1)
+
+    def pack_time(self, requests, tokens):
+        """Whole largest tiles, then one for the rest."""
+        rows, _ = self.tiles[-1]
+        most, time = (rows // self.group_size if rows > 8 else 1), 0
+        while requests > 0:
+            tile = self.tile(min(requests, most))
+            time += self.unit[tile] + self.step[tile] * -(-tokens // self.tiles[tile][1])
+            requests -= most
+        return time
+
+    def own_time(self, tokens):
+        """A request's last pack, where it is in it alone: the part of a step that its tokens are."""
+        tile = self.tile(1)
+        return self.unit[tile] + self.step[tile] * tokens / self.tiles[tile][1]
+
+    def time(self, packs, merge="fused"):
+        requests = {request for _, _, members in packs for request in members}
+        last = {
+            request: max((start, stop) for start, stop, members in packs if request in members) for request in requests
+        }
+        total = self.part * sum(deposits(packs, request, merge) for request in requests)
+        for start, stop, members in packs:
+            own = len(members) == 1 and last[min(members)] == (start, stop)
+            total += self.own_time(stop - start) if own else self.pack_time(len(members), stop - start)
+        return total

@@ -1,0 +1,56 @@
+"""What work costs a processor, for the pack strategy ``time``.
+
+Every row tile of a pack is a work unit per KV head: it has a price of its own, and one for each step of the tile's n KV
+tokens. A request with several parts pays for each that it deposits. KV that is loaded again has no price here: it comes
+mostly from the L2 cache, and its steps are counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from feather_kernels.errors import PlanError
+
+# Measured on an H200, tiles of the hopper path. By m.
+UNIT_NS = {8: 480.0, 16: 600.0, 64: 1300.0, 128: 3500.0}
+STEP_NS = {8: 170.0, 16: 220.0, 64: 1200.0, 128: 1400.0}
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """Nanoseconds of one processor for one KV head.
+
+    Attributes
+    ----------
+    unit, step : mapping of int to float
+        Of a work unit, and of each step of n tokens in it, by the tile's m. A tile whose m is missing costs as much a
+        row as the next smaller one; below the smallest, as much as that one.
+    part, part_row : float
+        Of a part that a request deposits, and of each of its G rows.
+
+    Raises
+    ------
+    PlanError
+        A cost that is negative or not finite, or a mapping without entries.
+    """
+
+    unit: Mapping[int, float] = field(default_factory=UNIT_NS.copy)
+    step: Mapping[int, float] = field(default_factory=STEP_NS.copy)
+    part: float = 50.0
+    part_row: float = 20.0
+
+    def __post_init__(self) -> None:
+        numbers = (*self.unit.values(), *self.step.values(), self.part, self.part_row)
+        if not self.unit or not self.step or not all(math.isfinite(cost) and cost >= 0 for cost in numbers):
+            raise PlanError(f"costs are {self}: give finite numbers of at least 0, unit and step for at least one m")
+
+    def of_tiles(self, tiles: Sequence[tuple[int, int]]) -> list[float]:
+        """Each tile's cost of a unit, then each tile's cost of a step."""
+        return [_of_rows(costs, m) for costs in (self.unit, self.step) for m, _ in tiles]
+
+
+def _of_rows(costs: Mapping[int, float], m: int) -> float:
+    known = max((rows for rows in costs if rows <= m), default=None)
+    return float(costs[min(costs)] if known is None else costs[known] * m / known)
