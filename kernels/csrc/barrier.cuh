@@ -44,7 +44,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
 }
 
 // With programmatic dependent launch (sm_90) a kernel may start while the one before it in the stream still runs, whose
-// results are there after this.
+// results are there after this. Before it, a thread reads the plan only, which no kernel writes. Again costs nothing.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

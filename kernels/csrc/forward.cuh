@@ -87,32 +87,36 @@ struct WarpTeam {
     if (warp == 0) {
       stream.open(queue, fixed_start ? team * int(gridDim.x) + int(blockIdx.x) : -1, teams * int(gridDim.x));
     }
-    while (true) {
-      if (warp == 0) stream.fill();
-      StageInfo const info = stream.wait();
-      if (info.tokens < 0) break;
-      if (info.edges & kFirst) {
-        T const* queries[2];
-        find_queries<T, kHeadDim>(params, info, stream.members(), 16 * warp, queries);
-        tile.begin(queries);
-      }
-      bool const last = info.edges & kLast;
-      Row rows[2];
-      if (last) find_rows<Layout>(params, info, stream.members(), 16 * warp, rows);
-      if (16 * warp < info.n_members * params.group) {
+    bool last = false;
+    Row rows[2];
+    // The first turn only fills the ring: there is one copy of that code.
 #pragma unroll 1
-        for (int token = 0; token < info.tokens; token += kBlock) {
-          tile.attend(stream.k_tile() + Rows::at(token, 0), stream.v_tile() + Rows::at(token, 0),
-                      info.tokens - token, params);
+    for (bool filled = false;; filled = true) {
+      if (filled) {
+        StageInfo const info = stream.wait();
+        if (info.tokens < 0) break;
+        if (info.edges & kFirst) {
+          T const* queries[2];
+          find_queries<T, kHeadDim>(params, info, stream.members(), 16 * warp, queries);
+          tile.begin(queries);
         }
+        last = info.edges & kLast;
+        if (last) find_rows<Layout>(params, info, stream.members(), 16 * warp, rows);
+        if (16 * warp < info.n_members * params.group) {
+#pragma unroll 1
+          for (int token = 0; token < info.tokens; token += kBlock) {
+            tile.attend(stream.k_tile() + Rows::at(token, 0), stream.v_tile() + Rows::at(token, 0),
+                        info.tokens - token, params);
+          }
+        }
+        stream.release();
       }
-      stream.release();
-      if (last) {
-        if (warp == 0) stream.fill();  // the next unit's rows travel while this one is written
-        float lse[2];
-        tile.end(lse);
-        finish<kHeadDim, Layout, kWarps == 1>(params, tile.out, lse, rows).make(params);
-      }
+      if (warp == 0) stream.fill();  // the next unit's rows travel while this one is written
+      if (!last) continue;
+      float lse[2];
+      tile.end(lse);
+      finish<kHeadDim, Layout, kWarps == 1>(params, tile.out, lse, rows).make(params);
+      last = false;
     }
   }
 };
@@ -199,7 +203,7 @@ struct PortableForward {
   static __device__ void run_tails(Params<T> const& params, Queue const& queue, unsigned char* smem,
                                    Control& control) {
     using Tails = TailWarp<T, kHeadDim, kHeads>;
-    static_assert(Tails::kRingBytes <= kRingBytesPerWarp);
+    static_assert(Tails::Stream::kRingBytes <= kRingBytesPerWarp);
     int const warp = threadIdx.x / 32;
     typename Tails::Stream stream(params, reinterpret_cast<T*>(smem + warp * kRingBytesPerWarp), control.tails[warp],
                                   control.tail_sources + warp);

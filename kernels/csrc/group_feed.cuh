@@ -4,9 +4,6 @@
 
 namespace feather {
 
-// Who copies: for K and for V one warp of each warpgroup that shares the ring. All walk the same units.
-enum class Role { kKeys, kValues };
-
 // A ring of kStages stages, each K and V of kTokens tokens, swizzled for wgmma. kGroups warpgroups read it.
 template <typename T, int kHeadDim_, int kTokens_, int kGroups_, int kStages_>
 struct GroupRing {
@@ -30,8 +27,9 @@ struct GroupRing {
   }
 };
 
-// One copying warp. Units are dealt out in turn: `first`, `first` + `stride`, ...
-template <typename T, class Ring, Role kRole>
+// One copying warp, of K or of V, for the units `first`, `first` + `stride`, ... Each warpgroup that shares the ring has
+// one of both; all walk the same units.
+template <typename T, class Ring>
 struct GroupFeed {
   static constexpr int kHeadDim = Ring::kHeadDim, kTokens = Ring::kTokens, kStages = Ring::kStages;
   static constexpr int kOwn = kTokens / Ring::kGroups;  // tokens of a stage that this warp copies
@@ -47,30 +45,37 @@ struct GroupFeed {
 
   Params<T> const& params;
   Queue const queue;
+  bool const keys;
   int const lane, own_first;
   char const* const cache;  // this lane's columns
   uint32_t const slot_bytes;
   uint32_t to[kPatterns];  // where this lane's rows lie in a stage
+  int const stride;        // units are dealt out in turn
+  int unit, words = 0;     // the next unit, and its item
 
-  __device__ GroupFeed(Params<T> const& params_, Queue const& queue_, T* ring, int copier)
+  __device__ GroupFeed(Params<T> const& params_, Queue const& queue_, T* ring, bool keys_, int copier, int first,
+                       int stride_)
       : params(params_),
         queue(queue_),
+        keys(keys_),
         lane(threadIdx.x % kWarp),
         own_first(copier * kOwn),
-        cache(reinterpret_cast<char const*>((kRole == Role::kKeys ? params_.k : params_.v) +
-                                            lane % kLanesPerRow * kChunk)),
-        slot_bytes(kRole == Role::kKeys ? params_.k_slot_bytes : params_.v_slot_bytes) {
-    int const tile = kRole == Role::kKeys ? 0 : Ring::kTile;
+        cache(reinterpret_cast<char const*>((keys ? params_.k : params_.v) + lane % kLanesPerRow * kChunk)),
+        slot_bytes(keys ? params_.k_slot_bytes : params_.v_slot_bytes),
+        stride(stride_),
+        unit(first) {
+    int const tile = keys ? 0 : Ring::kTile;
 #pragma unroll
     for (int i = 0; i < kPatterns; ++i) {
       int const row = own_first + lane / kLanesPerRow + i * kRowsAtOnce;
       to[i] = smem_address(ring) +
               (tile + Ring::Rows::at(row, lane % kLanesPerRow * kChunk)) * int(sizeof(T));
     }
+    fetch();
   }
 
-  __device__ int fetch(int unit) const {  // an item's words
-    return load_item(params, queue.first_item + params.kv_heads_div.div(unit));
+  __device__ void fetch() {
+    if (unit < queue.n_work) words = load_item(params, queue.first_item + params.kv_heads_div.div(unit));
   }
 
   // The pages of this warp's tokens of the stage at `pos`, clamped to the last before `end`.
@@ -82,13 +87,11 @@ struct GroupFeed {
     }
   }
 
-  __device__ void run(typename Ring::Control& control, int first, int stride) {
+  __device__ void run(typename Ring::Control& control) {
     int stage = 0, parity = 1;  // of `empty`, as if a round had gone before
-    bool const announces = kRole == Role::kKeys && own_first == 0;
-    int unit = first, words = 0;
+    bool const announces = keys && own_first == 0;
     int pages[kPerLane] = {};
     if (unit < queue.n_work) {
-      words = fetch(unit);
       look_up(item_offset(words), item_word(words, kItemStart), item_word(words, kItemStop), pages);
     }
     while (unit < queue.n_work) {
@@ -111,7 +114,7 @@ struct GroupFeed {
       int const head = unit - params.kv_heads_div.div(unit) * params.kv_heads;
       char const* const from = cache + head * kHeadDim * int(sizeof(T));
       unit += stride;
-      if (unit < queue.n_work) words = fetch(unit);
+      fetch();
       int edges = kFirst | head << kHeadShift;
       while (true) {
         int const tokens = max(0, min(kTokens, stop - pos));
@@ -168,15 +171,14 @@ struct GroupFeed {
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       int const row = i * kRowsAtOnce;
-      bool const there = kWhole || own_first + row < rows;
-      if (!there && kRole == Role::kKeys) break;
+      if (!kWhole && keys && own_first + row >= rows) break;
       uint32_t const slot = __shfl_sync(~0u, slots[row / kWarp], row % kWarp + lane / kLanesPerRow);
       uint32_t const at = to[i % kPatterns] + down + i / kPatterns * (Ring::Rows::kStep * int(sizeof(T)));
       char const* const source = from + uint64_t(slot) * slot_bytes;
-      if (kWhole || kRole == Role::kKeys) {
+      if (kWhole) {
         copy_async(at, source);
       } else {
-        copy_or_clear(at, source, there);
+        copy_or_clear(at, source, own_first + row < rows);
       }
     }
   }

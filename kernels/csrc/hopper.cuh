@@ -21,12 +21,9 @@ struct GroupTeam {
   // Copying warp `index` of 2 kGroups.
   static __device__ void produce(Params<T> const& params, Queue const& queue, int first, int stride,
                                  unsigned char* ring, Control& control, int index) {
-    T* const stages = reinterpret_cast<T*>(ring);
-    if (index % 2 == 0) {
-      GroupFeed<T, Ring, Role::kKeys>(params, queue, stages, index / 2).run(control, first, stride);
-    } else {
-      GroupFeed<T, Ring, Role::kValues>(params, queue, stages, index / 2).run(control, first, stride);
-    }
+    GroupFeed<T, Ring> feed(params, queue, reinterpret_cast<T*>(ring), index % 2 == 0, index / 2, first, stride);
+    wait_for_previous_kernel();
+    feed.run(control);
   }
 
   static __device__ void fetch(Params<T> const& params, Tile& tile, StageInfo const& info, int const* members,
@@ -122,7 +119,7 @@ struct HopperForward {
   using Wide = GroupTeam<T, kHeadDim, kGroups, kGroups * kStages>;
   using Group = GroupTeam<T, kHeadDim, 1, kStages>;
   // Tails are a matter of latency: the warps that copied for a group compute too.
-  static constexpr int kTailWarps = 4 + 4 / kGroups;
+  static constexpr int kTailWarps = 4 + 4 / kGroups;  // of a group
   static constexpr int kTailBytes = TailStream<T, kHeadDim, 1>::kRingBytes;
   static constexpr int kSmallBytes = 3 * 2 * PaddedRows<kHeadDim, 16>::kElements * int(sizeof(T));
   static constexpr int kGroupBytes =
@@ -186,6 +183,18 @@ struct HopperForward {
       // counter at once takes longer than what it evens out.
       tail_ctas = tails.n_work <= kTailWarps * kGroups * free ? free : ctas;
     }
+
+    // Warp `index` of a CTA's tail warps: the tail that it is dealt, -1 if it has to ask for one, INT_MAX for none; and
+    // how many are dealt. Single warps that compute shared nodes are not dealt any.
+    __device__ int first_tail(int index) const {
+      if (small.n_work) return index < 4 * kGroups ? -1 : (index - 4 * kGroups) * int(gridDim.x) + tail_turn;
+      return tail_turn < tail_ctas ? index * tail_ctas + tail_turn : INT_MAX;
+    }
+    __device__ int dealt_tails() const {
+      return small.n_work ? (kTailWarps - 4) * kGroups * int(gridDim.x) : kTailWarps * kGroups * tail_ctas;
+    }
+    // Whether this CTA has units of several requests in large tiles.
+    __device__ bool has_nodes() const { return int(blockIdx.x) < wide.n_work || group_turn < group.n_work; }
   };
 
   static __device__ void run(Params<T> const& params) {
@@ -203,7 +212,6 @@ struct HopperForward {
       Wide::Ring::init(control.wide, lane);
     }
     __syncthreads();
-    wait_for_previous_kernel();
     let_next_kernel_start();
     if (threadIdx.x >= kComputing) {
       cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
@@ -242,6 +250,13 @@ struct HopperForward {
   static __device__ void compute(Params<T> const& params, unsigned char* smem, Control& control) {
     Work const work(params);
     int const warp = thread() / 32, group = warp / 4;
+    wait_for_previous_kernel();
+    if (work.has_nodes()) {  // there is nothing to compute yet
+      for (int index = warp; index < kTailWarps * kGroups; index += 4 * kGroups) {
+        int const unit = work.first_tail(index);
+        if (unit >= 0 && unit < work.tails.n_work) warm_tail<kHeadDim>(params, work.tails, work.heads, unit);
+      }
+    }
     if constexpr (kHasWide) {
       if (work.wide.n_work) {
         Wide::consume(params, smem, control.wide, warp);
@@ -282,18 +297,9 @@ struct HopperForward {
   static __device__ void run_tails(Params<T> const& params, Work const& work, Control& control, T* ring, int group,
                                    int warp) {
     using Tails = TailWarp<T, kHeadDim, kHeads>;
-    static_assert(Tails::kRingBytes == kTailBytes);
     int const index = warp * kGroups + group;
     typename Tails::Stream stream(params, ring, control.tails[index], control.sources + index);
-    int first = INT_MAX, dealt = kTailWarps * kGroups * work.tail_ctas;
-    if (work.small.n_work == 0) {
-      if (work.tail_turn < work.tail_ctas) first = index * work.tail_ctas + work.tail_turn;
-    } else {  // warps that compute are busy with those
-      dealt = (kTailWarps - 4) * kGroups * int(gridDim.x);
-      if (warp >= 4) first = (index - 4 * kGroups) * int(gridDim.x) + work.tail_turn;
-      if (warp < 4) first = -1;
-    }
-    stream.open(work.tails, first, dealt);
+    stream.open(work.tails, work.first_tail(index), work.dealt_tails());
     meet<32 * kTailWarps>(kGroupRead + group);  // whatever was in the ring before has been read
     Tails::run(params, stream);
   }

@@ -118,6 +118,7 @@ struct KvStream {
   __device__ void open(Queue const& queue, int fixed, int fixed_total) {
     if (lane == 0) *source = {queue.index, queue.first_item, queue.n_work, fixed >= 0 ? fixed_total : 0};
     __syncwarp();
+    wait_for_previous_kernel();
     int first = fixed;
     if (fixed < 0) {
       pop();

@@ -235,6 +235,7 @@ struct TailStream {
   int asked = 0, begun = 0, finished = 0;  // units
   int depositing = 0;                      // the last of those asked for that deposits, counted from 1
   int idle_slots = 0;                      // asked for behind it, for nothing
+  int passed_over = 0;                     // those of them that come before any unit
   int slot_in = 0, slot_out = 0;
 
   // The unit that is being asked for.
@@ -261,12 +262,13 @@ struct TailStream {
   __device__ void open(Queue const& queue, int fixed, int fixed_total) {
     if (lane == 0) *source = {queue.index, queue.first_item, queue.n_work, fixed_total};
     __syncwarp();
+    if (fixed >= 0) fetch(fixed);
+    wait_for_previous_kernel();
     if (fixed < 0) {
       next_real = true;
       pop();
-      fixed = take();
+      fetch(take());
     }
-    fetch(fixed);
     pop();
   }
   __device__ void pop() {  // only where the answer will be looked at: none may land after the counter is reset
@@ -455,22 +457,37 @@ struct TailStream {
     return ring + slot_out * kSlotElements;
   }
 
-  // A unit has been written: what had to wait for that is asked for.
-  __device__ void finish_unit() {
-    if (++finished < depositing) return;
-    for (; idle_slots > 0; --idle_slots) {
-      wait();
-      refill();
-    }
-  }
-
-  // The oldest slot was read: it takes what comes next.
-  __device__ void refill() {
+  // The oldest slot was read: it takes what is asked for next.
+  __device__ void release() {
     __syncwarp();
     slot_out = slot_out + 1 == kSlots ? 0 : slot_out + 1;
-    ask();
+  }
+
+  // A unit has been written. Nothing holds back those behind it any more, if it was the last that deposits: the slots
+  // that were asked for nothing come now.
+  __device__ void finish_unit() {
+    if (++finished < depositing) return;
+    passed_over = idle_slots;
+    idle_slots = 0;
   }
 };
+
+// Ask L2 for the first tokens of a unit that begins later, while memory has little else to do.
+template <int kHeadDim, typename T>
+__device__ void warm_tail(Params<T> const& params, Queue const& tails, int heads, int unit) {
+  int const item = heads == 1 ? params.kv_heads_div.div(unit) : params.kv_pairs_div.div(unit);
+  int const words = load_item(params, tails.first_item + item), lane = threadIdx.x % kWarp;
+  int const token = item_word(words, kItemStart) + lane % 16, stop = item_word(words, kItemStop);
+  int64_t const offset = item_offset(words);
+  if (token >= stop) return;
+  uint64_t const slot = uint32_t(slot_of(params, load_page(params, offset, token), token));
+  int const column = (unit * heads - item * params.kv_heads) * kHeadDim * int(sizeof(T));
+  char const* const row = lane < 16 ? reinterpret_cast<char const*>(params.k) + slot * params.k_slot_bytes
+                                    : reinterpret_cast<char const*>(params.v) + slot * params.v_slot_bytes;
+  for (int head = 0; head < heads; ++head) {
+    prefetch_row<kHeadDim * int(sizeof(T))>(row + column + head * kHeadDim * int(sizeof(T)));
+  }
+}
 
 // A warp works through the queue of tails.
 template <typename T, int kHeadDim, int kHeads>
@@ -478,8 +495,6 @@ struct TailWarp {
   using Stream = TailStream<T, kHeadDim, kHeads>;
   using Tile = typename Stream::Tile;
   using Layout = typename Tile::Layout;
-  static constexpr int kRingBytes = Stream::kRingBytes;
-
   static __device__ void fetch(Params<T> const& params, Tile& tile, TailUnit const& unit, int rows) {
     int const row = threadIdx.x % 32 / 4;
     T const* const first = params.q + unit.request * params.q_stride + unit.head * params.group * kHeadDim;
@@ -488,40 +503,55 @@ struct TailWarp {
 
   static __device__ void run(Params<T> const& params, Stream& stream) {
     int const rows = kHeads * params.group;
-#pragma unroll 1
-    for (int i = 0; i < Stream::kSlots; ++i) stream.ask();
     Tile tile;
-    bool fetched = false;
-    while (stream.begun < stream.asked) {
-      TailUnit const unit = stream.units[stream.begun++ % kTailUnits];
-      if (!fetched) fetch(params, tile, unit, rows);
-      fetched = false;
-      tile.begin();
-      int tokens = unit.tokens, part = 0;
-      bool k_turn = tokens > 0;
-      int slots = (max(tokens, 0) + 15) / 16 * 2 + (unit.n_parts + kHeads - 1) / kHeads;
-      do {
+    TailUnit unit;
+    int slots = 0, tokens = 0, part = 0;  // left of the unit; the next to be taken in
+    bool k_turn = false, fetched = false;
+    // The first turns only fill the ring. They share the code of the others, so that all instructions are there when
+    // the first slot is.
+#pragma unroll 1
+    for (int turn = -Stream::kSlots;; ++turn) {
+      if (turn >= 0) {
+        if (slots == 0 && stream.passed_over == 0) {
+          if (stream.begun == stream.asked) break;
+          unit = stream.units[stream.begun++ % kTailUnits];
+          if (!fetched) fetch(params, tile, unit, rows);
+          fetched = false;
+          tile.begin();
+          tokens = unit.tokens;
+          part = 0;
+          k_turn = tokens > 0;
+          // A unit with nothing to attend to has a slot all the same.
+          slots = max(1, (max(tokens, 0) + 15) / 16 * 2 + (unit.n_parts + kHeads - 1) / kHeads);
+        }
         T const* const slot = stream.wait();
         if (k_turn) {
           tile.score(slot, params.group);
         } else if (tokens > 0) {
           tile.accumulate(slot, params.group);
           tokens -= 16;
-        } else {
+        } else if (slots > 0) {
 #pragma unroll 1
           for (int i = 0; i < kHeads && part < unit.n_parts; ++i, ++part) {
             tile.take_in(reinterpret_cast<float const*>(slot + i * Tile::kHeadElements), rows);
           }
         }
-        stream.refill();
-        bool const scored = k_turn ? tokens <= 16 : tokens <= 0;  // all of this unit
-        if (scored && !fetched && stream.begun < stream.asked) {  // the next one's queries, in time to be there
-          fetch(params, tile, stream.units[stream.begun % kTailUnits], rows);
-          fetched = true;
-        }
-        if (k_turn) tile.soften(tokens, params);
-        k_turn = !k_turn && tokens > 0;
-      } while (--slots > 0);  // a unit with nothing to attend to has a slot all the same
+        stream.release();
+      }
+      stream.ask();
+      if (turn < 0) continue;
+      if (slots == 0) {
+        --stream.passed_over;
+        continue;
+      }
+      bool const scored = k_turn ? tokens <= 16 : tokens <= 0;  // all of this unit
+      if (scored && !fetched && stream.begun < stream.asked) {  // the next one's queries, in time to be there
+        fetch(params, tile, stream.units[stream.begun % kTailUnits], rows);
+        fetched = true;
+      }
+      if (k_turn) tile.soften(tokens, params);
+      k_turn = !k_turn && tokens > 0;
+      if (--slots > 0) continue;
       float lse[2];
       tile.end(lse);
       Row result[2];
