@@ -222,6 +222,7 @@ class FlashInfer:
 PEERS = ("fa3", "fa3-planned", "flashinfer", "cascade")
 ABLATIONS: dict[str, System] = {
     "feather-naive": feather(strategy="naive"),
+    "feather-profit": feather(strategy="profit"),
     "feather-compute": feather(strategy="compute"),
     "feather-two-phase": feather(strategy="two-phase"),
     "feather-optimal": feather(strategy="optimal"),

@@ -22,10 +22,11 @@ template <typename T>
 __device__ void leave(Params<T> const& params) {
   if (threadIdx.x != 0) return;
   __threadfence();
-  int* const left = params.popped + kLeft + __ffs(params.queues) - 1;
+  unsigned const queues = opaque(params.queues);
+  int* const left = params.popped + kLeft + __ffs(queues) - 1;
   if (atomicAdd(left, 1) != int(gridDim.x) - 1) return;
   for (int i = 0; i < kLeft; ++i) {
-    if (params.queues >> i & 1) params.popped[i] = 0;
+    if (queues >> i & 1) params.popped[i] = 0;
   }
   *left = 0;
 }

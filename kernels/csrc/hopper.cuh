@@ -164,8 +164,8 @@ struct HopperForward {
   struct Work {
     Queue wide, group, small, tails;
     int heads;  // KV heads of a tail's unit
-    int group_turn, tail_turn;
-    int tail_ctas;  // whose warps are dealt a tail to start with
+    int group_turn;
+    int first_tail, tail_stride;  // warp i of this CTA starts with tail first_tail + i * tail_stride
 
     __device__ explicit Work(Params<T> const& params) {
       int const ctas = gridDim.x, cta = blockIdx.x;
@@ -176,22 +176,21 @@ struct HopperForward {
       tails = find_tails(params, index, heads);
       int const after_wide = wide.n_work % ctas;
       group_turn = cta - after_wide + (cta < after_wide ? ctas : 0);
-      int const busy = wide.n_work + group.n_work, free = max(0, ctas - busy);
-      int const after_group = busy % ctas;
-      tail_turn = cta - after_group + (cta < after_group ? ctas : 0);
-      // Those that have nothing else to do, if they can start on all there is. If not, all: that every warp asks the
-      // counter at once takes longer than what it evens out.
-      tail_ctas = tails.n_work <= kTailWarps * kGroups * free ? free : ctas;
+      int const busy = wide.n_work + group.n_work, after_group = busy % ctas;
+      int const turn = cta - after_group + (cta < after_group ? ctas : 0);
+      if (small.n_work) {
+        first_tail = turn - 4 * kGroups * ctas, tail_stride = ctas;
+      } else {  // first to those that have nothing else to do
+        int const free = max(0, ctas - busy);
+        tail_stride = turn < free ? free : ctas - free;
+        first_tail = turn < free ? turn : kTailWarps * kGroups * free + turn - free;
+      }
     }
 
-    // Warp `index` of a CTA's tail warps: the tail that it is dealt, -1 if it has to ask for one, INT_MAX for none; and
-    // how many are dealt. Single warps that compute shared nodes are not dealt any.
-    __device__ int first_tail(int index) const {
-      if (small.n_work) return index < 4 * kGroups ? -1 : (index - 4 * kGroups) * int(gridDim.x) + tail_turn;
-      return tail_turn < tail_ctas ? index * tail_ctas + tail_turn : INT_MAX;
-    }
+    // How many tails are dealt out. Every warp is: that all ask the counter at once takes longer than what it evens
+    // out. Only warps that compute shared nodes by themselves ask; their first tails are negative.
     __device__ int dealt_tails() const {
-      return small.n_work ? (kTailWarps - 4) * kGroups * int(gridDim.x) : kTailWarps * kGroups * tail_ctas;
+      return (small.n_work ? kTailWarps - 4 : kTailWarps) * kGroups * int(gridDim.x);
     }
     // Whether this CTA has units of several requests in large tiles.
     __device__ bool has_nodes() const { return int(blockIdx.x) < wide.n_work || group_turn < group.n_work; }
@@ -231,20 +230,19 @@ struct HopperForward {
   static constexpr int kCopyRegisters = 72, kComputeRegisters = kGroups == 2 ? 216 : 240;
 
   static __device__ void copy(Params<T> const& params, unsigned char* smem, Control& control) {
+    if constexpr (kHasWide) copy_wide(params, smem, control);
     Work const work(params);
-    int const index = thread() / 32 % 4;
-    if constexpr (kHasWide) {
-      if (work.wide.n_work) {
-        Wide::produce(params, work.wide, blockIdx.x, gridDim.x, smem, control.wide, index);
-        meet<kThreads>(kWideRead);  // the ring has been read
-      }
-    }
-    int const group = index / 2;
-    if (group >= kGroups) return;
-    if (work.group.n_work) {
-      Group::produce(params, work.group, group * int(gridDim.x) + work.group_turn, kGroups * int(gridDim.x),
-                     smem + group * kGroupBytes, control.groups[group], index % 2);
-    }
+    int const index = thread() / 32 % 4, group = index / 2;
+    if (group >= kGroups || work.group.n_work == 0) return;
+    Group::produce(params, work.group, group * int(gridDim.x) + work.group_turn, kGroups * int(gridDim.x),
+                   smem + group * kGroupBytes, control.groups[group], index % 2);
+  }
+
+  static __device__ void copy_wide(Params<T> const& params, unsigned char* smem, Control& control) {
+    Queue const wide = find_queue(params, 0);
+    if (wide.n_work == 0) return;
+    Wide::produce(params, wide, blockIdx.x, gridDim.x, smem, control.wide, thread() / 32 % 4);
+    meet<kThreads>(kWideRead);  // the ring has been read
   }
 
   static __device__ void compute(Params<T> const& params, unsigned char* smem, Control& control) {
@@ -253,7 +251,7 @@ struct HopperForward {
     wait_for_previous_kernel();
     if (work.has_nodes()) {  // there is nothing to compute yet
       for (int index = warp; index < kTailWarps * kGroups; index += 4 * kGroups) {
-        int const unit = work.first_tail(index);
+        int const unit = work.first_tail + index * work.tail_stride;
         if (unit >= 0 && unit < work.tails.n_work) warm_tail<kHeadDim>(params, work.tails, work.heads, unit);
       }
     }
@@ -299,7 +297,7 @@ struct HopperForward {
     using Tails = TailWarp<T, kHeadDim, kHeads>;
     int const index = warp * kGroups + group;
     typename Tails::Stream stream(params, ring, control.tails[index], control.sources + index);
-    stream.open(work.tails, work.first_tail(index), work.dealt_tails());
+    stream.open(work.tails, work.first_tail + index * work.tail_stride, work.dealt_tails());
     meet<32 * kTailWarps>(kGroupRead + group);  // whatever was in the ring before has been read
     Tails::run(params, stream);
   }

@@ -176,10 +176,11 @@ __device__ __forceinline__ Announcement finish(Params<T> const& params, Out& out
   }
   __syncwarp();
   if (__any_sync(~0u, final[0] || final[1])) Layout::store(params, out, rows);
-  if (params.lse != nullptr && Layout::leads()) {
+  float* const lse_to = opaque(params.lse);
+  if (lse_to != nullptr && Layout::leads()) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (final[i]) params.lse[int64_t(rows[i].request) * params.q_heads + rows[i].head] = lse[i] * kLn2;
+      if (final[i]) lse_to[int64_t(rows[i].request) * params.q_heads + rows[i].head] = lse[i] * kLn2;
     }
   }
   return told;

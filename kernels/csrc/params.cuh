@@ -46,6 +46,18 @@ struct Params {
 
 constexpr int kPatience = 1 << 24;  // looks at a part that does not come before the kernel gives up
 
+// The same value, of which the compiler knows nothing. It would work out conditions like `lse != nullptr` once for the
+// whole kernel, run out of predicates, and keep them in local memory, whose first touch takes a microsecond.
+template <typename V>
+__device__ __forceinline__ V opaque(V value) {
+  if constexpr (sizeof(V) == 8) {
+    asm volatile("" : "+l"(value));
+  } else {
+    asm volatile("" : "+r"(value));
+  }
+  return value;
+}
+
 // A queue of the plan, as a launch sees it.
 struct Queue {
   int index, first_item, n_work;

@@ -236,15 +236,14 @@ struct TailStream {
   int depositing = 0;                      // the last of those asked for that deposits, counted from 1
   int idle_slots = 0;                      // asked for behind it, for nothing
   int passed_over = 0;                     // those of them that come before any unit
-  int slot_in = 0, slot_out = 0;
+  int slot = 0;  // the oldest; once it has been read, it takes what is asked for next
 
   // The unit that is being asked for.
   int pos = 0, stop = 0, block = 0, blocks = 0;
   int64_t offset = 0;        // of its table row
   int slots = 0, pages = 0;  // of the tokens from 32 (block / 2) on, one a lane; and the pages of the 32 behind those
   bool v_next = false;       // of this block only V is left
-  char const *from = nullptr, *from_other = nullptr;  // this lane's columns of K and V, in turn
-  uint32_t slot_bytes = 0, slot_bytes_other = 0;
+  int column = 0;            // this lane's, in bytes
   int part = 0, n_parts = 0;
   int part_row = 0;   // of the first part, in part_lse
   uint32_t told = 0;  // what part_lse holds for part 4 (part / 4) + lane / 8, row lane % 8
@@ -318,9 +317,7 @@ struct TailStream {
     block = 0;
     blocks = (stop - pos + 15) / 16;
     int const head = next_work * kHeads - item_of(next_work) * params.kv_heads;
-    int const column = head * kHeadDim + lane % kLanesPerRow * kChunk;
-    from = reinterpret_cast<char const*>(params.k + column), slot_bytes = params.k_slot_bytes;
-    from_other = reinterpret_cast<char const*>(params.v + column), slot_bytes_other = params.v_slot_bytes;
+    column = (head * kHeadDim + lane % kLanesPerRow * kChunk) * int(sizeof(T));
     part = 0;
     n_parts = word(kItemParts);
     part_row = word(kItemFirstPart) * params.q_heads + head * params.group;
@@ -350,7 +347,7 @@ struct TailStream {
       ask_for_parts();
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
-    slot_in = slot_in + 1 == kSlots ? 0 : slot_in + 1;
+    slot = slot + 1 == kSlots ? 0 : slot + 1;
   }
 
   // 16 rows of K or V of each head, 16 bytes a lane. Rows behind the unit's last token repeat that.
@@ -360,6 +357,8 @@ struct TailStream {
       pages = look_up(offset, pos + kWarp, stop);
     }
     int const row = lane / kLanesPerRow;
+    char const* const from = reinterpret_cast<char const*>(v_next ? params.v : params.k) + column;
+    uint32_t const slot_bytes = v_next ? params.v_slot_bytes : params.k_slot_bytes;
     uint32_t const to = slot_address() + (row * kPitch + lane % kLanesPerRow * kChunk) * int(sizeof(T));
     constexpr int kBatch = 4;  // addresses first, then copies, so that one does not wait for the other
 #pragma unroll
@@ -383,20 +382,18 @@ struct TailStream {
       if (params.prefetch) prefetch();
     }
     v_next = !v_next;
-    char const* const other = from_other;
-    from_other = from, from = other;
-    uint32_t const other_bytes = slot_bytes_other;
-    slot_bytes_other = slot_bytes, slot_bytes = other_bytes;
   }
 
   // The rows of the 32 tokens from `pos` on, into L2.
   __device__ void prefetch() const {
     if (pos + lane >= stop) return;
     uint64_t const slot = uint32_t(slot_of(params, pages, pos + lane));
-    int const column = lane % kLanesPerRow * kChunk * int(sizeof(T));
+    int const first = column - lane % kLanesPerRow * kChunk * int(sizeof(T));
+    char const* const k_row = reinterpret_cast<char const*>(params.k) + slot * params.k_slot_bytes + first;
+    char const* const v_row = reinterpret_cast<char const*>(params.v) + slot * params.v_slot_bytes + first;
     for (int head = 0; head < kHeads; ++head) {
-      prefetch_row<kHeadDim * sizeof(T)>(from - column + slot * slot_bytes + head * kHeadDim * sizeof(T));
-      prefetch_row<kHeadDim * sizeof(T)>(from_other - column + slot * slot_bytes_other + head * kHeadDim * sizeof(T));
+      prefetch_row<kHeadDim * sizeof(T)>(k_row + head * kHeadDim * sizeof(T));
+      prefetch_row<kHeadDim * sizeof(T)>(v_row + head * kHeadDim * sizeof(T));
     }
   }
 
@@ -418,10 +415,10 @@ struct TailStream {
       if (asks_about(k) && told == kNothing) told = load_relaxed(told_at(k));  // of the parts behind these, too
       if (tries > kPatience) __trap();  // a plan whose parts are not all deposited: an error rather than a hang
     }
-    T* const slot = ring + slot_in * kSlotElements;
+    T* const place_of_parts = ring + slot * kSlotElements;
     if (mine) {
       __stcg(reinterpret_cast<uint32_t*>(told_at(k)), kNothing);
-      reinterpret_cast<uint32_t*>(slot + place * kHeadElements)[8 * Tile::kPartPitch + lane % 8] = told;
+      reinterpret_cast<uint32_t*>(place_of_parts + place * kHeadElements)[8 * Tile::kPartPitch + lane % 8] = told;
     }
     // Lane by lane through a part's rows, which lie side by side.
     constexpr int kLanes = kHeadDim / 4 < kWarp ? kHeadDim / 4 : kWarp;  // of 16 bytes, in a row at once
@@ -448,19 +445,13 @@ struct TailStream {
     look_ahead();
   }
 
-  __device__ uint32_t slot_address() const { return smem_address(ring + slot_in * kSlotElements); }
+  __device__ uint32_t slot_address() const { return smem_address(ring + slot * kSlotElements); }
 
   // The oldest slot is there.
   __device__ T const* wait() const {
     asm volatile("cp.async.wait_group %0;" ::"n"(kSlots - 1) : "memory");
     __syncwarp();
-    return ring + slot_out * kSlotElements;
-  }
-
-  // The oldest slot was read: it takes what is asked for next.
-  __device__ void release() {
-    __syncwarp();
-    slot_out = slot_out + 1 == kSlots ? 0 : slot_out + 1;
+    return ring + slot * kSlotElements;
   }
 
   // A unit has been written. Nothing holds back those behind it any more, if it was the last that deposits: the slots
@@ -536,10 +527,10 @@ struct TailWarp {
             tile.take_in(reinterpret_cast<float const*>(slot + i * Tile::kHeadElements), rows);
           }
         }
-        stream.release();
+        __syncwarp();  // the slot has been read
       }
       stream.ask();
-      if (turn < 0) continue;
+      if (opaque(turn) < 0) continue;
       if (slots == 0) {
         --stream.passed_over;
         continue;

@@ -114,7 +114,7 @@ class Planner:
         head_dim: int,
         *,
         max_requests: int,
-        strategy: str = "profit",
+        strategy: str = "time",
         tiles: Tiles | None = None,
         split: str = "balanced",
         merge: str = "fused",

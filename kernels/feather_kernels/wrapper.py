@@ -41,8 +41,11 @@ class PackedDecodeWrapper:
         Requests of the largest batch.
     max_parts : int, optional
         Partial results of the largest plan; default ``8 * max_requests + 4096``.
-    strategy, split : str
-        How to pack, and how to split long KV ranges (see `feather_kernels.plan.Planner`).
+    strategy : str, optional
+        How to pack (see `feather_kernels.plan.Planner`). By default "time" on the Hopper path, where its costs were
+        measured, and "profit" elsewhere.
+    split : str
+        How to split long KV ranges.
     tiles : sequence of (m, n), optional
         The tile shapes to use: the largest one or more of `feather_kernels.tiles.built_tiles`; all by default.
     launch : {"persistent", "streams", "serial"}
@@ -83,7 +86,7 @@ class PackedDecodeWrapper:
         device: torch.device | str = "cuda",
         max_requests: int = 1024,
         max_parts: int | None = None,
-        strategy: str = "profit",
+        strategy: str | None = None,
         split: str = "balanced",
         tiles: tuple[tuple[int, int], ...] | None = None,
         launch: str = "persistent",
@@ -142,7 +145,8 @@ class PackedDecodeWrapper:
         max_parts = 8 * max_requests + 4096 if max_parts is None else max_parts
         properties = torch.cuda.get_device_properties(self.device)
         self.planner = Planner(
-            num_qo_heads, num_kv_heads, head_dim, strategy=strategy, split=split, tiles=self._tiles,
+            num_qo_heads, num_kv_heads, head_dim, split=split, tiles=self._tiles,
+            strategy=strategy or ("time" if self.path == "hopper" else "profit"),
             merge=merge or ("fused" if may_fuse else "kernel"), n_sm=properties.multi_processor_count,
             max_requests=max_requests, max_parts=max_parts, **{"tail_warps": TAIL_WARPS[self.path], **planner_options},
         )  # fmt: skip

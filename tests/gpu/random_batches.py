@@ -92,7 +92,7 @@ def draw(seed: int, hopper: bool = True) -> Choice:
     built = TILES["hopper" if hopper and path != "portable" else "portable"]
     first_tile = int(rng.integers(len(built))) if rng.random() < 0.15 else 0
     growth = int(rng.choice([1, 20, 300])) if rng.random() < 0.25 else 0
-    strategy = "profit" if rng.random() < 0.3 else str(rng.choice(list(STRATEGIES)))
+    strategy = "time" if rng.random() < 0.3 else str(rng.choice(list(STRATEGIES)))
     split = "balanced" if rng.random() < 0.5 else str(rng.choice(list(SPLITS)))
     wrapper: dict[str, Any] = {
         "strategy": strategy, "split": split, "launch": launch,

@@ -50,7 +50,7 @@ def test_eight_rows_are_one_requests():
     plan = plan_of(tree_forest((1, 34), (4096, 1)), split="none")
     shared = plan.items[plan.items[:, 2] == 0]
     assert shared[:, 6:8].tolist() == [[32, 3], [2, 1]]
-    alone = plan_of(tree_forest((1, 3), (4096, 1)), split="none", tiles=((8, 16),))
+    alone = plan_of(tree_forest((1, 3), (4096, 1)), strategy="naive", split="none", tiles=((8, 16),))
     assert alone.items[:, 6:8].tolist() == [[1, 0]] * 6
 
 
