@@ -255,10 +255,7 @@ class PackedDecodeWrapper:
         if out is None:
             out = torch.empty_like(q)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-        arguments = (
-            q, k_cache, v_cache, out, lse, self._part_out, self._part_lse, self._counters, self._plan, self._lens,
-            self._table, self.page_size.bit_length() - 1, self.sm_scale, self.logit_soft_cap, self._flags,
-        )  # fmt: skip
+        arguments = self._arguments(q, k_cache, v_cache, out, lse)
         with torch.cuda.device(self.device):
             if self.launch == "persistent":
                 self._module.forward(*arguments, (1 << len(self._tiles)) - 1)
@@ -270,6 +267,40 @@ class PackedDecodeWrapper:
             if self.planner.merge == "kernel" and (self.pack_plan.n_parts or torch.cuda.is_current_stream_capturing()):
                 self._module.merge(*arguments)  # in a graph always, as it may meet parts later
         return (out, lse) if lse is not None else out
+
+    def run_queue(
+        self, queue: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Launch one tile's queue of the last plan alone, to measure it; ``out`` is not complete after it.
+
+        Parameters
+        ----------
+        queue : int
+            Counted from the tile of the largest m.
+        q, k_cache, v_cache, out : torch.Tensor
+            As for `run`.
+
+        Raises
+        ------
+        ValueError
+            As `run`, or units that would wait for those of other queues: use ``merge="kernel"``.
+        """
+        if self.pack_plan is None:
+            raise PlanError("run_queue() before plan(): plan the batch first")
+        if self.planner.merge != "kernel":
+            raise PlanError("run_queue() needs merge='kernel': units of one queue wait for those of others otherwise")
+        k_cache, v_cache = self._flat(k_cache), self._flat(v_cache)
+        self._check(q, k_cache, v_cache, out)
+        with torch.cuda.device(self.device):
+            self._module.forward(*self._arguments(q, k_cache, v_cache, out, None), 1 << queue)
+
+    def _arguments(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        return (
+            q, k, v, out, lse, self._part_out, self._part_lse, self._counters, self._plan, self._lens, self._table,
+            self.page_size.bit_length() - 1, self.sm_scale, self.logit_soft_cap, self._flags,
+        )  # fmt: skip
 
     def _run_on_streams(self, arguments: tuple[Any, ...]) -> None:
         """One launch a tile shape, each on its own stream, joined before returning (PAT 6)."""
