@@ -73,19 +73,14 @@ inline void chunk_limits(const Config& config, const Packing& packing, const std
   }
 }
 
-// KV heads to a unit of the tail tile's queue. Two fill more of its eight rows and share a unit's own cost, but leave
-// half the units: one, where there would be less than a step of a tile for every warp.
-inline int32_t choose_head_pack(const Config& config, const Packing& packing, const std::vector<RowTile>& rows) {
-  const Tile tile = config.tile(config.tail_tile());
-  const int64_t heads = config[kKvHeads];
-  if (tile.m != kThinRows || 2 * config[kGroupSize] > kThinRows || heads % 2) return 1;
+// KV heads to a unit of the tail tile's queue. Two fill more of its eight rows and share a unit's own cost: that is worth
+// more than twice as many units, even where those would not keep every warp busy.
+inline int32_t choose_head_pack(const Config& config) {
+  const bool pairs = config.tile(config.tail_tile()).m == kThinRows && 2 * config[kGroupSize] <= kThinRows &&
+                     config[kKvHeads] % 2 == 0;
+  if (!pairs) return 1;
   if (config[kHeadPack]) return static_cast<int32_t>(config[kHeadPack]);
-  if (config[kHeadDim] > 128) return 1;  // a warp's ring would have one slot
-  int64_t steps = 0;
-  for (const RowTile& row : rows) {
-    if (row.tile == config.tail_tile()) steps += (packing.packs[row.pack].length() + tile.n - 1) / tile.n;
-  }
-  return steps * (heads / 2) >= config[kProcessors] * config[kTailWarps] ? 2 : 1;
+  return config[kHeadDim] <= 128 ? 2 : 1;  // beyond, a warp's ring would have one slot
 }
 
 // Cuts the last tails, and only them. Warps take tails longest first: as many of the longest as make whole rounds stay
@@ -186,7 +181,7 @@ inline void schedule(const Config& config, const Forest& forest, const Packing& 
     const int32_t fixed = packing.packs[row.pack].chunk;
     row.longest = static_cast<int32_t>(fixed ? fixed : std::min<int64_t>(limit[row.tile], INT32_MAX));
   }
-  out.head_pack = choose_head_pack(config, packing, out.rows);
+  out.head_pack = choose_head_pack(config);
   const bool by_warps = config.tile(config.tail_tile()).m <= kWarpRows;
   if (config[kSplit] == kSplitBalanced && by_warps) balance_tails(config, packing, out);
   out.widened = 0;

@@ -94,8 +94,8 @@ class Planner:
     costs : UnitCosts, optional
         What ``time`` minimises; default: as measured on an H200.
     head_pack : {1, 2}, optional
-        KV heads to a unit of the m = 8 queue. 2 needs 2 * G <= 8 and an even number of KV heads; by default it is taken
-        where that leaves every warp a step of the tile (n tokens) or more, by the tokens of all tails.
+        KV heads to a unit of the m = 8 queue. 2 needs 2 * G <= 8 and an even number of KV heads, and is taken by
+        default where it has them, up to head_dim 128.
     tail_warps : int
         Warps of a processor that take tails, each a unit at a time.
     buffer : int32 [capacity], optional

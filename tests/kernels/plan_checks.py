@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from feather_kernels.pack import SPLITS, STRATEGIES
-from feather_kernels.plan import CLOSES, MAGIC, TAIL_WARPS, make_plan
+from feather_kernels.plan import CLOSES, MAGIC, make_plan
 from feather_kernels.tiles import TILES
 from feather_kernels.trees import forest_table, random_forest
-from oracles.splitting import least_promoted
+from oracles.splitting import head_pack, least_promoted
 from oracles.waiting import Unit
 
 HEADS = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64}
@@ -200,16 +200,9 @@ def check_header(plan):
     assert header[8] < header[6] < header[7] and all(begin % 32 == 0 for begin in header[6:9])
     assert header[9] == plan.used == header[7] + 2 * plan.n_members <= len(plan.buffer)
     assert header[11] == plan.n_closing and header[12] == plan.head_pack and header[13:16] == [0, 0, 0]
-    tail = tile_of(plan, 1)
-    tails = plan.items[plan.items[:, 7] == tail]
-    tokens = tails[:, 3] - tails[:, 2]
-    pairs = plan.tiles[tail][0] == 8 and plan.group_size <= 4 and planner.num_kv_heads % 2 == 0
-    if not pairs or planner.head_pack:
-        assert plan.head_pack == (planner.head_pack if pairs and planner.head_pack else 1)
-    elif plan.head_pack == 1:  # exact where nothing is cut; a cut makes no fewer steps, begun ones counted
-        assert (tokens // 16).sum() * planner.num_kv_heads // 2 < planner.n_sm * TAIL_WARPS["hopper"]
-    else:
-        assert -(-tokens // 16).sum() * planner.num_kv_heads // 2 >= planner.n_sm * TAIL_WARPS["hopper"]
+    pack = head_pack(plan.group_size, planner.num_kv_heads, planner.head_dim)
+    pairs = plan.tiles[tile_of(plan, 1)][0] == 8
+    assert plan.head_pack == (planner.head_pack or pack if pairs else 1)
 
 
 def check_parts(plan, forest, parts):

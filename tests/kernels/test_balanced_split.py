@@ -7,7 +7,7 @@ from operator import mul
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_checks import TILE_SETS, check_plan, check_tiles, forests, packs_in, plan_of, row_tiles, without_tokens
+from plan_checks import HEADS, TILE_SETS, check_plan, check_tiles, forests, packs_in, plan_of, row_tiles, without_tokens
 
 from feather_kernels.forest import Forest
 from feather_kernels.pack import MERGES, STRATEGIES
@@ -39,7 +39,7 @@ def rule(rows, arguments, widen=1.0):
     tail = next(t for t, (m, _) in enumerate(tiles) if m >= group)
     tails = sorted((stop - start for tile, start, stop, _ in rows if tile == tail), reverse=True)
     (rows_of_tail, step), warps = tiles[tail], n_sm * arguments["tail_warps"]
-    pack = head_pack(tails, step, group, kv_heads, warps) if rows_of_tail == 8 else 1
+    pack = head_pack(group, kv_heads, HEADS["head_dim"]) if rows_of_tail == 8 else 1
     cut, balances = [], rows_of_tail <= 16
     if balances:
         limits = tail_limits(tails, kv_heads // pack, warps, least_chunk(arguments["min_chunk"], step), step)

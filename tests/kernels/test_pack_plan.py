@@ -135,7 +135,7 @@ def test_header_says_where_everything_is():
     assert header[0] == MAGIC and header[1:6] == [plan.n_items, plan.n_members, 10, plan.n_parts, 4]
     assert plan.used <= 32 + 12 * plan.n_items + 2 * plan.n_members + 11 + 3 * 32  # packed: one short copy moves it
     assert header[10] == first[10] + 1
-    assert header[11:13] == [10, 1]
+    assert header[11:13] == [10, 2]
     assert header[16:21] == plan.queue_begin.tolist()
 
 
@@ -212,30 +212,20 @@ def test_as_many_tiles_and_tokens_as_there_may_be():
     ("requests", "arguments", "expected"),
     [
         (3, {}, 2),
-        (2, {}, 1),  # 2 * 4 steps of a tile, a processor has 12 warps
-        (2, {"tail_warps": 8}, 2),
-        (2, {"tail_warps": 9}, 1),
         (1, {"num_qo_heads": 24, "num_kv_heads": 6}, 2),
-        (2, {"head_pack": 2}, 2),
         (3, {"head_pack": 1}, 1),
         (3, {"num_qo_heads": 10}, 1),  # 2 * 5 rows
         (16, {"num_qo_heads": 4, "num_kv_heads": 1}, 1),
         (3, {"tiles": ((16, 16), (64, 64))}, 1),
-        (5, {"n_sm": 2}, 1),
-        (6, {"n_sm": 2}, 2),
+        (3, {"head_dim": 128}, 2),
+        (3, {"head_dim": 256}, 1),  # a ring of one slot: only if asked for
+        (3, {"head_dim": 256, "head_pack": 2}, 2),
     ],
 )
-def test_two_heads_to_a_unit_where_that_leaves_every_warp_a_step(requests, arguments, expected):
+def test_two_heads_to_a_unit_where_they_fit(requests, arguments, expected):
     plan = plan_of(tree_forest((requests,), (60,)), **{"n_sm": 1, "split": "none", **arguments})
-    if "tail_warps" not in arguments:
-        check_header(plan)
+    check_header(plan)
     assert plan.n_items == requests and plan.head_pack == expected
-
-
-def test_head_pack_counts_steps_of_tails_only():
-    """Three tails of 49 tokens begin 12 steps; the shared range runs in another tile."""
-    packs = [plan_of(tree_forest((1, 3), (6000, tail)), **NAIVE, n_sm=1).head_pack for tail in (48, 49)]
-    assert packs == [1, 2]
 
 
 def test_capacity_is_kept_by_longer_chunks():

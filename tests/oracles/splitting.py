@@ -29,11 +29,9 @@ def tile_limit(lengths, alpha, kv_heads, n_sm, least, step):
     return up(max(least, math.ceil(alpha * sum(lengths) * kv_heads / n_sm)), step)
 
 
-def head_pack(tails, step, group_size, kv_heads, warps):
-    """KV heads to a unit of the tile of 8 rows, from the lengths of its items before any cut."""
-    if 2 * group_size > 8 or kv_heads % 2:
-        return 1
-    return 2 if sum(up(length, step) // step for length in tails) * (kv_heads // 2) >= warps else 1
+def head_pack(group_size, kv_heads, head_dim):
+    """KV heads to a unit of the tile of 8 rows."""
+    return 2 if 2 * group_size <= 8 and kv_heads % 2 == 0 and head_dim <= 128 else 1
 
 
 def tail_limits(tails, units, warps, least, step):
