@@ -79,7 +79,7 @@ def gaps(forests: Sequence[Forest], profit_factor: float | None) -> Row:
     gap = []
     for forest in forests:
         best = make_plan(forest, strategy="optimal", **HEADS).traffic.total
-        gap.append(make_plan(forest, profit_factor=profit_factor, **HEADS).traffic.total / best - 1)
+        gap.append(make_plan(forest, strategy="profit", profit_factor=profit_factor, **HEADS).traffic.total / best - 1)
     rule = "byte model" if profit_factor is None else f"{profit_factor:g} s >= L"
     return {"rule": rule, "forests": len(gap), "mean": float(np.mean(gap)), "max": float(np.max(gap))}
 
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     repeats, count = (30, 20) if options.quick else (1000, 500)
     tables = {
-        "plan_time": ("Plan time by queries and levels, strategy profit, 128 tokens a node", plan_times(repeats)),
+        "plan_time": ("Plan time by queries and levels, strategy time, 128 tokens a node", plan_times(repeats)),
         "kv_length": ("Plan time by strategy and KV tokens a query: 512 queries, 6 levels", strategy_times(repeats)),
         "traffic": ("Traffic of the model on PAT's trees, MB a layer at 32/8 heads of 128", tree_traffic()),
         "gap": ("How far profit is from the optimum of the traffic model", optimality(count)),

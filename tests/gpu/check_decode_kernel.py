@@ -3,7 +3,7 @@
     PYTHONPATH=kernels python tests/gpu/check_decode_kernel.py --forests 1000 --seed 0
     PYTHONPATH=kernels python tests/gpu/check_decode_kernel.py --case 17
     compute-sanitizer --tool memcheck python tests/gpu/check_decode_kernel.py --sanitize-small
-    compute-sanitizer --tool racecheck python tests/gpu/check_decode_kernel.py --sanitize-small
+    compute-sanitizer --tool racecheck python tests/gpu/check_decode_kernel.py --sanitize-small --path portable
 
 Each case is a random batch with random arguments of the wrapper (`random_batches`). Outputs and scratch are NaN before
 the run, and so is every KV element that no request reads. The result is right if
