@@ -1,0 +1,55 @@
+"""docs/kernels.md says what docs/measured holds, and what it claims of peers follows from that."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "kernels.md").read_text()
+HAD_TO_BE = {"32/8": 2.3, "64/8": 2.6, "32/32": 1.40, "16/8": 1.95}  # ahead of every published kernel
+
+
+def records(name):
+    return json.loads((DOCS / "measured" / name).read_text())["records"]
+
+
+def mean(name, system, heads, page_size=1, kind="warm_us"):
+    """Geometric mean of time over floor over the trees."""
+    rows = [row for row in records(name) if (row["heads"], row["page_size"]) == (heads, page_size)]
+    assert len(rows) == 20
+    return math.exp(sum(math.log(row["systems"][system][kind] / row["floor_us"]) for row in rows) / 20)
+
+
+@pytest.mark.parametrize("heads", HAD_TO_BE)
+def test_the_table_holds_the_measured_means(heads):
+    row = next(line for line in TEXT.splitlines() if line.startswith(f"| {heads} | **"))
+    said = [float(number) for number in re.findall(r"\d+\.\d+", row)]
+    name = "decode_h200.json"
+    measured = [
+        mean(name, system, heads, kind=kind)
+        for system in ("feather", "fa3-planned", "flashinfer")
+        for kind in ("warm_us", "flushed_us")
+    ]
+    assert said[:6] == [round(value, 2) for value in measured]
+    assert said[-2] == HAD_TO_BE[heads] >= said[0]
+
+
+def test_only_batches_without_sharing_are_slower_than_a_peer():
+    behind = {}
+    for row in records("decode_h200.json"):
+        times = {name: system["warm_us"] for name, system in row["systems"].items() if "warm_us" in system}
+        own = times.pop("feather")
+        if own > min(times.values()):
+            behind[row["name"], row["heads"], row["page_size"]] = own / min(times.values())
+    assert {name for name, _, _ in behind} <= {"256_1024", "256_4096"}
+    assert f"L2 warm, {len(behind)} of 160 rows, by 1 to {round(100 * max(behind.values()) - 100)}%" in TEXT
+
+
+def test_the_ablations_are_the_measured_ones():
+    said = re.search(r"\| strategy `profit`, `compute`, `optimal`, `naive` \| (.+) \|", TEXT)[1]
+    names = ("feather-profit", "feather-compute", "feather-optimal", "feather-naive")
+    measured = [mean("decode_h200_ablations.json", name, "32/8") for name in names]
+    assert [float(number) for number in said.split(", ")] == [round(value, 2) for value in measured]
