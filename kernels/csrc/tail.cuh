@@ -486,6 +486,7 @@ struct TailWarp {
   using Stream = TailStream<T, kHeadDim, kHeads>;
   using Tile = typename Stream::Tile;
   using Layout = typename Tile::Layout;
+
   static __device__ void fetch(Params<T> const& params, Tile& tile, TailUnit const& unit, int rows) {
     int const row = threadIdx.x % 32 / 4;
     T const* const first = params.q + unit.request * params.q_stride + unit.head * params.group * kHeadDim;

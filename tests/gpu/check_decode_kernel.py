@@ -2,6 +2,7 @@
 
     PYTHONPATH=kernels python tests/gpu/check_decode_kernel.py --forests 1000 --seed 0
     PYTHONPATH=kernels python tests/gpu/check_decode_kernel.py --case 17
+    PYTHONPATH=kernels python tests/gpu/check_decode_kernel.py --head-dim 256 --forests 100
     compute-sanitizer --tool memcheck python tests/gpu/check_decode_kernel.py --sanitize-small
     compute-sanitizer --tool racecheck python tests/gpu/check_decode_kernel.py --sanitize-small --path portable
 
@@ -34,6 +35,7 @@ import random_batches
 import torch
 from random_batches import Batch, Choice
 
+from feather_kernels.build import HEAD_DIMS
 from feather_kernels.tiles import TILES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -504,13 +506,13 @@ def device_alive() -> bool:
         return False
 
 
-def build(watchdog: Watchdog) -> bool:
-    """Load all kernels, compiling what is not built yet; whether this is a Hopper GPU."""
+def build(watchdog: Watchdog, head_dims: tuple[int, ...]) -> bool:
+    """Load the kernels, compiling what is not built yet; whether this is a Hopper GPU."""
     from feather_kernels.build import load_kernel
 
     major, minor = torch.cuda.get_device_capability()
     for dtype in ("float16", "bfloat16"):
-        for head_dim in (64, 128):
+        for head_dim in head_dims:
             watchdog.expect(900, f"building the kernels for {dtype}, head_dim {head_dim}")
             load_kernel(dtype, head_dim, 10 * major + minor)
     return major >= 9
@@ -526,6 +528,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--sanitize-small", action="store_true", help=f"{SMALL_CASES} tiny cases, for compute-sanitizer"
     )
     parser.add_argument("--path", choices=tuple(TILES), help="only this copy path of the kernel")
+    parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, help="all cases with this head dimension")
     parser.add_argument("--stop", type=int, default=20, help="end after so many failures (default: %(default)s)")
     parser.add_argument("--verbose", action="store_true", help="print every case before it runs")
     return parser.parse_args(argv)
@@ -540,6 +543,8 @@ def run_all(
     for check, choice in jobs:
         if options.path:
             choice = replace(choice, wrapper=(*_without(choice.wrapper, "path", "tiles"), ("path", options.path)))
+        if options.head_dim:  # not all tiles are built for every head dimension
+            choice = replace(choice, head_dim=options.head_dim, wrapper=_without(choice.wrapper, "tiles"))
         if options.verbose:
             print(f"case {choice.seed}: {choice}", flush=True)
         watchdog.expect(600 if options.sanitize_small else 30, f"{check.__name__}, case {choice.seed}: {choice}")
@@ -564,7 +569,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     torch.backends.cuda.matmul.allow_tf32 = False
     watchdog, begun = Watchdog(), time.monotonic()
-    hopper = build(watchdog)
+    hopper = build(watchdog, (options.head_dim,) if options.head_dim else (64, 128))
     print(f"{torch.cuda.get_device_name()}; kernels loaded in {time.monotonic() - begun:.0f} s", flush=True)
     begun = time.monotonic()
     captures: list[Outcome] = []
@@ -581,7 +586,7 @@ def main(argv: list[str] | None = None) -> int:
         if device_alive():
             graphs = options.case or range(first, first + options.captures)
             captures = run(check_capture, random_batches.draw, graphs)
-        if not options.case and device_alive():
+        if not options.case and not options.head_dim and device_alive():
             watchdog.expect(60, "bad input")
             bad = check_bad_input(PackedDecodeWrapper, "cuda")
     watchdog.stop()
