@@ -6,7 +6,7 @@
 Each tile's queue of a plan is launched alone, with ``merge="kernel"``, so that nobody waits. What a kernel takes
 beyond an empty one, times the processors, is taken as units * unit + steps * step (least squares of relative errors, by
 tile, over launches with at least a unit for every team of warps). The batches are none of PAT's trees, on which the
-kernel is reported. `feather_kernels.costs` has these numbers, rounded.
+kernel is reported. The costs in `feather_kernels.costs` are near these.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from decode_cases import Heads, grid, parse_heads, tree_case
 
+from feather_kernels.plan import DEFAULT_ALPHA, TAIL_WARPS
+
 BATCHES = (
     "1,12_6000,300", "1,384_512,48", "1,6,96_700,200,64", "1,3,24,384_128,384,64,48", "1,10,40,80,640_300,96,48,40,24",
     "3,12,192_400,200,40", "200_700", "1,6,400_64,800,200", "1,12,24,48,192,768_200,100,50,50,30,40", "1,768_1500,40",
@@ -28,7 +30,8 @@ BATCHES = (
 )  # fmt: skip
 HEADS = ("32/8", "64/8", "32/32", "16/8")
 STRATEGIES = ("naive", "profit", "compute")
-TEAMS = {8: 12, 16: 8, 64: 2, 128: 1}  # of a processor on the Hopper path, by m
+# Of a processor on the Hopper path, by m.
+TEAMS = {m: round(1 / share) for m, share in DEFAULT_ALPHA.items()} | {8: TAIL_WARPS["hopper"]}
 HEAD_DIM = 128
 ROUNDS = 5
 

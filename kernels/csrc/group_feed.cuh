@@ -27,8 +27,8 @@ struct GroupRing {
   }
 };
 
-// One copying warp, of K or of V, for the units `first`, `first` + `stride`, ... Each warpgroup that shares the ring has
-// one of both; all walk the same units.
+// One copying warp, of K or of V, for the units `first`, `first` + `stride`, ... Both are there once for each warpgroup
+// that shares the ring; all walk the same units.
 template <typename T, class Ring>
 struct GroupFeed {
   static constexpr int kHeadDim = Ring::kHeadDim, kTokens = Ring::kTokens, kStages = Ring::kStages;

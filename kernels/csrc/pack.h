@@ -134,7 +134,7 @@ struct TrafficCosts {
 };
 
 // What `time` minimises: ns of a processor for one KV head. Every row tile of a pack is a work unit of its own. A tail
-// is a unit in any plan, and whether a merged range begins a step more depends on the tail: it pays for its tokens only.
+// is a unit in any plan, and whether a merged range begins a step more depends on the tail: it pays for tokens only.
 struct TimeCosts {
   const Config& config;
   int32_t capacity;

@@ -73,8 +73,8 @@ inline void chunk_limits(const Config& config, const Packing& packing, const std
   }
 }
 
-// KV heads to a unit of the tail tile's queue. Two fill more of its eight rows and share a unit's own cost: that is worth
-// more than twice as many units, even where those would not keep every warp busy.
+// KV heads to a unit of the tail tile's queue. Two fill more of its eight rows and share a unit's own cost: that is
+// worth more than twice as many units, even where those would not keep every warp busy.
 inline int32_t choose_head_pack(const Config& config) {
   const bool pairs = config.tile(config.tail_tile()).m == kThinRows && 2 * config[kGroupSize] <= kThinRows &&
                      config[kKvHeads] % 2 == 0;

@@ -206,6 +206,12 @@ struct TailTile {
   }
 };
 
+// The item of a unit of so many KV heads, counted within the queue.
+template <typename T>
+__device__ __forceinline__ int tail_item(Params<T> const& params, int heads, int unit) {
+  return heads == 1 ? params.kv_heads_div.div(unit) : params.kv_pairs_div.div(unit);
+}
+
 // What a warp must remember of a unit between asking for its KV and computing; in shared memory.
 struct TailUnit {
   int tokens, head, request, part;
@@ -284,10 +290,7 @@ struct TailStream {
     looked_ahead = false;
     next_real = unit < source->n_work;
     if (!next_real) return;
-    next_words = load_item(params, source->first_item + item_of(unit));
-  }
-  __device__ int item_of(int unit) const {
-    return kHeads == 1 ? params.kv_heads_div.div(unit) : params.kv_pairs_div.div(unit);
+    next_words = load_item(params, source->first_item + tail_item(params, kHeads, unit));
   }
   __device__ int word(int index) const { return item_word(next_words, index); }
 
@@ -316,7 +319,7 @@ struct TailStream {
     pages = min(pos + kWarp, stop) > planned_stop ? look_up(offset, pos, stop) : next_pages;
     block = 0;
     blocks = (stop - pos + 15) / 16;
-    int const head = next_work * kHeads - item_of(next_work) * params.kv_heads;
+    int const head = next_work * kHeads - tail_item(params, kHeads, next_work) * params.kv_heads;
     column = (head * kHeadDim + lane % kLanesPerRow * kChunk) * int(sizeof(T));
     part = 0;
     n_parts = word(kItemParts);
@@ -466,7 +469,7 @@ struct TailStream {
 // Ask L2 for the first tokens of a unit that begins later, while memory has little else to do.
 template <int kHeadDim, typename T>
 __device__ void warm_tail(Params<T> const& params, Queue const& tails, int heads, int unit) {
-  int const item = heads == 1 ? params.kv_heads_div.div(unit) : params.kv_pairs_div.div(unit);
+  int const item = tail_item(params, heads, unit);
   int const words = load_item(params, tails.first_item + item), lane = threadIdx.x % kWarp;
   int const token = item_word(words, kItemStart) + lane % 16, stop = item_word(words, kItemStop);
   int64_t const offset = item_offset(words);

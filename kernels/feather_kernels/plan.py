@@ -92,7 +92,7 @@ class Planner:
     item_overhead : int
         What one more pack costs ``optimal``, in bytes per KV head.
     costs : UnitCosts, optional
-        What ``time`` minimises; default: as measured on an H200.
+        What ``time`` minimises; by default for an H200.
     head_pack : {1, 2}, optional
         KV heads to a unit of the m = 8 queue. 2 needs 2 * G <= 8 and an even number of KV heads, and is taken by
         default where it has them, up to head_dim 128.

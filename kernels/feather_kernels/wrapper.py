@@ -248,10 +248,8 @@ class PackedDecodeWrapper:
         ValueError
             No plan, or tensors that do not fit it; nothing is written then.
         """
-        if self.pack_plan is None or self._table is None:
-            raise PlanError("run() before plan(): plan the batch first")
-        k_cache, v_cache = self._flat(k_cache), self._flat(v_cache)
-        self._check(q, k_cache, v_cache, out)
+        k_cache, v_cache = self._checked(q, k_cache, v_cache, out)
+        assert self.pack_plan is not None
         if out is None:
             out = torch.empty_like(q)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
@@ -285,12 +283,9 @@ class PackedDecodeWrapper:
         ValueError
             As `run`, or units that would wait for those of other queues: use ``merge="kernel"``.
         """
-        if self.pack_plan is None:
-            raise PlanError("run_queue() before plan(): plan the batch first")
         if self.planner.merge != "kernel":
             raise PlanError("run_queue() needs merge='kernel': units of one queue wait for those of others otherwise")
-        k_cache, v_cache = self._flat(k_cache), self._flat(v_cache)
-        self._check(q, k_cache, v_cache, out)
+        k_cache, v_cache = self._checked(q, k_cache, v_cache, out)
         with torch.cuda.device(self.device):
             self._module.forward(*self._arguments(q, k_cache, v_cache, out, None), 1 << queue)
 
@@ -325,8 +320,13 @@ class PackedDecodeWrapper:
             return cache.flatten(0, 1)
         return cache
 
-    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None) -> None:
-        assert self.pack_plan is not None
+    def _checked(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The caches by slots, if all tensors fit the plan."""
+        if self.pack_plan is None or self._table is None:
+            raise PlanError("run() before plan(): plan the batch first")
+        k, v = self._flat(k), self._flat(v)
         requests = self.pack_plan.n_requests
         shape = (requests, self.num_qo_heads, self.head_dim)
         for name, tensor in (("q", q), ("out", out)):
@@ -360,6 +360,7 @@ class PackedDecodeWrapper:
                 )
         if self.debug:
             self._check_slots(min(len(k), len(v)))
+        return k, v
 
     def _check_slots(self, slots: int) -> None:
         """Every table entry that the requests reach must lie inside the caches."""

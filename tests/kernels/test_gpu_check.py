@@ -59,9 +59,7 @@ class HostWrapper(PackedDecodeWrapper):
         return self.pack_plan
 
     def run(self, q, k_cache, v_cache, out=None, return_lse=False):
-        if self.pack_plan is None:
-            raise PlanError("run() before plan()")
-        self._check(q, k_cache, v_cache, out)
+        k_cache, v_cache = self._checked(q, k_cache, v_cache, out)
         self.runs += 1
         arrays = [tensor.double().numpy() for tensor in (q, k_cache, v_cache)]
         values, sums = reference_decode(

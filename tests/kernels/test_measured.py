@@ -48,6 +48,13 @@ def test_only_batches_without_sharing_are_slower_than_a_peer():
     assert f"L2 warm, {len(behind)} of 160 rows, by 1 to {round(100 * max(behind.values()) - 100)}%" in TEXT
 
 
+def test_what_time_wins_and_loses_beside_profit():
+    rows = [row["systems"] for row in records("decode_h200_strategies.json")]
+    ratios = [systems["feather"]["warm_us"] / systems["feather-profit"]["warm_us"] for systems in rows]
+    saved, lost = round(100 - 100 * min(ratios)), round(100 * max(ratios) - 100)
+    assert f"saves up to {saved}% of a tree's time and loses up to {lost}%" in " ".join(TEXT.split())
+
+
 def test_the_ablations_are_the_measured_ones():
     said = re.search(r"\| strategy `profit`, `compute`, `optimal`, `naive` \| (.+) \|", TEXT)[1]
     names = ("feather-profit", "feather-compute", "feather-optimal", "feather-naive")
