@@ -71,7 +71,7 @@ __device__ void find_queries(Params<T> const& params, StageInfo const& info, int
 template <typename T, int kHeadDim, int kWarps_, int kTokens_, int kRingBytesPerWarp>
 struct WarpTeam {
   static constexpr int kWarps = kWarps_, kTokens = kTokens_, kBlock = 16;
-  using Rows = PaddedRows<kHeadDim, kTokens>;
+  using Rows = SwizzledRows<kHeadDim, kTokens>;
   static constexpr int kRingBytes = kWarps * kRingBytesPerWarp;
   static constexpr int kStages = kRingBytes / (2 * Rows::kElements * int(sizeof(T)));
   static_assert(kStages >= 2, "a ring needs two stages");
@@ -83,7 +83,7 @@ struct WarpTeam {
                              unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source, int* members) {
     int const warp = threadIdx.x / 32 % kWarps;
     Stream stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source, members);
-    WarpTile<T, kHeadDim, Rows::kPitch> tile;
+    WarpTile<T, kHeadDim, Rows> tile;
     using Layout = typename decltype(tile)::Layout;
     if (warp == 0) {
       stream.open(queue, fixed_start ? team * int(gridDim.x) + int(blockIdx.x) : -1, teams * int(gridDim.x));
@@ -206,8 +206,8 @@ struct PortableForward {
     using Tails = TailWarp<T, kHeadDim, kHeads>;
     static_assert(Tails::Stream::kRingBytes <= kRingBytesPerWarp);
     int const warp = threadIdx.x / 32;
-    typename Tails::Stream stream(params, reinterpret_cast<T*>(smem + warp * kRingBytesPerWarp), control.tails[warp],
-                                  control.tail_sources + warp);
+    typename Tails::Stream stream(params, reinterpret_cast<T*>(smem + warp * kRingBytesPerWarp), Tails::Stream::kSlots,
+                                  control.tails[warp], control.tail_sources + warp);
     stream.open(queue, warp * int(gridDim.x) + int(blockIdx.x), 4 * int(gridDim.x));
     Tails::run(params, stream);
   }

@@ -52,8 +52,8 @@ struct GroupTeam {
 
   // The scores of a stage are computed while the probabilities of the one before it meet V: matrix units and
   // exponentials work at the same time (FlashAttention-3, 3.2).
-  static __device__ void run_unit(Params<T> const& params, GroupReader<T, Ring>& reader, Tile& tile, StageInfo info,
-                                  int warp, Announcement& told) {
+  static __device__ __forceinline__ void run_unit(Params<T> const& params, GroupReader<T, Ring>& reader, Tile& tile,
+                                                  StageInfo info, int warp, Announcement& told) {
     int stage = reader.take();
     if (info.tokens == 0) return finish_empty(params, reader, tile, info, stage, warp, told);
     if (!tile.ahead) fetch(params, tile, info, reader.members(stage), warp);
@@ -120,8 +120,10 @@ struct HopperForward {
   using Group = GroupTeam<T, kHeadDim, 1, kStages>;
   // Tails are a matter of latency: the warps that copied for a group compute too.
   static constexpr int kTailWarps = 4 + 4 / kGroups;  // of a group
+  // Where there are many rounds of tails, fewer warps with longer rings are faster.
+  static constexpr int kFewTailWarps = kTailWarps * 2 / 3, kManyRounds = 2;
   static constexpr int kTailBytes = TailStream<T, kHeadDim, 1>::kRingBytes;
-  static constexpr int kSmallBytes = 3 * 2 * PaddedRows<kHeadDim, 16>::kElements * int(sizeof(T));
+  static constexpr int kSmallBytes = 3 * 2 * SwizzledRows<kHeadDim, 16>::kElements * int(sizeof(T));
   static constexpr int kGroupBytes =
       (std::max({Group::Ring::kBytes, 4 * kSmallBytes, kTailWarps * kTailBytes}) + 1023) / 1024 * 1024;
   using Small = WarpTeam<T, kHeadDim, 1, 16, kSmallBytes>;
@@ -148,6 +150,7 @@ struct HopperForward {
   static __device__ void meet(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kCount) : "memory");
   }
+  static __device__ void meet(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
   template <int kCount>
   static __device__ void pass(int id) {  // arrive without waiting
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kCount) : "memory");
@@ -163,7 +166,8 @@ struct HopperForward {
   // The queues, and where this CTA's turn begins in each: units of a queue are dealt out from where the last one ended.
   struct Work {
     Queue wide, group, small, tails;
-    int heads;  // KV heads of a tail's unit
+    int heads;       // KV heads of a tail's unit
+    int tail_warps;  // of a group
     int group_turn;
     int first_tail, tail_stride;  // warp i of this CTA starts with tail first_tail + i * tail_stride
 
@@ -174,6 +178,8 @@ struct HopperForward {
       group = find_queue(params, index++);
       small = find_queue(params, index++);
       tails = find_tails(params, index, heads);
+      bool const many = heads == 2 && tails.n_work >= kManyRounds * kTailWarps * kGroups * ctas;
+      tail_warps = many ? kFewTailWarps : kTailWarps;
       int const after_wide = wide.n_work % ctas;
       group_turn = cta - after_wide + (cta < after_wide ? ctas : 0);
       int const busy = wide.n_work + group.n_work, after_group = busy % ctas;
@@ -183,14 +189,14 @@ struct HopperForward {
       } else {  // first to those that have nothing else to do
         int const free = max(0, ctas - busy);
         tail_stride = turn < free ? free : ctas - free;
-        first_tail = turn < free ? turn : kTailWarps * kGroups * free + turn - free;
+        first_tail = turn < free ? turn : tail_warps * kGroups * free + turn - free;
       }
     }
 
     // How many tails are dealt out. Every warp is: that all ask the counter at once takes longer than what it evens
     // out. Only warps that compute shared nodes by themselves ask; their first tails are negative.
     __device__ int dealt_tails() const {
-      return (small.n_work ? kTailWarps - 4 : kTailWarps) * kGroups * int(gridDim.x);
+      return (small.n_work ? tail_warps - 4 : tail_warps) * kGroups * int(gridDim.x);
     }
     // Whether this CTA has units of several requests in large tiles.
     __device__ bool has_nodes() const { return int(blockIdx.x) < wide.n_work || group_turn < group.n_work; }
@@ -250,7 +256,7 @@ struct HopperForward {
     int const warp = thread() / 32, group = warp / 4;
     wait_for_previous_kernel();
     if (work.has_nodes()) {  // there is nothing to compute yet
-      for (int index = warp; index < kTailWarps * kGroups; index += 4 * kGroups) {
+      for (int index = warp; index < work.tail_warps * kGroups; index += 4 * kGroups) {
         int const unit = work.first_tail + index * work.tail_stride;
         if (unit >= 0 && unit < work.tails.n_work) warm_tail<kHeadDim>(params, work.tails, work.heads, unit);
       }
@@ -283,22 +289,27 @@ struct HopperForward {
     int const all = thread() / 32, copying = all - 4 * kGroups;
     int const group = copying < 0 ? all / 4 : copying / (4 / kGroups);
     int const warp = copying < 0 ? all % 4 : 4 + copying % (4 / kGroups);
-    T* const ring = reinterpret_cast<T*>(smem + group * kGroupBytes + warp * kTailBytes);
+    if (warp >= work.tail_warps) return;
+    unsigned char* const rings = smem + group * kGroupBytes;
     if (work.heads == 1) {
-      run_tails<1>(params, work, control, ring, group, warp);
+      run_tails<1>(params, work, control, rings, group, warp);
     } else {
-      run_tails<2>(params, work, control, ring, group, warp);
+      run_tails<2>(params, work, control, rings, group, warp);
     }
   }
 
   template <int kHeads>
-  static __device__ void run_tails(Params<T> const& params, Work const& work, Control& control, T* ring, int group,
-                                   int warp) {
+  static __device__ void run_tails(Params<T> const& params, Work const& work, Control& control, unsigned char* rings,
+                                   int group, int warp) {
     using Tails = TailWarp<T, kHeadDim, kHeads>;
+    using Stream = typename Tails::Stream;
+    static_assert(kHeads == 1 || kFewTailWarps * Stream::kMostSlots <= kTailWarps * Stream::kSlots);
     int const index = warp * kGroups + group;
-    typename Tails::Stream stream(params, ring, control.tails[index], control.sources + index);
+    int const n_slots = kHeads == 2 && work.tail_warps < kTailWarps ? Stream::kMostSlots : Stream::kSlots;
+    Stream stream(params, reinterpret_cast<T*>(rings + warp * n_slots * Stream::kSlotBytes), n_slots,
+                  control.tails[index], control.sources + index);
     stream.open(work.tails, work.first_tail + index * work.tail_stride, work.dealt_tails());
-    meet<32 * kTailWarps>(kGroupRead + group);  // whatever was in the ring before has been read
+    meet(kGroupRead + group, 32 * work.tail_warps);  // whatever was in the ring before has been read
     Tails::run(params, stream);
   }
 };

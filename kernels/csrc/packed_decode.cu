@@ -32,7 +32,7 @@ void check(cudaError_t error, char const* what) {
 }
 
 // Ring bytes a warp of the portable path, and CTAs a multiprocessor: as much shared memory as there is.
-constexpr int kRingBytes = kHeadDim <= 128 ? 3 * 2 * 16 * (128 + 8) * 2 : 2 * 2 * 16 * (256 + 8) * 2;
+constexpr int kRingBytes = (kHeadDim <= 128 ? 3 * 128 : 2 * 256) * 2 * 16 * 2;
 constexpr int kCtas = kHeadDim <= 128 ? 2 : 1;
 template <int kWarps, int kTokens>
 using Team = feather::WarpTeam<T, kHeadDim, kWarps, kTokens, kRingBytes>;

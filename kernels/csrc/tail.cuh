@@ -29,12 +29,17 @@ __device__ __forceinline__ float column_sum(float x) {
 
 // One warp's arithmetic with the operands swapped: 8 query rows as columns, 16 KV tokens as rows (mma.sync). The rows
 // are consecutive query heads of one request: those of one KV head, or of two.
-template <typename T, int kHeadDim, int kPitch, int kHeads>
+template <typename T, int kHeadDim, int kHeads>
 struct TailTile {
   using Op = typename MmaOp<T>::type;
-  static constexpr int kHeadElements = 16 * kPitch;  // of a head in a slot
-  static constexpr int kPartPitch = kHeadDim + 4;    // of a part in a slot, in floats: free of bank conflicts
-  static_assert((8 * kPartPitch + 8) * sizeof(float) <= kHeadElements * sizeof(T), "a part takes a head's place");
+  using Rows = SwizzledRows<kHeadDim, 16>;
+  static constexpr int kHeadElements = Rows::kElements, kHeadBytes = kHeadElements * int(sizeof(T));  // in a slot
+  static_assert(8 * kHeadDim * sizeof(float) == kHeadElements * sizeof(T), "a part takes a head's place");
+
+  // Where a part's value is in its place, in floats: rows side by side, chunks of four permuted against bank conflicts.
+  static __device__ __forceinline__ int part_at(int row, int column) {
+    return row * kHeadDim + (column ^ (row / 2 * 4));
+  }
 
   // How a lane holds results: rows 2 (lane % 4) + {0, 1}, of each the columns 8 j + lane / 4.
   struct Layout {
@@ -87,15 +92,14 @@ struct TailTile {
   // Scores of 16 tokens. A row takes those of its own head.
   __device__ void score(T const* k_slot, int group) {
     int const lane = threadIdx.x % 32;
-    T const* const k_at = k_slot + lane % 16 * kPitch + lane / 16 * 8;
+    uint32_t const k_row = smem_address(k_slot + Rows::at(lane % 16, lane / 16 * 8));
 #pragma unroll
     for (int head = 0; head < kHeads; ++head) {
       float even[4] = {}, odd[4] = {};  // two chains, so that the latencies overlap
 #pragma unroll
       for (int k = 0; k < kHeadDim / 16; ++k) {
         uint32_t a[4];
-        SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t const*>(k_at + head * kHeadElements + 16 * k), a[0], a[1],
-                                a[2], a[3]);
+        load_matrices<false>(Rows::right(k_row, k) + head * kHeadBytes, a);
         float(&c)[4] = k % 2 ? odd : even;
         Op::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], q[k][0], q[k][1], c[0], c[1], c[2], c[3]);
       }
@@ -142,7 +146,7 @@ struct TailTile {
   // out += probabilities * V.
   __device__ void accumulate(T const* v_slot, int group) {
     int const lane = threadIdx.x % 32;
-    T const* const v_at = v_slot + (lane % 8 + lane / 16 * 8) * kPitch + lane / 8 % 2 * 8;
+    uint32_t const v_row = smem_address(v_slot + Rows::at(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8));
     int const own = kHeads == 1 ? 0 : lane / 4 >= group;  // the head of operand column lane / 4
 #pragma unroll
     for (int head = 0; head < kHeads; ++head) {
@@ -151,22 +155,21 @@ struct TailTile {
 #pragma unroll
       for (int d = 0; d < kHeadDim / 16; ++d) {
         uint32_t a[4];
-        SM75_U16x8_LDSM_T::copy(*reinterpret_cast<uint128_t const*>(v_at + head * kHeadElements + 16 * d), a[0], a[1],
-                                a[2], a[3]);
+        load_matrices<true>(Rows::right(v_row, d) + head * kHeadBytes, a);
         float* const c = out + 4 * d;
         Op::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], p0, p1, c[0], c[1], c[2], c[3]);
       }
     }
   }
 
-  // Take in a part of the same request: its n_rows rows in fp32, kPartPitch apart, and behind them their log-sum-exps.
-  // What lies in other rows' places must not decide when results are rescaled.
-  __device__ void take_in(float const* rows, int n_rows) {
+  // Take in a part of the same request: its n_rows rows in fp32 (see part_at), and their log-sum-exps. What lies in
+  // other rows' places must not decide when results are rescaled.
+  __device__ void take_in(float const* rows, float const* lse, int n_rows) {
     float part_lse[2];
     bool grown = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      part_lse[i] = Layout::row(i) < n_rows ? rows[8 * kPartPitch + Layout::row(i)] : -INFINITY;
+      part_lse[i] = Layout::row(i) < n_rows ? lse[Layout::row(i)] : -INFINITY;
       grown |= part_lse[i] > shift[i] + kSlack;
     }
     if (__any_sync(~0u, grown)) rescale(part_lse);
@@ -176,8 +179,7 @@ struct TailTile {
       if (Layout::leads()) row_sum[i] += w;  // a row's sum is spread over lanes
 #pragma unroll
       for (int c = 0; c < Layout::kChunks; ++c) {
-        float4 const part =
-            *reinterpret_cast<float4 const*>(rows + Layout::row(i) * kPartPitch + Layout::chunk(c));
+        float4 const part = *reinterpret_cast<float4 const*>(rows + part_at(Layout::row(i), Layout::chunk(c)));
         float const x[4] = {part.x, part.y, part.z, part.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) Layout::value(out, i, c, e) = fmaf(w, x[e], Layout::value(out, i, c, e));
@@ -217,24 +219,29 @@ struct TailUnit {
   int tokens, head, request, part;
   int n_parts;  // to be taken in
 };
-constexpr int kTailUnits = 4;  // as many as a ring can run ahead, and the one at hand
+constexpr int kTailUnits = 8;  // more than a ring has slots: as many as it can run ahead, and the one at hand
 
 // What a warp's units need, on its way through a ring of slots: 16 tokens' K of one KV head or two, their V, and so on;
 // then, if the unit closes its request, the parts to be taken in, as many a slot as heads. Copies are counted by
 // cp.async groups, one a slot, as nobody but the warp itself waits for them.
 template <typename T, int kHeadDim, int kHeads>
 struct TailStream {
-  using Tile = TailTile<T, kHeadDim, kHeadDim + 8, kHeads>;
-  static constexpr int kPitch = kHeadDim + 8, kHeadElements = Tile::kHeadElements;
-  static constexpr int kSlots = (kHeadDim <= 128 ? 4 : 2) / kHeads, kSlotElements = kHeads * kHeadElements;
-  static constexpr int kRingBytes = kSlots * kSlotElements * int(sizeof(T));
+  using Tile = TailTile<T, kHeadDim, kHeads>;
+  using Rows = typename Tile::Rows;
+  static constexpr int kHeadElements = Tile::kHeadElements;
+  static constexpr int kLseElements = 128 / int(sizeof(T));  // of the parts in a slot, behind them; keeps lines whole
+  // A ring has one of two lengths: kSlots, or half as many more.
+  static constexpr int kSlots = (kHeadDim <= 128 ? 4 : 2) / kHeads, kMostSlots = kSlots * 3 / 2;
+  static constexpr int kSlotElements = kHeads * kHeadElements + kLseElements;
+  static constexpr int kSlotBytes = kSlotElements * int(sizeof(T)), kRingBytes = kSlots * kSlotBytes;
   static constexpr int kChunk = 16 / int(sizeof(T));
   static constexpr int kLanesPerRow = kHeadDim / kChunk;
   static constexpr int kRowsAtOnce = kWarp / kLanesPerRow;
-  static_assert(kLanesPerRow <= kWarp && kSlots <= kTailUnits);
+  static_assert(kLanesPerRow <= kWarp && kMostSlots < kTailUnits);
 
   Params<T> const& params;
   T* const ring;
+  int const n_slots;
   TailUnit* const units;
   Source* const source;
   int const lane;
@@ -259,8 +266,8 @@ struct TailStream {
   bool next_real = false, looked_ahead = false;
   int popped = 0;
 
-  __device__ TailStream(Params<T> const& params_, T* ring_, TailUnit* units_, Source* source_)
-      : params(params_), ring(ring_), units(units_), source(source_), lane(threadIdx.x % kWarp) {}
+  __device__ TailStream(Params<T> const& params_, T* ring_, int n_slots_, TailUnit* units_, Source* source_)
+      : params(params_), ring(ring_), n_slots(n_slots_), units(units_), source(source_), lane(threadIdx.x % kWarp) {}
 
   // Start with unit `fixed`, without a round trip to the counter, or if that is negative with what the queue pops;
   // others are popped, counted from `fixed_total`.
@@ -350,7 +357,7 @@ struct TailStream {
       ask_for_parts();
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
-    slot = slot + 1 == kSlots ? 0 : slot + 1;
+    slot = slot + 1 == n_slots ? 0 : slot + 1;
   }
 
   // 16 rows of K or V of each head, 16 bytes a lane. Rows behind the unit's last token repeat that.
@@ -362,7 +369,7 @@ struct TailStream {
     int const row = lane / kLanesPerRow;
     char const* const from = reinterpret_cast<char const*>(v_next ? params.v : params.k) + column;
     uint32_t const slot_bytes = v_next ? params.v_slot_bytes : params.k_slot_bytes;
-    uint32_t const to = slot_address() + (row * kPitch + lane % kLanesPerRow * kChunk) * int(sizeof(T));
+    uint32_t const to = slot_address() + Rows::at(row, lane % kLanesPerRow * kChunk) * int(sizeof(T));
     constexpr int kBatch = 4;  // addresses first, then copies, so that one does not wait for the other
 #pragma unroll
     for (int first = 0; first < 16; first += kBatch * kRowsAtOnce) {
@@ -374,7 +381,7 @@ struct TailStream {
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        uint32_t const at = to + (first + i * kRowsAtOnce) * kPitch * int(sizeof(T));
+        uint32_t const at = Rows::down(to, first + i * kRowsAtOnce);
         copy_async(at, rows[i]);
         if (kHeads == 2) copy_async(at + kHeadElements * int(sizeof(T)), rows[i] + kHeadDim * sizeof(T));
       }
@@ -418,10 +425,9 @@ struct TailStream {
       if (asks_about(k) && told == kNothing) told = load_relaxed(told_at(k));  // of the parts behind these, too
       if (tries > kPatience) __trap();  // a plan whose parts are not all deposited: an error rather than a hang
     }
-    T* const place_of_parts = ring + slot * kSlotElements;
     if (mine) {
       __stcg(reinterpret_cast<uint32_t*>(told_at(k)), kNothing);
-      reinterpret_cast<uint32_t*>(place_of_parts + place * kHeadElements)[8 * Tile::kPartPitch + lane % 8] = told;
+      lse_of(ring + slot * kSlotElements, place)[lane % 8] = __uint_as_float(told);
     }
     // Lane by lane through a part's rows, which lie side by side.
     constexpr int kLanes = kHeadDim / 4 < kWarp ? kHeadDim / 4 : kWarp;  // of 16 bytes, in a row at once
@@ -429,7 +435,7 @@ struct TailStream {
     int const row = lane / kLanes, column = lane % kLanes * 4;
     float const* values =
         params.part_out + int64_t(part_row + part * params.q_heads + row) * kHeadDim + column;
-    uint32_t to = slot_address() + (row * Tile::kPartPitch + column) * int(sizeof(float));
+    uint32_t to = slot_address();
 #pragma unroll 1
     for (int i = 0; i < kHeads && part < n_parts; ++i, ++part) {
 #pragma unroll
@@ -437,7 +443,8 @@ struct TailStream {
         if (first + row < rows) {
 #pragma unroll
           for (int c = 0; c < kHeadDim; c += 4 * kLanes) {
-            copy_async(to + (first * Tile::kPartPitch + c) * int(sizeof(float)), values + first * kHeadDim + c);
+            uint32_t const at = to + Tile::part_at(first + row, column + c) * int(sizeof(float));
+            copy_async(at, values + first * kHeadDim + c);
           }
         }
       }
@@ -448,11 +455,19 @@ struct TailStream {
     look_ahead();
   }
 
+  // The log-sum-exps of a part in a slot.
+  static __device__ float* lse_of(T* slot, int place) {
+    return reinterpret_cast<float*>(slot + kHeads * kHeadElements) + 8 * place;
+  }
   __device__ uint32_t slot_address() const { return smem_address(ring + slot * kSlotElements); }
 
   // The oldest slot is there.
-  __device__ T const* wait() const {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kSlots - 1) : "memory");
+  __device__ T* wait() const {
+    if (n_slots == kSlots) {
+      asm volatile("cp.async.wait_group %0;" ::"n"(kSlots - 1) : "memory");
+    } else {
+      asm volatile("cp.async.wait_group %0;" ::"n"(kMostSlots - 1) : "memory");
+    }
     __syncwarp();
     return ring + slot * kSlotElements;
   }
@@ -505,7 +520,7 @@ struct TailWarp {
     // The first turns only fill the ring. They share the code of the others, so that all instructions are there when
     // the first slot is.
 #pragma unroll 1
-    for (int turn = -Stream::kSlots;; ++turn) {
+    for (int turn = -stream.n_slots;; ++turn) {
       if (turn >= 0) {
         if (slots == 0 && stream.passed_over == 0) {
           if (stream.begun == stream.asked) break;
@@ -519,7 +534,7 @@ struct TailWarp {
           // A unit with nothing to attend to has a slot all the same.
           slots = max(1, (max(tokens, 0) + 15) / 16 * 2 + (unit.n_parts + kHeads - 1) / kHeads);
         }
-        T const* const slot = stream.wait();
+        T* const slot = stream.wait();
         if (k_turn) {
           tile.score(slot, params.group);
         } else if (tokens > 0) {
@@ -528,7 +543,8 @@ struct TailWarp {
         } else if (slots > 0) {
 #pragma unroll 1
           for (int i = 0; i < kHeads && part < unit.n_parts; ++i, ++part) {
-            tile.take_in(reinterpret_cast<float const*>(slot + i * Tile::kHeadElements), rows);
+            float const* const values = reinterpret_cast<float const*>(slot + i * Tile::kHeadElements);
+            tile.take_in(values, Stream::lse_of(slot, i), rows);
           }
         }
         __syncwarp();  // the slot has been read

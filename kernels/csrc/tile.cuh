@@ -21,6 +21,18 @@ struct MmaOp<cutlass::bfloat16_t> {
   using type = SM80_16x8x16_F32BF16BF16F32_TN;
 };
 
+// Four 8x8 matrices of 16-bit values from shared memory, a row an address; transposed or not.
+template <bool kTransposed>
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&a)[4]) {
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+  }
+}
+
 // The values of four lanes that share an accumulator row.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
@@ -205,9 +217,10 @@ __device__ __forceinline__ void load_queries(Fragment& q, T const* const (&rows)
 }
 
 // One warp, 16 query rows in registers.
-template <typename T, int kHeadDim, int kPitch>
+template <typename T, int kHeadDim, class Rows>
 struct WarpTile : Softmax {
-  using Mma = TiledMMA<MMA_Atom<typename MmaOp<T>::type>, cute::Layout<Shape<_1, _1, _1>>, Tile<_16, _16, _16>>;
+  using Op = typename MmaOp<T>::type;
+  using Mma = TiledMMA<MMA_Atom<Op>, cute::Layout<Shape<_1, _1, _1>>, Tile<_16, _16, _16>>;
   using OutFragment = decltype(partition_fragment_C(Mma{}, Shape<_16, Int<kHeadDim>>{}));
   using QFragment = decltype(Mma{}.get_slice(0).partition_fragment_A(
       make_tensor(static_cast<T*>(nullptr), cute::Layout<Shape<_16, Int<kHeadDim>>, Stride<Int<kHeadDim>, _1>>{})));
@@ -228,45 +241,41 @@ struct WarpTile : Softmax {
 
   __device__ void end(float (&lse)[2]) { Softmax::end(out, lse); }
 
-  // Attend to 16 tokens, of which the first `tokens` count.
+  // Attend to the 16 tokens whose rows start at k_tile and v_tile, of which the first `tokens` count.
   __device__ void attend(T const* k_tile, T const* v_tile, int tokens, Params<T> const& params) {
     constexpr int kBlock = 16;
     Mma mma;
-    auto thread_mma = mma.get_slice(lane);
-    using KLayout = cute::Layout<Shape<Int<kBlock>, Int<kHeadDim>>, Stride<Int<kPitch>, _1>>;
-    using VLayout = cute::Layout<Shape<Int<kHeadDim>, Int<kBlock>>, Stride<_1, Int<kPitch>>>;
-    auto s_k = make_tensor(make_smem_ptr(k_tile), KLayout{});
-    auto s_v = make_tensor(make_smem_ptr(v_tile), VLayout{});
-
-    auto k_copy = make_tiled_copy_B(Copy_Atom<SM75_U32x4_LDSM_N, T>{}, mma);
-    auto k_thread = k_copy.get_slice(lane);
-    auto k_source = k_thread.partition_S(s_k);
-    auto k_fragment = thread_mma.partition_fragment_B(s_k);
-    auto k_target = k_thread.retile_D(k_fragment);
-
     auto scores = partition_fragment_C(mma, Shape<_16, Int<kBlock>>{});
     clear(scores);
+    uint32_t const k_row = smem_address(k_tile + Rows::at(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8));
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
-      copy(k_copy, k_source(_, _, k), k_target(_, _, k));
-      gemm(mma, q(_, _, k), k_fragment(_, _, k), scores);
+      uint32_t b[4];  // of tokens 0 to 7, and of 8 to 15
+      load_matrices<false>(Rows::right(k_row, k), b);
+      multiply(scores, 0, recast<uint32_t>(q), 4 * k, b);
     }
     float alpha[2];
     if (soften(scores, prepare<kBlock>(scores, tokens, params), alpha)) rescale(out, alpha);
 
-    auto p = rounded<T>(scores);
     // The accumulators of 16 tokens are, in order, the A operand of a k16 step.
-    auto p_a = make_tensor(p.data(), cute::Layout<Shape<_8, _1, Int<kBlock / 16>>, Stride<_1, _0, _8>>{});
-
-    auto v_copy = make_tiled_copy_B(Copy_Atom<SM75_U16x8_LDSM_T, T>{}, mma);
-    auto v_thread = v_copy.get_slice(lane);
-    auto v_source = v_thread.partition_S(s_v);
-    auto v_fragment = thread_mma.partition_fragment_B(s_v);
-    auto v_target = v_thread.retile_D(v_fragment);
+    auto const p = rounded<T>(scores);
+    uint32_t const v_row = smem_address(v_tile + Rows::at(lane % 16, lane / 16 * 8));
 #pragma unroll
-    for (int k = 0; k < kBlock / 16; ++k) {
-      copy(v_copy, v_source(_, _, k), v_target(_, _, k));
-      gemm(mma, p_a(_, _, k), v_fragment(_, _, k), out);
+    for (int d = 0; d < kHeadDim / 16; ++d) {
+      uint32_t b[4];  // of columns 16 d to 16 d + 7, and of those behind
+      load_matrices<true>(Rows::right(v_row, d), b);
+      multiply(out, 8 * d, recast<uint32_t>(p), 0, b);
+    }
+  }
+
+  // c (16 x 16, elements `c_first` on) += a (words `a_first` on) times b.
+  template <class C, class A>
+  static __device__ __forceinline__ void multiply(C& c, int c_first, A const& a, int a_first, uint32_t const (&b)[4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int const at = c_first + 4 * half;
+      Op::fma(c(at), c(at + 1), c(at + 2), c(at + 3), a(a_first), a(a_first + 1), a(a_first + 2), a(a_first + 3),
+              b[2 * half], b[2 * half + 1], c(at), c(at + 1), c(at + 2), c(at + 3));
     }
   }
 };

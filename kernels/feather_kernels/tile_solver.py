@@ -82,10 +82,6 @@ class Path:
         """
         return self.warps // WARPGROUP if self.uses_wgmma(m) else self.teams(m)
 
-    def padding(self, m: int) -> int:
-        """Elements between rows in shared memory, for ldmatrix; wgmma's rows are swizzled instead."""
-        return 0 if self.uses_wgmma(m) else 8
-
     def uses_wgmma(self, m: int) -> bool:
         return self.name == "hopper" and m > 16
 
@@ -113,7 +109,7 @@ def shared_bytes(path: Path, m: int, n: int, head_dim: int, element_bytes: int, 
 
     PAT adds m * h * b for the queries and m * h * 4 for the results; these kernels keep both in registers.
     """
-    return path.copies(m) * stages * 2 * n * (head_dim + path.padding(m)) * element_bytes
+    return path.copies(m) * stages * 2 * n * head_dim * element_bytes
 
 
 def least_n(device: Device, path: Path, m: int, head_dim: int, element_bytes: int) -> int | None:

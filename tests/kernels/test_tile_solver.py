@@ -30,12 +30,12 @@ def test_the_compilers_report():
 
 def test_shared_memory_by_hand():
     portable, hopper = KernelPath.of("portable", 128), KernelPath.of("hopper", 128)
-    # four single warps a block, two stages of K and V, 16 rows of 136 elements of 2 bytes
-    assert shared_bytes(portable, 16, 16, 128, 2) == 4 * 2 * 2 * 16 * 136 * 2 == 69632
-    assert shared_bytes(portable, 64, 32, 128, 2) == 1 * 2 * 2 * 32 * 136 * 2
+    # four single warps a block, two stages of K and V, 16 rows of 128 elements of 2 bytes
+    assert shared_bytes(portable, 16, 16, 128, 2) == 4 * 2 * 2 * 16 * 128 * 2 == 65536
+    assert shared_bytes(portable, 64, 32, 128, 2) == 1 * 2 * 2 * 32 * 128 * 2
     # two warpgroups, three stages, rows without padding
     assert shared_bytes(hopper, 64, 64, 128, 2, stages=3) == 2 * 3 * 2 * 64 * 128 * 2 == 196608
-    assert shared_bytes(hopper, 8, 16, 128, 2) == 12 * 2 * 2 * 16 * 136 * 2  # the copying warps have rings too
+    assert shared_bytes(hopper, 8, 16, 128, 2) == 12 * 2 * 2 * 16 * 128 * 2  # the copying warps have rings too
     assert shared_bytes(KernelPath.of("hopper", 256), 64, 64, 256, 2) == 1 * 2 * 2 * 64 * 256 * 2
     # two warpgroups share one ring, which has the stages of both
     assert hopper.teams(64) == 2 and hopper.teams(128) == 1
@@ -47,9 +47,9 @@ def test_constraint_1_shared_memory():
     assert verdict((64, 64), "hopper", stages=4) == (False, "1: 262144 bytes of shared memory, a block has 232448")
     assert verdict((128, 64), "hopper", stages=3)[0]
     assert verdict((128, 64), "hopper", stages=4) == (False, "1: 262144 bytes of shared memory, a block has 232448")
-    # two blocks of 139264 bytes, and 1 KB that the driver takes of each
-    assert verdict((64, 128)) == (False, "1: 2 blocks of 139264 bytes of shared memory, an SM has 233472")
-    exact = replace(H200, shared_per_sm=2 * (139264 + 1024))
+    # two blocks of 131072 bytes, and 1 KB that the driver takes of each
+    assert verdict((64, 128)) == (False, "1: 2 blocks of 131072 bytes of shared memory, an SM has 233472")
+    exact = replace(H200, shared_per_sm=2 * (131072 + 1024))
     assert verdict((64, 128), device=exact)[0]
     assert not verdict((64, 128), device=replace(exact, shared_per_sm=exact.shared_per_sm - 1))[0]
 
