@@ -1,0 +1,173 @@
+"""The cases of the server benchmark: what is sent when, made from replay's workloads; no server is needed here.
+
+A case is named on the command line:
+
+- ``W1`` .. ``W7``: the project's workloads, requests arriving one by one; ``W5:1200`` takes the first 1,200 requests.
+- ``open:G,L,REQUESTS,RATE[,N]``: the same with other figures; G groups share L tokens each (G = 0: L private tokens).
+- ``decode:B,G,L[,N]``: a steady batch of B requests in G groups with L shared tokens (G = 0: L private tokens each) and
+  20 tokens of their own, all at once after their prefixes were put into the cache.
+
+N is the number of output tokens, 200 where nothing else is said.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from feather_sglang.replay.traces import FIRST_TOKEN, VOCABULARY, Trace, TraceRequest
+from feather_sglang.replay.workloads import no_sharing, shared_prefix
+
+UNIQUE_TOKENS, OUTPUT_TOKENS = 20, 200
+WORKLOADS: dict[str, Callable[..., Trace]] = {
+    "W1": partial(shared_prefix, groups=5, prefix_tokens=5000, requests=1000, rate=100),
+    "W2": partial(shared_prefix, groups=50, prefix_tokens=5000, requests=500, rate=50),
+    "W3": partial(no_sharing, prompt_tokens=1000, requests=300, rate=50),
+    "W4": partial(shared_prefix, groups=1, prefix_tokens=5000, requests=1000, rate=100),
+    "W5": partial(shared_prefix, groups=5, prefix_tokens=5000, requests=4000, rate=400),
+    "W6": partial(shared_prefix, groups=20, prefix_tokens=10000, requests=600, rate=100),
+    "W7": partial(shared_prefix, groups=20, prefix_tokens=5000, requests=800, rate=100),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt: when it is due in seconds from the start, its length, and the body of its HTTP request."""
+
+    due: float
+    prompt_tokens: int
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one measurement sends.
+
+    Attributes
+    ----------
+    trace : the requests with their arrivals.
+    prefixes : prompts that are put into the cache first.
+    steady : all requests start together, and what counts is the time in which all of them run.
+    """
+
+    name: str
+    trace: Trace
+    prefixes: tuple[TraceRequest, ...] = ()
+    steady: bool = False
+
+    @property
+    def batch(self) -> int:
+        """Requests that run together if the server lets them."""
+        return len(self.trace.requests)
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV tokens that all requests together hold at their end, each prefix counted once."""
+        kept = sum(prefix.input_length for prefix in self.prefixes)
+        shared = self.prefixes[0].input_length if self.prefixes else 0
+        return kept + sum(r.input_length - shared + r.output_length for r in self.trace.requests)
+
+    def requests(self, vocabulary: int, stream_interval: int | None = None) -> list[Request]:
+        """Streamed ones if an interval is given: the first token at once, then a piece every so many tokens."""
+        made = []
+        for request in self.trace.requests:
+            tokens = fold(self.trace.tokens(request), vocabulary)
+            body = generate_body(tokens, request.output_length, stream_interval)
+            made.append(Request(request.arrival_s, len(tokens), body))
+        return made
+
+    def warm_up(self, vocabulary: int) -> list[Request]:
+        """One-token requests whose prompts are the prefixes."""
+        made = []
+        for prefix in self.prefixes:
+            tokens = fold(self.trace.tokens(prefix), vocabulary)
+            made.append(Request(0.0, len(tokens), generate_body(tokens, 1)))
+        return made
+
+
+def parse_case(text: str, seed: int = 0, arrivals: str = "poisson") -> Case:
+    """Make the case of that name.
+
+    Parameters
+    ----------
+    arrivals : ``poisson``, or ``fixed`` for equal gaps at the same rate.
+
+    Raises ``ValueError`` with the reason if there is no such case.
+    """
+    kind, colon, rest = text.partition(":")
+    if kind == "decode":
+        return _decode(text, _numbers(text, rest, 3))
+    if kind == "open":
+        groups, tokens, requests, rate, *output = _numbers(text, rest, 4)
+        make = partial(shared_prefix, groups, tokens) if groups else partial(no_sharing, tokens)
+        trace = make(output_tokens=output[0] if output else OUTPUT_TOKENS, rate=rate, requests=requests, seed=seed)
+    elif kind in WORKLOADS:
+        trace = WORKLOADS[kind](seed=seed)
+        if colon:
+            trace = trace.head(_numbers(text, rest, 1)[0])
+        if not trace.requests:
+            raise ValueError(f"{text}: give at least one request")
+    else:
+        raise ValueError(f"{text}: no such case; {', '.join(WORKLOADS)}, open:..., or decode:...")
+    return Case(text, evenly_spaced(trace) if arrivals == "fixed" else trace)
+
+
+def evenly_spaced(trace: Trace) -> Trace:
+    """Return the trace with its last arrival where it was and equal gaps before it."""
+    gap = trace.requests[-1].arrival_s / max(1, len(trace.requests) - 1)
+    requests = [request._replace(arrival_s=round(i * gap, 6)) for i, request in enumerate(trace.requests)]
+    return Trace(trace.name, trace.block_size, requests)
+
+
+def probes(count: int = 8, groups: int = 2, prefix_tokens: int = 300, output_tokens: int = 32) -> Case:
+    """Prompts that are the same in every run: they warm a server up, and their tokens can be compared."""
+    return _decode("probes", [count, groups, prefix_tokens, output_tokens])
+
+
+def fold(tokens: array[int], vocabulary: int) -> array[int]:
+    """Map made tokens into a smaller vocabulary; one that is large enough leaves them as they are."""
+    if vocabulary >= VOCABULARY:
+        return tokens
+    kinds = vocabulary - FIRST_TOKEN
+    if kinds < 2:
+        raise ValueError(f"a vocabulary of {vocabulary} tokens is too small")
+    return array("q", ((np.asarray(tokens) - FIRST_TOKEN) % kinds + FIRST_TOKEN).tobytes())
+
+
+def generate_body(tokens: Sequence[int], output_tokens: int, stream_interval: int | None = None) -> bytes:
+    """Body of SGLang's ``/generate``: greedy, exactly `output_tokens`; streamed where an interval is given."""
+    streaming = f', "stream_interval": {stream_interval}}}, "stream": true' if stream_interval else "}"
+    return (
+        f'{{"input_ids": [{",".join(map(str, tokens))}], "sampling_params": {{"max_new_tokens": {output_tokens}, '
+        f'"ignore_eos": true, "temperature": 0{streaming}}}'
+    ).encode()
+
+
+def _decode(name: str, numbers: list[int]) -> Case:
+    """The groups take turns, as requests of many users would, so that a group's rows are not adjacent."""
+    batch, groups, shared, *rest = numbers
+    output = rest[0] if rest else OUTPUT_TOKENS
+    groups = groups or batch
+    if batch < 1 or groups > batch or shared < UNIQUE_TOKENS or output < 2:
+        raise ValueError(
+            f"{name}: give at least one request, at most as many groups, at least {UNIQUE_TOKENS} shared tokens and 2 "
+            "output tokens"
+        )
+    requests = [TraceRequest(i, 0.0, shared + UNIQUE_TOKENS, output, (i % groups, groups + i)) for i in range(batch)]
+    prefixes = tuple(TraceRequest(group, 0.0, shared, 1, (group,)) for group in range(groups))
+    return Case(name, Trace(name, shared, requests), prefixes, steady=True)
+
+
+def _numbers(name: str, text: str, least: int) -> list[int]:
+    """Comma-separated whole numbers: `least` of them, or one more."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not least <= len(numbers) <= least + (least > 1) or any(number < 0 for number in numbers):
+        raise ValueError(f"{name}: give {least}{' or ' + str(least + 1) if least > 1 else ''} whole numbers after ':'")
+    return numbers

@@ -1,0 +1,210 @@
+"""SGLang servers for the server benchmark: what to start, starting and stopping them, and what their logs say."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from server_client import Address, HttpError, call
+
+COMMON_FLAGS = (
+    "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --max-total-tokens 200000 "
+    "--max-running-requests 500 --cuda-graph-max-bs 512 --context-length 32768 --mem-fraction-static 0.8 "
+    "--disable-prefill-cuda-graph"
+)
+BACKENDS = {
+    "fa3": "--attention-backend fa3",
+    "flashinfer": "--attention-backend flashinfer",
+    "triton": "--attention-backend triton",
+    "pat": "--attention-backend fa3 --decode-attention-backend pat",
+}
+POLICIES = (
+    "fcfs", "lpm", "dfs-weight", "hrrn", "feather", "feather-order", "feather-heuristic", "feather-bandit",
+    "feather-qlearning",
+)  # fmt: skip
+END_SECONDS = 30.0  # in which a killed server's processes must be gone, and with them its GPU memory
+_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+_DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")
+
+
+class ServerFailed(RuntimeError):
+    """A server that did not come up, or is gone."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A name and the flags that make it differ from the others."""
+
+    name: str
+    flags: tuple[str, ...]
+
+    @property
+    def stock(self) -> bool:
+        """Nothing of this project decides how it runs."""
+        return not any(flag == "pat" or flag.startswith(("feather", "--feather")) for flag in self.flags)
+
+
+def parse_server(text: str) -> Configuration:
+    """``NAME=FLAGS``, or known names joined by ``+`` such as ``pat`` or ``fa3+feather-order``."""
+    name, equals, flags = text.partition("=")
+    if equals and name and not name.startswith("-"):
+        return Configuration(name, tuple(shlex.split(flags)))
+    parts: list[str] = []
+    for part in text.split("+"):
+        if part in BACKENDS:
+            parts += BACKENDS[part].split()
+        elif part in POLICIES:
+            parts += ["--schedule-policy", part]
+        else:
+            known = ", ".join((*BACKENDS, *POLICIES))
+            raise ValueError(f"{text}: give NAME=FLAGS, or names joined by +, of {known}")
+    return Configuration(text, tuple(parts))
+
+
+class Server:
+    """One SGLang server in a process group of its own.
+
+    Parameters
+    ----------
+    command : all but the port.
+    log : file for what it prints.
+    """
+
+    def __init__(self, configuration: Configuration, command: Sequence[str], log: Path) -> None:
+        self.configuration = configuration
+        self.address = Address("127.0.0.1", free_port())
+        self.command = [*command, *configuration.flags, "--host", self.address.host, "--port", str(self.address.port)]
+        self.log = log
+        self.info: dict[str, Any] = {}
+        self.start_seconds: float | None = None
+        self._begun = time.monotonic()
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                self.command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=_own_group
+            )
+
+    def wait(self, deadline: float) -> None:
+        """Return once it answers; raise ``ServerFailed`` when it has ended or time is up."""
+        while True:
+            self.check()
+            try:
+                asyncio.run(call(self.address, "/health", timeout=10))
+                break
+            except (OSError, EOFError, HttpError, asyncio.TimeoutError):
+                if time.monotonic() > deadline:
+                    raise ServerFailed(f"not up after {time.monotonic() - self._begun:.0f} s") from None
+            time.sleep(0.25)
+        self.start_seconds = round(time.monotonic() - self._begun, 1)
+        self.info = asyncio.run(call(self.address, "/server_info"))
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def check(self) -> None:
+        """Raise ``ServerFailed`` if it has ended."""
+        if not self.alive():
+            raise ServerFailed(f"the server ended with status {self._process.returncode}")
+
+    def flush(self, timeout: float = 20.0) -> None:
+        """Abort what still runs and empty the cache; a server that does not become idle raises ``ServerFailed``."""
+        asyncio.run(call(self.address, "/abort_request", b'{"rid": "", "abort_all": true}'))
+        deadline = time.monotonic() + timeout
+        while True:
+            self.check()
+            try:
+                asyncio.run(call(self.address, "/flush_cache", b""))
+                return
+            except HttpError as problem:  # it still has requests
+                if time.monotonic() > deadline:
+                    raise ServerFailed(f"the cache cannot be flushed: {problem}") from None
+            time.sleep(0.1)
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """KV tokens that its pool holds, as it says itself."""
+        return self.info.get("max_total_num_tokens")
+
+    @property
+    def max_running(self) -> int | None:
+        """Requests that may run together, as it says itself."""
+        states = self.info.get("internal_states") or [{}]
+        return states[0].get("effective_max_running_requests_per_dp") or self.info.get("max_running_requests")
+
+    def printed(self, offset: int = 0) -> str:
+        """What it printed after the first `offset` bytes."""
+        with self.log.open("rb") as stream:
+            stream.seek(offset)
+            return stream.read().decode(errors="replace")
+
+    def printed_bytes(self) -> int:
+        return self.log.stat().st_size
+
+    def stop(self) -> None:
+        """Kill the whole group and wait until none of it is left."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+        deadline = time.monotonic() + END_SECONDS
+        while group_alive(self._process.pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+
+def read_log(text: str, batch: int | None = None) -> dict[str, Any]:
+    """What the scheduler's own lines say of one case.
+
+    Parameters
+    ----------
+    batch : throughput is the median of lines with so many requests running; by default with the most seen. The first
+        such line is left out, as its interval began before.
+    """
+    lines = [(int(running), float(rate)) for running, rate in _DECODE.findall(text)]
+    most = max((running for running, _ in lines), default=0)
+    full = [rate for running, rate in lines if running == (batch or most)][1:]
+    return {
+        "peak_running": most or None,
+        "full_batch_tok_s": round(median(full), 1) if full else None,
+        "retractions": text.count("Retract requests"),
+    }
+
+
+def free_port() -> int:
+    """A port that the operating system gives to nobody else just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def group_alive(group: int) -> bool:
+    """Whether some process of the group is left that is not a zombie."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, its_group = status.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue  # it has just ended
+        if int(its_group) == group and state not in "ZX":
+            return True
+    return False
+
+
+def _own_group() -> None:
+    """In the child: a group that can be killed as a whole, and an end with the benchmark even if that is killed.
+
+    No session of its own: what cleans up after a session should find the server too.
+    """
+    os.setpgrp()
+    _LIBC.prctl(_PDEATHSIG, signal.SIGKILL)

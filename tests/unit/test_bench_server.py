@@ -1,0 +1,329 @@
+"""The server benchmark without a server: command line, cases, what it computes from given streams, and its tables."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import bench_server as bench
+import server_report as report
+from server_cases import fold, generate_body, parse_case, probes
+from server_client import Address, HttpError, call, drive
+from server_machine import summarize_clocks
+from server_process import Configuration, group_alive, parse_server, read_log
+from server_stats import Stream, agreeing, overall, peak_running, spread, steady
+
+
+def stream(*events, due=0.0, prompt=10, cached=0, finished=True, error=None):
+    return Stream(due, prompt, due, list(events), cached, finished, error)
+
+
+def record(server, case, rate, *, round=1, **changes):
+    """A measurement of a batch with that throughput."""
+    whole = {
+        "requests": 4, "finished": 4, "failed": 0, "unfinished": 0, "output_tokens": 40, "seconds": 2.0, "tok_s": rate,
+        "ttft_s": spread([1.0, 2.0]), "tpot_ms": spread([1e3 / rate]), "e2e_s": spread([3.0]), "cache_hit": 0.5,
+        "peak_running": 4, "late_ms": None, "errors": [],
+    } | changes.pop("overall", {})  # fmt: skip
+    log = {"peak_running": 4, "full_batch_tok_s": None, "retractions": 0}
+    return {
+        "server": server, "case": case, "round": round, "steady_case": False, "steady": None, "overall": whole,
+        "client_cpu": 0.1, "log": log, **changes,
+    }  # fmt: skip
+
+
+class TestCases:
+    def test_workloads_have_their_figures(self):
+        trace = parse_case("W1").trace
+        assert len(trace.requests) == 1000 and {r.input_length for r in trace.requests} == {5020}
+        assert trace.requests[-1].arrival_s == pytest.approx(10, rel=0.1)
+        assert len({r.hash_ids[0] for r in parse_case("W7").trace.requests}) == 20
+        assert len(parse_case("W5:300").trace.requests) == 300
+
+    def test_the_same_seed_gives_the_same_arrivals(self):
+        assert parse_case("W3", seed=3).trace == parse_case("W3", seed=3).trace
+        assert parse_case("W3", seed=3).trace != parse_case("W3", seed=4).trace
+
+    def test_fixed_arrivals_have_equal_gaps_and_the_same_rate(self):
+        drawn, fixed = (parse_case("W3", arrivals=kind).trace.requests for kind in ("poisson", "fixed"))
+        gaps = [b.arrival_s - a.arrival_s for a, b in pairwise(fixed)]
+        assert max(gaps) - min(gaps) < 1e-5 and fixed[-1].arrival_s == pytest.approx(drawn[-1].arrival_s, abs=1e-4)
+
+    def test_open_takes_every_figure(self):
+        case = parse_case("open:2,100,8,50,7")
+        assert {(r.input_length, r.output_length) for r in case.trace.requests} == {(120, 7)}
+        assert {r.input_length for r in parse_case("open:0,64,5,10").trace.requests} == {64}
+
+    def test_a_batch_shares_its_prefixes_and_nothing_else(self):
+        case = parse_case("decode:6,2,100,9")
+        prompts = [list(case.trace.tokens(r)) for r in case.trace.requests]
+        warm = [list(case.trace.tokens(prefix)) for prefix in case.prefixes]
+        assert [prompt[:100] for prompt in prompts] == warm * 3
+        assert len({tuple(prompt[100:]) for prompt in prompts}) == 6
+        assert case.steady and case.kv_tokens == 2 * 100 + 6 * (20 + 9)
+
+    def test_without_groups_every_request_has_a_prefix_of_its_own(self):
+        case = parse_case("decode:5,0,30")
+        assert len(case.prefixes) == 5
+        assert len({tuple(case.trace.tokens(prefix)[:5]) for prefix in case.prefixes}) == 5
+
+    @pytest.mark.parametrize(
+        "text",
+        ["W9", "W1:", "W1:0", "W1:2,3", "decode:5,6,100", "decode:0,0,100", "decode:4,2", "decode:4,2,5", "open:1,2",
+         "decode:4,2,100,5,6", "decode:a,2,100", "open:2,-3,8,50"],
+    )  # fmt: skip
+    def test_bad_cases_are_named(self, text):
+        with pytest.raises(ValueError, match=text):
+            parse_case(text)
+
+    def test_bodies_are_json(self):
+        parameters = {"max_new_tokens": 4, "ignore_eos": True, "temperature": 0}
+        assert json.loads(generate_body([1, 2], 4)) == {"input_ids": [1, 2], "sampling_params": parameters}
+        streamed = json.loads(generate_body([1, 2], 4, 16))
+        assert streamed.pop("stream") is True and streamed["sampling_params"].pop("stream_interval") == 16
+        assert streamed == {"input_ids": [1, 2], "sampling_params": parameters}
+
+    def test_a_small_vocabulary_is_respected(self):
+        tokens = parse_case("decode:2,1,500").trace.tokens(probes().trace.requests[0])
+        assert fold(tokens, 40_000) is tokens
+        assert 10 <= min(fold(tokens, 260)) and max(fold(tokens, 260)) < 260 and len(set(fold(tokens, 260))) > 100
+        with pytest.raises(ValueError, match="too small"):
+            fold(tokens, 11)
+
+
+class TestStatistics:
+    def test_the_window_in_which_all_run(self):
+        # The first runs from 1 to 5 with 10 tokens a second, the second from 2 to 6 with 5.
+        streams = [stream((1.0, 1), (5.0, 41)), stream((2.0, 1), (4.0, 11), (6.0, 21))]
+        window = steady(streams)
+        assert window["seconds"] == 3 and window["output_tokens"] == 45 and window["tok_s"] == 15
+        assert window["tpot_ms"]["mean"] == 150
+
+    def test_no_window(self):
+        assert steady([]) is None
+        assert steady([stream((1.0, 1), (2.0, 5)), stream((3.0, 1), (4.0, 5))]) is None
+        assert steady([stream((1.0, 1), (2.0, 5)), stream((1.5, 1))]) is None
+        assert steady([stream((1.0, 1), (2.0, 5)), stream(error="gone")]) is None
+
+    def test_all_of_a_run(self):
+        streams = [
+            stream((1.0, 1), (3.0, 11), due=0.5, cached=5),
+            stream((2.0, 1), (5.0, 11), due=1.0),
+            stream((4.0, 1), due=1.0, finished=False, error="gone"),
+        ]
+        whole = overall(streams, 9.0)
+        assert (whole["finished"], whole["failed"], whole["unfinished"]) == (2, 1, 0)
+        assert whole["seconds"] == 4.5 and whole["tok_s"] == pytest.approx(23 / 4.5, abs=0.1)
+        assert whole["ttft_s"]["mean"] == 0.75 and whole["tpot_ms"]["mean"] == 250 and whole["e2e_s"]["mean"] == 3.25
+        assert whole["cache_hit"] == pytest.approx(5 / 30, abs=1e-4) and whole["errors"] == ["gone"]
+
+    def test_a_run_that_was_cut_counts_up_to_the_cut(self):
+        whole = overall([stream((1.0, 1), (2.0, 11)), stream((1.0, 1), (3.0, 9), finished=False)], 4.0)
+        assert whole["unfinished"] == 1 and whole["seconds"] == 4 and whole["tok_s"] == 5
+
+    def test_a_run_without_answers(self):
+        whole = overall([stream(finished=False), Stream(5.0, 10)], 2.0)
+        assert whole["output_tokens"] == 0 and whole["ttft_s"] is None and whole["cache_hit"] is None
+
+    def test_peak(self):
+        assert peak_running([]) == 0
+        assert peak_running([stream((0, 1), (2, 2)), stream((1, 1), (3, 2)), stream((2.5, 1), (4, 2))]) == 2
+        assert peak_running([stream((0, 1), (2, 2)), stream((2, 1), (3, 2))]) == 2
+
+    def test_agreement(self):
+        assert [agreeing([1, 2, 3], other) for other in ([1, 2, 3], [1, 9, 3], [1, 2], [])] == [3, 1, 2, 0]
+
+
+class TestServers:
+    def test_known_names_and_given_flags(self):
+        assert parse_server("pat").flags == ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
+        joined = parse_server("fa3+feather-order")
+        assert joined.flags == ("--attention-backend", "fa3", "--schedule-policy", "feather-order")
+        assert parse_server('x=--a "b c"') == Configuration("x", ("--a", "b c"))
+        assert parse_server("plain=").flags == ()
+        with pytest.raises(ValueError, match="fa4"):
+            parse_server("fa4")
+
+    def test_what_is_stock(self):
+        assert [parse_server(name).stock for name in ("fa3", "triton+lpm", "pat", "fa3+feather", "pat+fcfs")] == [
+            True, True, False, False, False,
+        ]  # fmt: skip
+
+    def test_log_lines(self):
+        line = "[..] Decode batch, #running-req: {}, #token: 9, cuda graph: True, gen throughput (token/s): {}, #queue"
+        text = "\n".join(line.format(*pair) for pair in ((3, 5.0), (8, 60.0), (8, 90.0), (8, 100.0), (2, 7.5)))
+        found = read_log(f"{text}\nKV cache pool is full. Retract requests. #retracted_reqs: 1")
+        assert found == {"peak_running": 8, "full_batch_tok_s": 95.0, "retractions": 1}
+        assert read_log(text, batch=9)["full_batch_tok_s"] is None
+        assert read_log("") == {"peak_running": None, "full_batch_tok_s": None, "retractions": 0}
+
+    def test_clocks(self):
+        text = "1980, 3201, 500.5, 40\n1980, 3201, [N/A], 40\n1900, 3201, 600.5, 44\n19"
+        found = summarize_clocks(text)
+        assert found["samples"] == 2 and found["sm_mhz"] == {"mean": 1940.0, "min": 1900.0}
+        assert summarize_clocks("No devices were found") is None
+
+    def test_a_group_that_was_killed_is_gone(self):
+        process = subprocess.Popen(["sleep", "60"], preexec_fn=os.setpgrp)
+        assert group_alive(process.pid)
+        process.kill()
+        process.wait()
+        assert not group_alive(process.pid)
+
+
+class TestPlan:
+    def test_every_other_round_goes_backwards(self):
+        servers = [parse_server(f"{name}=") for name in "abc"]
+
+        def order(rounds, together):
+            return [(number, "".join(s.name for s in group)) for number, group in bench.plan(servers, rounds, together)]
+
+        assert order(2, 1) == [(1, "a"), (1, "b"), (1, "c"), (2, "c"), (2, "b"), (2, "a")]
+        assert order(2, 2) == [(1, "ab"), (1, "c"), (2, "c"), (2, "ba")]
+
+    def test_what_can_never_be_complete_is_refused(self):
+        case = parse_case("decode:10,2,100,50")
+        bench.check_fit(case, None, None)
+        bench.check_fit(case, case.kv_tokens, 10)
+        with pytest.raises(bench.Misfit, match="KV tokens"):
+            bench.check_fit(case, case.kv_tokens - 1, 10)
+        with pytest.raises(bench.Misfit, match="runs 9"):
+            bench.check_fit(case, case.kv_tokens, 9)
+        bench.check_fit(parse_case("W2"), 1000, 9)  # that one is meant to be too large
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [["--server", "fa3"], ["--server", "fa3", "--server", "fa3=", "--case", "W1"], ["--case", "W1"],
+         ["--server", "fa3", "--case", "W1", "W1"], ["--server", "fa3", "--case", "W1", "--repeat", "0"],
+         ["--server", "nobody", "--case", "W1"], ["--server", "fa3", "--case", "W1", "--model", "/nowhere"]],
+    )  # fmt: skip
+    def test_bad_command_lines(self, arguments, tmp_path, capsys):
+        (tmp_path / "config.json").write_text("{}")
+        with pytest.raises(SystemExit):
+            bench.arguments(["--model", str(tmp_path), *arguments])
+        assert "error: " in capsys.readouterr().err
+
+
+class TestReport:
+    def test_ratios_are_to_the_best_stock_server(self):
+        records = [record("fa3", "W1", 100.0), record("flashinfer", "W1", 200.0), record("pat", "W1", 500.0)]
+        (row,) = report.comparison(records, ["fa3", "flashinfer"]).splitlines()[1:]
+        assert row.split() == ["W1", "100", "10.00", "0.50", "200", "5.00", "1.00", "500", "2.00", "2.50"]
+
+    def test_rounds_are_averaged_and_their_distance_is_shown(self):
+        records = [record("fa3", "W1", 300.0), record("fa3", "W1", 100.0, round=2)]
+        assert report.comparison(records, ["fa3"]).splitlines()[1].split()[1] == "200"
+        assert report.details(records).splitlines()[1].endswith("50.0%")
+
+    def test_marks_are_explained(self):
+        records = [
+            record("a", "W1", 100.0, client_cpu=0.8),
+            record("b", "W1", 100.0, overall={"unfinished": 1}),
+            record("c", "W1", 100.0, overall={"failed": 1}),
+            {"server": "d", "case": "W1", "round": 1, "error": "gone"},
+            record("e", "W1", 100.0, steady_case=True),
+        ]
+        table = report.comparison(records, ["a"])
+        assert "100!" in table and "100~" in table and "100?" in table and "-?" in table
+        assert all(f"\n{sign} " in table for sign in "!~-?")
+        assert "d W1: gone" == report.progress(records[3])
+        assert "never all running" in report.progress(records[4])
+
+    def test_steady_cases_are_judged_by_their_window(self):
+        window = {"seconds": 2.0, "output_tokens": 50, "tok_s": 900.0, "tpot_ms": spread([4.0])}
+        batch = record("a", "decode:4,1,100", 100.0, steady_case=True, steady=window)
+        assert report.tok_s(batch) == 900 and report.tpot_ms(batch) == 4
+        assert "all run for 2.0 s, 900 tok/s, TPOT 4 ms" in report.progress(batch)
+
+    def test_a_report_of_nothing_and_of_everything(self):
+        server = {"stock": True, "error": None, "start_seconds": [], "probes": []}
+        content = {
+            "records": [], "servers": {"a": server, "b": server | {"error": "not up after 9 s"}}, "order": ["a"],
+            "missing": ["a W1"], "machine": {"gpu": None, "versions": {}}, "compare_tokens": True,
+        }  # fmt: skip
+        text = report.report(content)
+        assert "b: not up after 9 s" in text and "missing: 1" in text and "no server answered" in text
+        content["servers"] = {name: server | {"probes": [[1, 2, 3], [4, 5]], "start_seconds": [3.0]} for name in "ab"}
+        content["records"] = [record("a", "W1", 100.0)]
+        assert "b: 3 2 (together 5 of 5)" in report.report(json.loads(json.dumps(content)))
+
+
+class TestClient:
+    """Against a few lines that answer as SGLang does."""
+
+    @staticmethod
+    async def answer(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next((line for line in head.split(b"\r\n") if line.startswith(b"Content-Length: ")), b": 0")
+        body = await reader.readexactly(int(length.split(b": ")[1]))
+        path = head.split()[1]
+        if path == b"/generate" and b'"stream": true' in body:
+            tokens = json.loads(body)["sampling_params"]["max_new_tokens"]
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            for count in (1, tokens):
+                reason = {"type": "length"} if count == tokens else None
+                meta = {"completion_tokens": count, "cached_tokens": 3, "finish_reason": reason}
+                data = b"data: " + json.dumps({"output_ids": [], "meta_info": meta}).encode() + b"\n\n"
+                if tokens == 99 and reason:
+                    break  # hangs up in the middle
+                for part in (data[:20], data[20:]):  # events are not whole chunks
+                    writer.write(b"%x\r\n%s\r\n" % (len(part), part))
+                    await writer.drain()
+                await asyncio.sleep(0.01 if tokens != 98 else 30)
+            else:
+                writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+        else:
+            status = b"404 Not Found" if path == b"/nowhere" else b"200 OK"
+            writer.write(b"HTTP/1.1 " + status + b'\r\ncontent-length: 8\r\n\r\n{"a": 1}')
+        writer.close()
+
+    def served(self, use):
+        async def run():
+            server = await asyncio.start_server(self.answer, "127.0.0.1", 0)
+            async with server:
+                return await use(Address(*server.sockets[0].getsockname()))
+
+        return asyncio.run(run())
+
+    def test_calls(self):
+        assert self.served(lambda address: call(address, "/info")) == {"a": 1}
+        with pytest.raises(HttpError, match="404"):
+            self.served(lambda address: call(address, "/nowhere", b"{}"))
+
+    @pytest.mark.parametrize("hold", [False, True])
+    def test_streams(self, hold):
+        requests = parse_case("decode:4,2,40,16").requests(300, 16)
+        driven = self.served(lambda address: drive(address, requests, 5.0, hold))
+        assert driven.held == hold and 0 <= driven.cpu_share < 2
+        assert all(s.finished and s.tokens == 16 and s.cached_tokens == 3 for s in driven.streams)
+        assert overall(driven.streams, driven.end)["output_tokens"] == 64
+
+    def test_arrivals_are_kept(self):
+        requests = parse_case("open:1,40,5,50,8", arrivals="fixed").requests(300, 16)
+        sent = [s.sent for s in self.served(lambda address: drive(address, requests, 5.0)).streams]
+        assert sent[-1] - sent[0] == pytest.approx(requests[-1].due, abs=0.05)
+
+    def test_broken_and_hanging_streams(self):
+        requests = [parse_case(f"decode:1,1,40,{tokens}").requests(300, 16)[0] for tokens in (16, 98, 99)]
+        begun = time.monotonic()
+        streams = self.served(lambda address: drive(address, requests, 0.3)).streams
+        assert time.monotonic() - begun < 2
+        assert [(s.finished, s.error is None) for s in streams] == [(True, True), (False, True), (False, False)]
+
+    def test_a_server_that_has_ended_is_not_waited_for(self):
+        requests = parse_case("decode:1,1,40,98").requests(300, 16)
+        begun = time.monotonic()
+        (stream,) = self.served(lambda address: drive(address, requests, 20.0, alive=lambda: False)).streams
+        assert time.monotonic() - begun < 2 and not stream.finished
+
+    def test_nobody_listens(self):
+        (stream,) = asyncio.run(drive(Address("127.0.0.1", 9), probes().requests(300, 16)[:1], 1.0)).streams
+        assert stream.error and "Connect" in stream.error
