@@ -54,6 +54,29 @@ def _activation() -> tuple[bool, str]:
     return True, "a server started here loads the plugin; --schedule-policy feather activates it"
 
 
+def _pat() -> str:
+    """Whether a server started here could decode with the pat backend; on a GPU, by doing it once."""
+    if importlib.util.find_spec("feather_kernels") is None or importlib.util.find_spec("torch") is None:
+        return "not available: needs feather_kernels and torch"
+    import torch
+
+    from feather_kernels.build import cutlass_include, find_nvcc
+    from feather_kernels.errors import BuildError
+
+    if not torch.cuda.is_available():
+        try:
+            compiler = f"{find_nvcc()}, headers in {cutlass_include()}"
+        except BuildError as error:
+            compiler = str(error)
+        return f"cannot serve here: no GPU ({compiler})"
+    from feather_sglang.adapter.pat_self_test import self_test
+
+    try:
+        return self_test()
+    except (BuildError, FeatherError) as error:
+        return f"cannot serve here: {error}"
+
+
 def examine() -> dict[str, Any]:
     """Everything ``feather doctor`` reports, as plain data; ``healthy`` sums it up."""
     version = installed_version()
@@ -78,6 +101,7 @@ def examine() -> dict[str, Any]:
         "torch": torch_version,
         "gpu": gpu,
         "kernels": kernels,
+        "pat": _pat(),
         "activation": activation,
         "options": options_problem or f"{VARIABLE}: {options}",
         "hooks": hooks,
@@ -96,10 +120,15 @@ def run(args: argparse.Namespace) -> int:
         return 0 if report["healthy"] else 1
     console = Console()
     facts = Table(show_header=False, box=None)
-    for name in ("feather", "python", "sglang", "torch", "gpu", "kernels", "activation", "options"):
+    for name in ("feather", "python", "sglang", "torch", "gpu", "kernels", "pat", "activation", "options"):
         facts.add_row(f"[bold]{name}", str(report[name]))
     console.print(facts)
-    when = {"start": "wrapped at start-up", "scheduler": "wrapped under feather only", "calls": "called, not wrapped"}
+    when = {
+        "start": "wrapped at start-up",
+        "scheduler": "wrapped under feather only",
+        "pat": "wrapped under pat only",
+        "calls": "called, not wrapped",
+    }
     console.print("\n[bold]hooks")
     for hook in report["hooks"]:
         target = hook["target"].removeprefix("sglang.srt.")

@@ -1,12 +1,14 @@
 """Every place where feather touches SGLang, in one table, and the check that the installed SGLang still fits it.
 
-Three kinds:
+Four kinds:
 
 ``start``
     Wrapped through SGLang's hook registry when the plugin loads. They run while a server starts, never per step.
 ``scheduler``
     Wrapped on the one scheduler object, and only when it was started with a feather policy: under any other
     policy the methods that SGLang calls per step are its own, untouched.
+``pat``
+    Wrapped when the pat backend is built, and in that process only.
 ``calls``
     Not wrapped: called or read by feather, so their shape matters just as much.
 """
@@ -29,12 +31,16 @@ class Hook(NamedTuple):
     parameters: tuple[str, ...]
     purpose: str
     names: tuple[str, ...] = ()  # names the body must mention, where feather relies on how it works
+    part: str = "policy"  # what does without it: the policies, or the "pat" backend
+    optional: bool = False  # some supported releases do not have it
 
 
 _ARGS = "sglang.srt.server_args.ServerArgs."
 _POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy."
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
+_ATTENTION = "sglang.srt.layers.attention."
+_MEMORY = "sglang.srt.mem_cache.memory_pool."
 
 HOOKS = (
     Hook(_ARGS + "add_cli_args", "start", ("parser",), "policy names and --feather-* flags"),
@@ -66,6 +72,47 @@ HOOKS = (
     Hook(_SCHEDULER + "get_next_batch_to_run", "scheduler", ("self", "running_batch", "last_batch"), "the debug check"),
     Hook(_SCHEDULER + "get_num_allocatable_reqs", "calls", ("self", "running_bs"), "free slots of the batch"),
     Hook(_BATCH + "filter_batch", "calls", ("self",), "permutes all state that SGLang keeps per row", ("reqs",)),
+    Hook(_ARGS + "__post_init__", "start", ("self",), "--attention-backend pat, before SGLang resolves it", part="pat"),
+    Hook(_ARGS + "resolve_once", "start", ("self",), "the same where it resolves later", part="pat", optional=True),
+    Hook(_ATTENTION + "attention_registry.register_attention_backend", "calls", ("name",), "adds pat", part="pat"),
+    Hook(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        "pat",
+        ("cls", "batch", "model_runner"),
+        "the requests of the decode batch that comes",
+        part="pat",
+    ),
+    Hook(
+        _ATTENTION + "base_attn_backend.AttentionBackend.init_forward_metadata",
+        "calls",
+        ("self", "forward_batch"),
+        "the order of a step's preparation",
+        ("init_forward_metadata_out_graph", "init_forward_metadata_in_graph"),
+        part="pat",
+    ),
+    Hook(
+        _ATTENTION + "base_attn_backend.AttentionBackend.init_forward_metadata_out_graph",
+        "calls",
+        ("self", "forward_batch", "in_capture"),
+        "where pat plans",
+        part="pat",
+    ),
+    Hook(
+        _MEMORY + "MHATokenToKVPool.set_kv_buffer",
+        "calls",
+        ("self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale"),
+        "writes a step's KV",
+        part="pat",
+    ),
+    Hook(_MEMORY + "MHATokenToKVPool.get_key_buffer", "calls", ("self", "layer_id"), "the cached keys", part="pat"),
+    Hook(
+        _SCHEDULER + "_apply_war_barrier",
+        "calls",
+        ("self",),
+        "rows of slots keep still until a step has read them",
+        ("SGLANG_FORCE_COARSE_WAR_BARRIER",),
+        part="pat",
+    ),
 )
 
 
@@ -91,7 +138,7 @@ def mismatch(hook: Hook) -> str | None:
     try:
         found = _resolve(hook.target)
     except (ImportError, AttributeError) as error:
-        return f"{hook.target}: not found ({error})"
+        return None if hook.optional else f"{hook.target}: not found ({error})"
     except Exception as error:  # an SGLang that does not import raises whatever it likes
         return f"{hook.target}: cannot be imported ({type(error).__name__}: {error})"
     function = found.__func__ if isinstance(found, classmethod | staticmethod) else found
@@ -108,8 +155,17 @@ def mismatch(hook: Hook) -> str | None:
     return None
 
 
-def mismatches() -> list[str]:
-    """Everything that keeps the installed SGLang from working with feather; empty if it fits."""
+def exists(hook: Hook) -> bool:
+    """Whether the installed SGLang has the hook's target."""
+    try:
+        _resolve(hook.target)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def mismatches(part: str = "policy") -> list[str]:
+    """Everything that keeps the installed SGLang from working with a part of feather; empty if it fits."""
     version = installed_version()
     found = [] if version in SUPPORTED else [f"sglang {version} is not one of {SUPPORTED[0]} to {SUPPORTED[-1]}"]
-    return found + [text for hook in HOOKS if (text := mismatch(hook)) is not None]
+    return found + [text for hook in HOOKS if hook.part == part and (text := mismatch(hook)) is not None]

@@ -8,12 +8,13 @@ asked for, where a failure ends start-up.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from feather_sglang.adapter.hooks import HOOKS, installed_version, mismatches
+from feather_sglang.adapter.attention import decode_only, offer_backend, register_backend
+from feather_sglang.adapter.failures import end_start_up
+from feather_sglang.adapter.hooks import HOOKS, exists, installed_version, mismatches
 from feather_sglang.adapter.options import add_flags
 from feather_sglang.errors import FeatherError
 
@@ -25,10 +26,11 @@ NAMES = ("feather", "feather-heuristic", "feather-bandit", "feather-qlearning", 
 
 
 def extend_parser(_result: Any, parser: Any) -> None:
-    """Offer the policy names and the ``--feather-*`` flags (after ``ServerArgs.add_cli_args``)."""
+    """Offer the policy names, the backend and the ``--feather-*`` flags (after ``ServerArgs.add_cli_args``)."""
     for action in parser._actions:
         if action.dest == "schedule_policy" and action.choices is not None:
             action.choices = [*action.choices, *NAMES]
+    offer_backend(parser)
     add_flags(parser)
 
 
@@ -66,10 +68,7 @@ def start(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
 
         take_over(scheduler, name)
     except FeatherError as error:
-        if multiprocessing.parent_process() is None:
-            raise
-        logger.error("feather: error: %s", error)
-        raise SystemExit(1) from None
+        end_start_up(error)
     logger.info("feather: %s is active (sglang %s)", name, installed_version())
     return result
 
@@ -79,12 +78,15 @@ HANDLERS = {
     "check_server_args": (check_server_args, HookType.AROUND),
     "_validate_and_adjust_policy": (accept_policy, HookType.AROUND),
     "init_schedule_policy": (start, HookType.AROUND),
+    "__post_init__": (decode_only, HookType.BEFORE),
+    "resolve_once": (decode_only, HookType.BEFORE),
 }
 
 
 def register() -> None:
-    """Register the start-up hooks; the per-step ones follow only in a scheduler that asks for feather."""
+    """Register the start-up hooks and the backend's name; what runs per step follows only where it is asked for."""
+    register_backend()
     for hook in HOOKS:
-        if hook.kind == "start":
+        if hook.kind == "start" and (exists(hook) or not hook.optional):
             handler, kind = HANDLERS[hook.target.rpartition(".")[2]]
             HookRegistry.register(hook.target, handler, kind)

@@ -17,6 +17,9 @@ ROOMY = ("--max-total-tokens", "8192", "--max-running-requests", "32")
 # Estimating one token of output a request admits far too many, so the KV pool runs full and SGLang retracts.
 TIGHT = ("--max-total-tokens", "3600", "--max-running-requests", "32")
 OVERCOMMIT = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
+# Decoding as the packed kernel does it, in NumPy.
+PAT = ("--decode-attention-backend", "pat", "--enable-metrics")
+REFERENCE = {"FEATHER_PAT_REFERENCE": "1"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Case:
     serve: bool = False  # start it with `sglang serve`
     retracts: bool = False
     priorities: bool = False
+    pat: bool = False
     every_release: bool = False  # else on the newest release only, which keeps the suite within its time
 
 
@@ -37,12 +41,19 @@ _CASES = {
     "plain": Case("feather", every_release=True),
     "chunks-priorities": Case(
         "feather-heuristic",
-        (*ROOMY, "--chunked-prefill-size", "256", "--disable-overlap-schedule", "--enable-priority-scheduling"),
+        (
+            *(*ROOMY, *PAT, "--chunked-prefill-size", "256", "--disable-overlap-schedule", "--page-size", "16"),
+            "--enable-priority-scheduling",
+        ),
+        REFERENCE,
         serve=True,
         priorities=True,
+        pat=True,
     ),
     "retraction": Case("feather-qlearning", TIGHT, OVERCOMMIT, retracts=True),
-    "order-retraction": Case("feather-order", TIGHT, OVERCOMMIT, retracts=True, every_release=True),
+    "order-retraction": Case(
+        "feather-order", (*TIGHT, *PAT), OVERCOMMIT | REFERENCE, retracts=True, pat=True, every_release=True
+    ),
 }
 CASES = {name: case for name, case in _CASES.items() if case.every_release or metadata.version("sglang") == NEWEST}
 

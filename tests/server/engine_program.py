@@ -13,7 +13,8 @@ def main() -> None:
         schedule_policy=work["policy"],
         device="cpu",
         dtype="float32",
-        attention_backend="torch_native",
+        attention_backend="pat",  # which leaves prefill to SGLang's default, and a CPU cannot run that
+        prefill_attention_backend="torch_native",
         disable_cuda_graph=True,
         mem_fraction_static=0.3,
         max_total_tokens=8192,

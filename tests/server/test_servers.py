@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from server.cases import ROOMY, FeatherServer, newest_only
+from server.cases import REFERENCE, ROOMY, FeatherServer, newest_only
 from server.sglang_server import SGLangServer, run_to_end
 from server.workload import Answer, Request, stream_all
 
@@ -48,6 +48,15 @@ def test_prefixes_are_reused(feather_server: FeatherServer, served: dict[str, An
     # All but the first request of each group can reuse about 600 of 630 tokens. feather-order admits as fcfs does,
     # which computes a new prefix as often as it stands in the round; and a small pool evicts.
     assert cached > (0.6 if feather_server.case.retracts else 0.85) * prompts
+
+
+def test_decoding_reads_shared_tokens_once(feather_server: FeatherServer, served: dict[str, Answer]) -> None:
+    if not feather_server.case.pat:
+        pytest.skip("decodes with another backend")
+    lines = [line for line in feather_server.server.get("/metrics").splitlines() if line.startswith("feather_pat_")]
+    counts = {line.split("{")[0].split(" ")[0]: float(line.split(" ")[-1]) for line in lines}
+    assert counts["feather_pat_plans_total"] > 0 and counts["feather_pat_plans_kept_total"] > 0
+    assert 0 < counts["feather_pat_read_tokens_total"] < 0.6 * counts["feather_pat_attended_tokens_total"]
 
 
 def test_disconnects_and_aborts_leave_nothing_behind(
@@ -118,14 +127,18 @@ def test_two_ranks_form_the_same_batches(
     assert "Traceback" not in log
 
 
-def test_engine_takes_a_policy_and_its_options(
+def test_engine_takes_a_policy_its_options_and_pat(
     model: Path, requests: list[Request], fcfs: list[dict[str, Answer]]
 ) -> None:
     chosen = [request for request in requests if set(request.body) == {"prompt", "max_tokens", "ignore_eos"}]
     work = json.dumps({"model": str(model), "policy": "feather-bandit", "requests": [r.body for r in chosen]})
     done = run_to_end(
-        [sys.executable, str(ENGINE), work], FEATHER_OPTIONS='{"chunk_size": 32, "seed": 5}', FEATHER_DEBUG_CHECK="1"
+        [sys.executable, str(ENGINE), work],
+        FEATHER_OPTIONS='{"chunk_size": 32, "seed": 5}',
+        FEATHER_DEBUG_CHECK="1",
+        **REFERENCE,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == [fcfs[0][request.name].text for request in chosen]
     assert "feather-bandit is active" in done.stderr + done.stdout
+    assert "pat is active" in done.stderr + done.stdout

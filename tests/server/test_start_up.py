@@ -30,3 +30,10 @@ def test_a_bad_flag_ends_start_up_with_one_line(model: Path) -> None:
     ended = run_to_end(launch_command(model, "--schedule-policy", "feather", "--feather-chunk-size", "0", *ROOMY))
     assert ended.returncode != 0
     assert "argument --feather-chunk-size: '0': expected a whole number of at least 1" in ended.stderr
+
+
+def test_pat_without_a_gpu_ends_start_up_with_one_line(model: Path) -> None:
+    ended = run_to_end(launch_command(model, "--decode-attention-backend", "pat", *ROOMY))
+    assert ended.returncode != 0
+    assert "feather: error: the pat backend needs an NVIDIA GPU, this server runs on the CPU" in ended.stderr
+    assert "adapter/pat" not in ended.stderr  # no traceback of ours

@@ -3,15 +3,16 @@
 import pytest
 
 from feather_sglang.adapter import hooks
-from feather_sglang.adapter.hooks import HOOKS, SUPPORTED, Hook, installed_version, mismatch, mismatches
+from feather_sglang.adapter.hooks import HOOKS, SUPPORTED, Hook, exists, installed_version, mismatch, mismatches
 
 
 def test_the_installed_sglang_fits():
     assert installed_version() in SUPPORTED
     assert mismatches() == []
+    assert mismatches("pat") == []
 
 
-@pytest.mark.parametrize("kind", ["start", "scheduler", "calls"])
+@pytest.mark.parametrize("kind", ["start", "scheduler", "pat", "calls"])
 def test_every_kind_is_in_the_table(kind):
     assert any(hook.kind == kind for hook in HOOKS)
 
@@ -21,6 +22,19 @@ def test_a_renamed_function_is_reported():
     assert "no_such_method: not found" in mismatch(gone)
     gone = Hook("sglang.srt.managers.no_such_module.thing", "scheduler", (), "")
     assert "not found" in mismatch(gone)
+
+
+def test_what_some_releases_do_not_have_is_no_mismatch():
+    gone = Hook("sglang.srt.server_args.ServerArgs.no_such_method", "start", ("self",), "", optional=True)
+    assert mismatch(gone) is None and not exists(gone)
+    changed = Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "start", ("other",), "", optional=True)
+    assert "expected (other, ...)" in mismatch(changed) and exists(changed)
+
+
+def test_a_mismatch_counts_for_its_part_only(monkeypatch):
+    broken = Hook("sglang.srt.managers.no_such_module.thing", "calls", (), "", part="pat")
+    monkeypatch.setattr(hooks, "HOOKS", (*HOOKS, broken))
+    assert mismatches() == [] and len(mismatches("pat")) == 1
 
 
 def test_a_changed_signature_is_reported_with_both_sides():

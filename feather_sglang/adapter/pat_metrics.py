@@ -1,0 +1,34 @@
+"""Metrics of the pat backend, made when the backend is."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from prometheus_client import Counter, Histogram
+
+
+class PatMetrics(NamedTuple):
+    """Counters over all decode steps of a process. Tokens are KV tokens of one layer."""
+
+    plans: Counter
+    kept: Counter
+    seconds: Histogram
+    attended: Counter
+    read: Counter
+
+
+@functools.cache
+def pat_metrics() -> PatMetrics:
+    """The process's metrics; one over ``read / attended`` is how often a KV token that is read is used."""
+    return PatMetrics(
+        Counter("feather_pat_plans", "Decode steps that were planned anew."),
+        Counter("feather_pat_plans_kept", "Decode steps that kept the plan of the step before."),
+        Histogram(
+            "feather_pat_plan_seconds",
+            "Time to build the prefix forest and the plan of a decode step.",
+            buckets=(50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3, 12.8e-3),
+        ),
+        Counter("feather_pat_attended_tokens", "KV tokens that the requests of all decode steps attended to."),
+        Counter("feather_pat_read_tokens", "KV tokens that their plans read, shared ones once a pack."),
+    )

@@ -1,0 +1,53 @@
+"""A slow stand-in for the packed kernel on a CPU, for tests: it runs the very plan that the kernel would read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from feather_kernels.forest import Forest
+from feather_kernels.plan import PackPlan, Planner
+from feather_kernels.reference import reference_decode
+
+
+class ReferenceEngine:
+    """`feather_kernels.PackedDecodeWrapper` without a GPU: the same plan and run, in NumPy and float64.
+
+    Parameters
+    ----------
+    num_qo_heads, num_kv_heads, head_dim, max_requests, sm_scale, logit_soft_cap
+        As for the wrapper.
+    """
+
+    def __init__(
+        self,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        max_requests: int,
+        sm_scale: float,
+        logit_soft_cap: float,
+    ) -> None:
+        self.planner = Planner(num_qo_heads, num_kv_heads, head_dim, max_requests=max_requests, n_sm=4)
+        self._options: dict[str, Any] = {"sm_scale": sm_scale, "logit_soft_cap": logit_soft_cap}
+
+    def plan(self, forest: Forest, table: torch.Tensor, seq_lens: torch.Tensor) -> PackPlan:
+        """Pack a batch; ``table`` and ``seq_lens`` are read by every `run`."""
+        self._plan, self._table, self._lens = self.planner.plan(forest), table, seq_lens
+        return self._plan
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Attend with the last plan."""
+        values, _ = reference_decode(
+            self._plan, _array(q), _array(k_cache), _array(v_cache), self._table.view(-1).numpy(), 1,
+            seq_lens=self._lens.numpy(), **self._options,
+        )  # fmt: skip
+        return out.copy_(torch.from_numpy(values))
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """NumPy has no bfloat16."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -1,0 +1,485 @@
+"""The pat backend in the real scheduler, with the NumPy reference in the kernel's place."""
+
+import argparse
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from harness import Server
+from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.server_args import ServerArgs
+
+from feather_kernels.reference import direct_decode
+from feather_sglang.adapter import attention, pat_backend, pat_limits
+from feather_sglang.adapter.hooks import installed_version
+from feather_sglang.adapter.pat_metrics import pat_metrics
+from feather_sglang.adapter.pat_rows import CHUNK, RowSharing
+from feather_sglang.errors import FeatherError
+
+
+@pytest.fixture(scope="module")
+def environment():
+    """The reference instead of the kernel, and after every step a look at the slots themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEATHER_PAT_REFERENCE", "1")
+        patch.setenv("FEATHER_DEBUG_CHECK", "1")
+        patch.setenv(pat_backend.COARSE_BARRIER, "0")  # which some releases' backend sets, so that this is undone
+        yield patch
+
+
+def start(folder, policy="fcfs", **overrides):
+    """A server whose tokens depend on the whole prompt, which they hardly do with SGLang's dummy weights."""
+    one = Server(folder, policy, **overrides)
+    generator = torch.Generator().manual_seed(5)
+    for name, weights in runner_of(one).model.named_parameters():
+        if "norm" in name:
+            weights.data.fill_(1)
+        else:
+            weights.data.copy_(torch.randn(weights.shape, generator=generator) * 2 * weights.shape[-1] ** -0.5)
+    return one
+
+
+@pytest.fixture
+def server(tmp_path, environment):
+    made = []
+
+    def make(policy="fcfs", **overrides):
+        made.append(start(tmp_path, policy, **{"decode_attention_backend": "pat", **overrides}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory, environment):
+    """One server for tests that leave it as it is."""
+    one = start(tmp_path_factory.mktemp("started"), decode_attention_backend="pat")
+    yield one
+    one.close()
+
+
+def runner_of(server):
+    return server.scheduler.tp_worker.model_runner
+
+
+def pat_of(server):
+    return runner_of(server).feather_pat
+
+
+def submit_groups(server, steps=True):
+    """Requests of three groups that arrive and end at different times; one prompt thrice, one too short to share."""
+    rng = np.random.default_rng(0)
+    prefixes = rng.integers(2, 500, (3, 130)).tolist()
+    prompts = [prefixes[i % 3] + rng.integers(2, 500, 5 + i % 7).tolist() for i in range(12)]
+    prompts += [prompts[4], prompts[4], prompts[4][:100], [5, 6, 7]]
+    for i, prompt in enumerate(prompts):
+        server.submit(f"r{i:02}", prompt, max_new_tokens=6 + (5 * i) % 23, logprobs=1, ignore_eos=steps)
+        if steps and i % 4 == 3:
+            server.step()
+
+
+def answers_of(server):
+    """Tokens, and their logprobs, which tell of smaller differences."""
+    return {
+        rid: (list(req.output_ids), list(getattr(req, "logprob", req).output_token_logprobs_val))
+        for rid, req in server.requests.items()
+    }
+
+
+def serve(server):
+    submit_groups(server)
+    server.drain()
+    return answers_of(server)
+
+
+def assert_same(got, expected, tolerance=1e-3):
+    assert {rid: tokens for rid, (tokens, _) in got.items()} == {rid: tokens for rid, (tokens, _) in expected.items()}
+    for rid, (_, logprobs) in got.items():
+        assert logprobs == pytest.approx(expected[rid][1], abs=tolerance)
+
+
+def counts():
+    metrics = pat_metrics()
+    return np.array([counter._value.get() for counter in (metrics.plans, metrics.kept, metrics.attended, metrics.read)])
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """What torch_native answers."""
+    one = start(tmp_path_factory.mktemp("native"))
+    answers = serve(one)
+    one.close()
+    return answers
+
+
+# In the scheduler -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"page_size": 16},
+        {"policy": "feather-order"},
+        {"chunked_prefill_size": 64, "enable_mixed_chunk": True},
+        {"disable_radix_cache": True},
+    ],
+    ids=lambda overrides: "-".join(map(str, overrides)) or "plain",
+)
+def test_the_tokens_of_torch_native_from_fewer_reads(server, expected, overrides):
+    if overrides.get("page_size") and installed_version() < "0.5.23":
+        pytest.skip("this SGLang allocates pages with a GPU kernel")
+    before = counts()
+    one = server(**overrides)
+    assert_same(serve(one), expected)
+    plans, kept, attended, read = counts() - before
+    assert plans > 0 and kept > 0
+    if overrides.get("disable_radix_cache"):
+        assert read == attended
+    else:
+        assert read < 0.8 * attended
+    one.step()
+    backend = pat_of(one)
+    assert backend.plan.n_requests == 1  # the last request's
+    assert len(backend.sharing.trie) <= 1
+
+
+def test_bfloat16(server):
+    expected = serve(server(decode_attention_backend=None, dtype="bfloat16"))
+    got = serve(server(dtype="bfloat16"))
+    same = [rid for rid in got if got[rid][0] == expected[rid][0]]
+    assert len(same) > 0.7 * len(got)  # near ties of two tokens may fall either way
+    assert_same({rid: got[rid] for rid in same}, {rid: expected[rid] for rid in same}, 0.2)
+
+
+def test_retractions_and_aborts(server, expected):
+    before = counts()
+    one = server()
+    submit_groups(one, steps=False)
+    for name in ("r04", "r07"):
+        for _ in range(3):
+            one.step()
+        one.abort(name)
+        one.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        assert one.scheduler.running_batch.is_empty()
+        one.scheduler.continue_generation(ContinueGenerationReqInput())
+    one.drain()
+    whole = {rid: answer for rid, answer in answers_of(one).items() if rid not in ("r04", "r07")}
+    assert_same(whole, {rid: expected[rid] for rid in whole})
+    _, _, attended, read = counts() - before
+    assert read < 0.9 * attended
+
+
+def test_an_id_and_a_row_that_are_used_again_are_another_request(server):
+    # After a flush even the row's generation is the same again, but in 0.5.23.
+    one = server()
+    for prompt in ([7] * 80, [9] * 70):
+        for rid in ("a", "b"):
+            one.submit(rid, [*prompt, ord(rid)], max_new_tokens=12)
+        one.drain()
+        one.step()
+        assert one.scheduler.flush_cache()
+    other = server(decode_attention_backend=None)
+    for rid in ("a", "b"):
+        other.submit(rid, [*[9] * 70, ord(rid)], max_new_tokens=12)
+    other.drain()
+    assert one.outputs() == other.outputs()
+
+
+# Graphs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_replay_with_padding_after_a_capture(started):
+    """SGLang's calls around a CUDA graph: capture with dummy rows, then a replay of a smaller batch."""
+    backend, runner = pat_of(started), runner_of(started)
+    heads, _, dim = backend._shape
+    backend.init_cuda_graph_state(4, 4)
+    fill = backend.get_cuda_graph_seq_len_fill_value()
+    static = torch.full((4,), fill, dtype=torch.int64)
+    rows = torch.zeros(4, dtype=torch.int64)
+
+    def view(**fields):
+        return SimpleNamespace(forward_mode=ForwardMode.DECODE, seq_lens=static, req_pool_indices=rows, **fields)
+
+    backend.init_forward_metadata_out_graph(view(batch_size=4, seq_lens_cpu=static.clone()), in_capture=True)
+    backend.init_forward_metadata_in_graph(view())
+    captured = backend._lens.data_ptr()
+
+    generator = torch.Generator().manual_seed(1)
+    pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+    for buffer in (pool.get_key_buffer(0), pool.get_value_buffer(0)):
+        buffer.copy_(torch.randn(buffer.shape, generator=generator))
+    kept = table.clone()
+    table[3, :70] = table[7, :64].new_tensor(range(100, 170))
+    table[7, :64] = table[3, :64]
+    table[7, 64:90] = torch.arange(300, 326, dtype=torch.int32)
+    q = torch.randn(4, heads * dim, generator=generator)
+    layer = SimpleNamespace(layer_id=0, k_scale=None, v_scale=None)
+    try:
+        for step in range(4):
+            lens = torch.tensor([70 - 4 + step, 90 - 4 + step, fill, fill])
+            static.copy_(lens)
+            backend._expected = ["x", "y"], np.array([3, 7])
+            backend.init_forward_metadata_out_graph(view(batch_size=4, seq_lens_cpu=lens, num_padding=2))
+            backend.init_forward_metadata_in_graph(view())  # as a replay would
+            out = backend.forward_decode(q, None, None, layer, view())
+            forest = backend.plan.forest.with_seq_len(lens.numpy().astype(np.int32))
+            exact, _ = direct_decode(
+                forest, q.view(4, heads, dim).numpy(), pool.get_key_buffer(0).numpy(),
+                pool.get_value_buffer(0).numpy(), table.view(-1).numpy(), 1, backend._scores["sm_scale"],
+            )  # fmt: skip
+            assert torch.allclose(out.view(4, heads, dim), torch.from_numpy(exact).float(), atol=1e-5)
+        assert backend.plan.forest.length.tolist() == [64]
+        assert backend._lens.data_ptr() == captured  # where the graph reads
+    finally:
+        table.copy_(kept)
+        backend.sharing.forget()
+
+
+def test_the_table_is_read_until_the_replay_ends(started):
+    if hasattr(pat_backend.base_attn_backend, "SharedReadEnds"):
+        ends = runner_of(started).attn_backend.shared_read_ends(ForwardMode.DECODE)
+        assert ends is pat_backend.base_attn_backend.SharedReadEnds.POST_REPLAY
+    else:
+        assert os.environ[pat_backend.COARSE_BARRIER] == "1"
+
+
+# Rows -----------------------------------------------------------------------------------------------------------
+
+
+def sharing_of(table, settled_at):
+    generation = np.ones(len(table), np.int64)
+    return RowSharing(table, generation, settled_at), generation
+
+
+def lengths(*values):
+    return np.array(values, np.int32)
+
+
+@pytest.mark.parametrize(("settled_at", "safe"), [(2, True), (1, False)])
+def test_slots_that_a_row_gives_up_are_not_shared_with_their_next_owner(settled_at, safe):
+    # Rows 1 and 2 have one prompt. Row 2 computed it too, so after its first decode step its slots are replaced by
+    # those of row 1 and freed, and request c gets them for a prompt of its own.
+    table = torch.zeros(4, 200, dtype=torch.int32)
+    table[1, :64], table[2, :64] = torch.arange(64), torch.arange(64, 128)
+    sharing, _ = sharing_of(table, settled_at)
+    sharing.observe(["a"], np.array([1]), lengths(70))
+    sharing.observe(["a", "b"], np.array([1, 2]), lengths(71, 70))
+    table[3, :64], table[2, :64] = table[2, :64].clone(), table[1, :64]
+    now = lengths(72, 71, 70)
+    for step in range(3):
+        sharing.observe(["a", "b", "c"], np.array([1, 2, 3]), now + step)
+    forest = sharing.forest(np.array([1, 2, 3]), now + 2)
+    if safe:
+        assert forest.request_node.tolist() == [0, 0, -1]
+        sharing.check(forest, now + 2)
+    else:
+        with pytest.raises(AssertionError, match="does not share"):
+            sharing.check(forest, now + 2)
+
+
+def test_whole_chunks_before_the_token_of_this_step_are_shared():
+    table = torch.arange(600, dtype=torch.int32).view(2, 300).clone()
+    table[1] = table[0]
+    for tokens, shared in ((CHUNK, 0), (CHUNK + 1, 1), (3 * CHUNK, 2), (3 * CHUNK + 1, 3)):
+        sharing, _ = sharing_of(table, 1)
+        sharing.observe(["a", "b"], np.array([0, 1]), lengths(tokens, tokens + 5))
+        forest = sharing.forest(np.array([0, 1]), lengths(tokens, tokens + 5))
+        assert forest.shared_length.tolist() == [shared * CHUNK] * 2
+
+
+@pytest.mark.parametrize(
+    ("rids", "generation", "tokens", "shared"),
+    [
+        (["a", "b"], 1, 102, 96),  # the same requests: nothing is hashed again
+        (["a", "c"], 1, 102, 0),
+        (["a", "b"], 2, 102, 0),
+        (["a", "b"], 1, 100, 0),  # it has not grown
+    ],
+)
+def test_other_requests_in_the_same_rows(rids, generation, tokens, shared):
+    table = torch.zeros(3, 200, dtype=torch.int32)
+    sharing, generations = sharing_of(table, 1)
+    rows = np.array([1, 2])
+    assert sharing.observe(["a", "b"], rows, lengths(100, 100))
+    assert not sharing.observe(["a", "b"], rows, lengths(101, 101))
+    assert sharing.forest(rows, lengths(101, 101)).shared_length.tolist() == [96, 96]
+    table[2], generations[2] = 7, generation
+    now = lengths(102, tokens)
+    assert sharing.observe(rids, rows, now) == (shared == 0)
+    assert sharing.forest(rows, now).shared_length.tolist() == [shared] * 2
+
+
+def test_requests_that_leave_or_change_places():
+    sharing, _ = sharing_of(torch.zeros(4, 200, dtype=torch.int32), 1)
+    rows, now = np.array([1, 2, 3]), lengths(100, 80, 60)
+    sharing.observe(["a", "b", "c"], rows, now)
+    assert sharing.observe(["c", "a", "b"], rows[[2, 0, 1]], now[[2, 0, 1]] + 1)
+    forest = sharing.forest(rows[[2, 0, 1]], now[[2, 0, 1]] + 1)
+    assert forest.shared_length.tolist() == [32, 64, 64] and forest.row_offset.tolist() == [600, 200, 400]
+    assert sharing.observe(["a"], rows[:1], now[:1] + 2)
+    assert len(sharing.trie) == 1 and sharing.forest(rows[:1], now[:1]).n_nodes == 0
+    assert sharing.observe(["a", "b"], rows[:2], now[:2] + 3)
+    assert sharing.forest(rows[:2], now[:2] + 3).shared_length.tolist() == [64, 64]
+    sharing.forget()
+    assert len(sharing.trie) == 0
+
+
+def test_beams_share_nothing():
+    sharing, _ = sharing_of(torch.zeros(3, 200, dtype=torch.int32), 1)
+    for step in range(3):
+        assert sharing.observe(["a"], np.array([1, 2]), lengths(100, 100) + step)
+        assert sharing.forest(np.array([1, 2]), lengths(100, 100)).n_nodes == 0
+    assert sharing.forest(np.array([1, 2]), lengths(100, 100)).row_offset.tolist() == [200, 400]
+
+
+def test_hashes_that_arrive_late(monkeypatch):
+    table = torch.zeros(4, 200, dtype=torch.int32)
+    sharing, _ = sharing_of(table, 1)
+    arrived = []
+    monkeypatch.setattr("feather_sglang.adapter.pat_rows.Hashes.ready", lambda self: bool(arrived))
+    rows = np.array([1, 2])
+    assert sharing.observe(["a", "b"], rows, lengths(100, 100))
+    assert sharing.forest(rows, lengths(100, 100)).n_nodes == 0
+    assert sharing.observe(["a", "c"], np.array([1, 3]), lengths(101, 90))  # b leaves before its hashes are there
+    assert not sharing.observe(["a", "c"], np.array([1, 3]), lengths(102, 91))
+    arrived.append(True)
+    assert sharing.observe(["a", "c"], np.array([1, 3]), lengths(103, 92))
+    assert sharing.forest(np.array([1, 3]), lengths(103, 92)).shared_length.tolist() == [64, 64]
+    assert 2 not in sharing.trie
+
+
+def test_one_step_hashes_so_much_and_no_more(monkeypatch):
+    monkeypatch.setattr("feather_sglang.adapter.pat_rows.MAX_SLOTS", 8 * CHUNK)
+    sharing, _ = sharing_of(torch.zeros(6, 400, dtype=torch.int32), 1)
+    rows, now = np.arange(1, 6), lengths(300, 70, 70, 140, 70)
+    rids = list("abcde")
+    joined = []
+    for step in range(4):
+        sharing.observe(rids, rows, now + step)
+        joined.append(len(sharing.trie))
+    assert joined == [3, 4, 5, 5]
+
+
+# Start-up -------------------------------------------------------------------------------------------------------
+
+
+def test_attention_backend_pat_leaves_prefill_to_sglang(server, monkeypatch):
+    # SGLang's own default on this CPU may want what the CPU does not have.
+    seen = {}
+    one = server(attention_backend="pat", decode_attention_backend=None, prefill_attention_backend="torch_native")
+    backend = runner_of(one).attn_backend
+    seen = backend.prefill_attention_backend_str, backend.decode_attention_backend_str
+    assert seen == ("torch_native", "pat")
+    args = SimpleNamespace(attention_backend="pat", decode_attention_backend=None, prefill_attention_backend=None)
+    attention.decode_only(args)
+    assert (args.attention_backend, args.decode_attention_backend) == (None, "pat")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"prefill_attention_backend": "pat"}, "pat decodes only"),
+        ({"attention_backend": "pat", "decode_attention_backend": "triton"}, "drop one of the two"),
+    ],
+)
+def test_flags_that_contradict_each_other(server, flags, says):
+    with pytest.raises(FeatherError, match=says):
+        server(**flags)
+
+
+def test_the_flags_offer_pat_for_decoding_only(started):
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    choices = {action.dest: action.choices for action in parser._actions}
+    assert "pat" in choices["attention_backend"] and "pat" in choices["decode_attention_backend"]
+    assert "pat" not in choices["prefill_attention_backend"]
+
+
+def test_no_gpu_ends_start_up(server, monkeypatch):
+    monkeypatch.delenv("FEATHER_PAT_REFERENCE")
+    with pytest.raises(FeatherError, match="needs an NVIDIA GPU, this server runs on the CPU: choose another"):
+        server()
+
+
+def test_an_sglang_that_does_not_fit_ends_start_up(server, monkeypatch):
+    monkeypatch.setattr(attention, "mismatches", lambda part: [f"{part}: gone"])
+    with pytest.raises(FeatherError, match="does not fit --decode-attention-backend pat: pat: gone"):
+        server()
+
+
+def test_a_hook_that_did_not_work_ends_start_up(started):
+    runner = SimpleNamespace(server_args=SimpleNamespace(attention_backend="pat", prefill_attention_backend=None))
+    with pytest.raises(FeatherError, match="SGLang would prefill with pat"):
+        attention.create_backend(runner)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "says"),
+    [
+        ("model_config", "attention_arch", pat_limits.AttentionArch.MLA, "multi-head latent attention"),
+        ("model_config", "is_encoder_decoder", True, "encoder-decoder models"),
+        ("model_config", "has_attention_sinks", True, "attention sinks"),
+        ("model_config", "attention_chunk_size", 64, "chunked attention"),
+        ("", "sliding_window_size", 4096, "sliding windows"),
+        ("", "kv_cache_dtype", torch.float8_e4m3fn, "drop --kv-cache-dtype"),
+        ("", "token_to_kv_pool", SimpleNamespace(), "the KV cache SimpleNamespace"),
+        ("server_args", "speculative_algorithm", "EAGLE", "--speculative-algorithm"),
+        ("server_args", "pp_size", 2, "--pp-size above 1"),
+        ("server_args", "enable_two_batch_overlap", True, "--enable-two-batch-overlap"),
+        ("server_args", "enable_pdmux", True, "--enable-pdmux"),
+        ("server_args", "enable_dp_attention", True, "data-parallel attention"),
+        ("layer", "sliding_window_size", 128, "sliding windows"),
+        ("layer", "is_cross_attention", True, "cross attention"),
+        ("layer", "attn_type", pat_limits.AttentionType.ENCODER_ONLY, "attention of type encoder_only"),
+        ("layer", "v_head_dim", 8, "values of 8 beside keys of 16"),
+        ("layer", "tp_q_head_num", 17, "more than 16 query heads"),
+        ("layer", "head_dim", 32, "values of 16 beside keys of 32|same heads in all layers"),
+        ("layer", "scaling", 3.0, "one scale of the scores"),
+    ],
+)
+def test_what_it_cannot_serve_is_named(started, monkeypatch, where, name, value, says):
+    runner = runner_of(started)
+    fields = {
+        field: getattr(runner, field)
+        for field in (
+            "model", "model_config", "server_args", "token_to_kv_pool", "sliding_window_size", "is_hybrid_swa",
+            "kv_cache_dtype", "dtype",
+        )
+    }  # fmt: skip
+    assert pat_limits.attention_layers(SimpleNamespace(**fields), reference=True)
+    if where == "layer":
+        layer = next(m for m in runner.model.modules() if isinstance(m, pat_limits.RadixAttention))
+        monkeypatch.setattr(layer, name, value)
+    elif where:
+        fields[where] = Changed(fields[where], name, value)
+    else:
+        fields[name] = value
+    with pytest.raises(FeatherError, match=says):
+        pat_limits.attention_layers(SimpleNamespace(**fields), reference=True)
+
+
+class Changed:
+    """An object with one attribute that differs."""
+
+    def __init__(self, original, name, value):
+        self._original = original
+        setattr(self, name, value)
+
+    def __getattr__(self, name):
+        return getattr(self._original, name)
+
+
+def test_the_kernels_head_dims(started):
+    with pytest.raises(FeatherError, match=r"head_dim 16 \(only 64, 128, 256\)"):
+        pat_limits.attention_layers(runner_of(started), reference=False)
+
+
+def test_arguments_of_attention_that_it_does_not_know(started):
+    with pytest.raises(FeatherError, match="does not support sinks in attention"):
+        pat_of(started).forward_decode(None, None, None, None, None, sinks=torch.ones(2))
