@@ -1,0 +1,80 @@
+"""docs/pat.md and README.md say what docs/measured holds of real servers."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "pat.md").read_text()
+README = (ROOT / "README.md").read_text()
+CASES = {
+    "decode, 128 requests, 5 groups x 5K": "decode:128,5,5000,100",
+    "decode, 32 requests, 5 groups x 5K": "decode:32,5,5000,100",
+    "decode, 150 requests x 1K, none shared": "decode:150,0,1000,100",
+    "decode, 500 requests, 5 groups x 5K": "decode:500,5,5000,120",
+    "decode, 500 requests x 1K, none shared": "decode:500,0,1000,120",
+    "W1": "W1",
+    "W3": "W3",
+    "W5": "W5:1200",
+}
+
+
+def throughput(name, case):
+    """Output tokens/s by server: of the steady window if there is one, else of the whole run."""
+    records = json.loads((ROOT / "docs" / "measured" / name).read_text())["records"]
+    chosen = [record for record in records if record["case"] == case]
+    return {
+        record["server"]: (record["steady"] or {}).get("tok_s") if record["steady_case"] else record["overall"]["tok_s"]
+        for record in chosen
+    }
+
+
+def rows(after):
+    """The table behind a line of docs/pat.md: the first cell and the others, in words."""
+    lines = TEXT[TEXT.index(after) :].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            return
+        first, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        yield CASES[first if first in CASES else first.split(":")[0]], cells
+
+
+def number(cell):
+    found = re.match(r"([\d,]+)", cell)
+    return int(found[1].replace(",", "")) if found else None
+
+
+@pytest.mark.parametrize(
+    ("after", "name", "servers"),
+    [
+        ("200,000 KV tokens, as on a card", "server_h200.json", ("pat", "flashinfer", "fa3")),
+        ("620,000 KV tokens, in a second run", "server_h200_large_pool.json", ("pat", "fa3")),
+    ],
+)
+def test_the_tables_hold_what_was_measured(after, name, servers):
+    table = list(rows(after))
+    assert len(table) == {3: 6, 2: 3}[len(servers)]
+    for case, cells in table:
+        measured = throughput(name, case)
+        assert [number(cell) for cell in cells[:-1]] == [
+            None if measured[server] is None else round(measured[server]) for server in servers
+        ]
+        stock = [measured[server] for server in servers[1:] if measured[server] is not None]
+        assert cells[-1] == (f"{measured['pat'] / max(stock):.2f}x" if stock else "")
+
+
+@pytest.mark.parametrize("name", ["server_h200.json", "server_h200_large_pool.json"])
+def test_pat_is_ahead_of_every_stock_backend_that_was_measured(name):
+    for case in CASES.values():
+        measured = {server: value for server, value in throughput(name, case).items() if value is not None}
+        assert all(measured["pat"] > value for server, value in measured.items() if server != "pat")
+
+
+def test_readme_says_the_same():
+    for case, servers in (("W1", 3), ("W3", 3), ("W5:1200", 2)):
+        pat, *others = list(throughput("server_h200.json", case).items())[:servers]
+        said = ", ".join(f"{server} {round(value):,}" for server, value in others)
+        assert f"`pat` {round(pat[1]):,} tok/s, {said} |" in README
