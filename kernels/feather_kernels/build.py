@@ -7,24 +7,32 @@ another GPU never meets a stale build. Nothing is compiled at import.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib.util
 import itertools
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from feather_kernels.errors import BuildError
+
+logger = logging.getLogger(__name__)
 
 ARCHITECTURES = {80: "80", 90: "90a"}  # compute capability x 10 -> code generation target
 DTYPES = {"float16": "half", "bfloat16": "bfloat16"}
 HEAD_DIMS = (64, 128, 256)
+PATIENCE = 5.0  # seconds to wait for another process before saying so
 
 
 def source_dir() -> Path:
@@ -203,16 +211,23 @@ def _source_key(source: Path) -> str:
 
 def _compile(name: str, source: Path, command: list[str], toolkit: str) -> Path:
     """Compile one source to a shared library in the cache, unless it is there; returns its path."""
-    from tvm_ffi import libinfo
-
     flags = " ".join(word for word in command[1:] if not word.startswith("-I"))
     key = hashlib.sha256("\0".join((_source_key(source), flags, toolkit)).encode()).hexdigest()[:16]
     library = cache_dir() / f"{name}-{key}.so"
-    if library.is_file():
-        return library
+    if not library.is_file():  # else nothing is written: the cache may be read-only
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(library):
+            if not library.is_file():  # nobody has compiled it meanwhile
+                _run_compiler(library, name, source, command)
+    return library
+
+
+def _run_compiler(library: Path, name: str, source: Path, command: list[str]) -> None:
+    """Compile one source; the library appears whole or not at all, with its log beside it."""
+    from tvm_ffi import libinfo
+
     ffi = Path(libinfo.find_libtvm_ffi())
     includes = [f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"]
-    library.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(suffix=".so", prefix=name, dir=library.parent)
     os.close(handle)
     full = [*command, *includes, str(source), "-o", scratch, f"-L{ffi.parent}", "-ltvm_ffi"]
@@ -226,7 +241,33 @@ def _compile(name: str, source: Path, command: list[str], toolkit: str) -> Path:
         os.replace(scratch, library)  # whole or not at all: another process may be loading it
     finally:
         Path(scratch).unlink(missing_ok=True)
-    return library
+
+
+@contextlib.contextmanager
+def _alone(library: Path) -> Iterator[None]:
+    """Let one process at a time compile a library: the ranks of a server all want it at once.
+
+    The system takes the lock from a process that dies. Where a file cannot be locked, each compiles for itself.
+    """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            lock = held.enter_context(library.with_suffix(".lock").open("a"))
+            notice = time.monotonic() + PATIENCE
+            while not _locked(lock):
+                if time.monotonic() >= notice:
+                    logger.warning("waiting for another process to compile %s (it holds %s)", library.stem, lock.name)
+                    notice = float("inf")
+                time.sleep(0.1)
+        yield
+
+
+def _locked(lock: IO[str]) -> bool:
+    """Take the lock if nobody has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _load(library: Path) -> Any:

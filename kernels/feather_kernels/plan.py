@@ -29,8 +29,11 @@ MIN_GROWTH = 256  # tokens that any tail may grow before its plan is stale
 MAGIC = 0x70616B31
 HEADER = 32  # int32 entries
 UNLIMITED = 2**31 - 1
+DOUBLINGS = 16  # of the price of parts, at most: nothing is shared at 2**16 times their price
 CLOSES = -2  # in place of a member's partial row: its item writes the request's result
 _MAX_TILES = 15
+_PART_PRICE = slice(2, 4)  # of the reals, as csrc/plan.h numbers them
+_WIDENED = 7  # entry of the stats
 _ITEM = 12  # entries of an item
 _THIN_ROWS = 8  # of the tile that runs one request's query heads
 _CONFIG_TILES = 18  # entries of the fixed arguments before the tiles, as csrc/plan.h numbers them
@@ -81,7 +84,8 @@ class Planner:
     grow : bool
         The private tails grow between plans: every request has an item whose end the kernel reads from ``seq_lens``.
     max_items, max_members, max_parts : int, optional
-        Capacity. A plan that exceeds it is made with longer chunks; if that does not help, `PlanError`.
+        Capacity. A plan that exceeds it is made with longer chunks; if that does not help, and the strategy is
+        "time", with parts priced higher, so that requests take part in fewer packs; at last `PlanError`.
     profit_factor : float, optional
         ``profit`` merges where ``profit_factor * requests >= carried tokens``; PAT publishes 4. By default the byte
         model decides, which is nearly 2 * G (see ``pack.py``).
@@ -190,7 +194,20 @@ class Planner:
         PlanError
             A forest that contradicts itself, or a plan that exceeds the capacity. The buffer keeps its last plan.
         """
-        self._call(forest, self.buffer)
+        price = self._reals[_PART_PRICE]
+        normal = price.copy()
+        try:
+            for doublings in range(DOUBLINGS + 1):
+                try:
+                    self._call(forest, self.buffer)
+                    break
+                except PlanError:
+                    if self.strategy != "time" or doublings == DOUBLINGS:
+                        raise
+                    price *= 2
+        finally:
+            price[:] = normal
+        self._stats[_WIDENED] |= doublings > 0
         return PackPlan(self, forest, self.buffer, int(self.buffer[_SERIAL]), tuple(self._stats.tolist()))
 
     def _call(self, forest: Forest, buffer: IntArray) -> None:
@@ -276,8 +293,8 @@ class PackPlan:
 
     @property
     def widened(self) -> bool:
-        """Whether chunks are longer than the split asked for, to stay within the capacity."""
-        return bool(self.stats[7])
+        """Whether chunks are longer, or packs fewer, than asked for, to stay within the capacity."""
+        return bool(self.stats[_WIDENED])
 
     @property
     def traffic(self) -> Traffic:
@@ -288,6 +305,12 @@ class PackPlan:
     def scheduled_traffic(self) -> Traffic:
         """The same of the items as they run: row tiles load their KV again, chunks make more parts."""
         return Traffic(*self.stats[2:4])
+
+    @property
+    def tokens_read(self) -> int:
+        """KV tokens that the items read, per KV head; one that several row tiles read counts in each."""
+        token = 2 * 2 * self.planner.head_dim * self.planner.num_kv_heads  # bytes of K and V, 16 bits each
+        return self.scheduled_traffic.kv // token
 
     @property
     def items(self) -> IntArray:
@@ -359,6 +382,19 @@ class PackPlan:
                 before, now = int(self.forest.seq_len[request]), int(seq_len[request])
                 return False, f"request {request} has {reason}: {before} tokens when planned, {now} now"
         return True, ""
+
+
+def default_parts(max_requests: int, num_qo_heads: int) -> int:
+    """Partial results that the wrapper has memory for.
+
+    Parameters
+    ----------
+    max_requests, num_qo_heads : int
+        As for `Planner`.
+    """
+    # A part for each of five shared levels, and the chunks of long packs: about as many query rows in all as the
+    # processors' tiles hold at once, whatever the heads. Deeper batches are packed less (`Planner.plan`).
+    return 5 * max_requests + 65536 // num_qo_heads
 
 
 def make_plan(forest: Forest, *, max_requests: int | None = None, **arguments: Any) -> PackPlan:

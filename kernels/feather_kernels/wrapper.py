@@ -10,7 +10,7 @@ import torch
 from feather_kernels.build import load_kernel
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
-from feather_kernels.plan import TAIL_WARPS, PackPlan, Planner
+from feather_kernels.plan import TAIL_WARPS, PackPlan, Planner, default_parts
 from feather_kernels.tiles import built_tiles
 
 LAUNCHES = ("persistent", "streams", "serial")
@@ -40,7 +40,7 @@ class PackedDecodeWrapper:
     max_requests : int
         Requests of the largest batch.
     max_parts : int, optional
-        Partial results of the largest plan; default ``8 * max_requests + 4096``.
+        Partial results of the largest plan; default `feather_kernels.plan.default_parts`.
     strategy : str, optional
         How to pack (see `feather_kernels.plan.Planner`). By default "time" on the Hopper path, where its costs were
         measured, and "profit" elsewhere.
@@ -142,7 +142,7 @@ class PackedDecodeWrapper:
         if merge == "fused" and not may_fuse:
             raise ValueError("merge is 'fused': that needs launch='persistent' and a tile of at most 16 rows")
 
-        max_parts = 8 * max_requests + 4096 if max_parts is None else max_parts
+        max_parts = default_parts(max_requests, num_qo_heads) if max_parts is None else max_parts
         properties = torch.cuda.get_device_properties(self.device)
         self.planner = Planner(
             num_qo_heads, num_kv_heads, head_dim, split=split, tiles=self._tiles,

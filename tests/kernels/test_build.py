@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,14 @@ from feather_kernels.build import Configuration, kernel_library
 from feather_kernels.errors import BuildError
 
 COMPILER = """#!{python}
-import sys
+import os, sys, time
 if "--version" in sys.argv:
     print("release {release}")
     sys.exit()
+open(__file__ + ".runs", "a").write("x")
+end = time.monotonic() + {wait}
+while time.monotonic() < end and not os.path.exists(__file__ + ".go"):
+    time.sleep(0.02)
 sys.stderr.write({stderr!r})
 if {code}:
     sys.exit({code})
@@ -37,13 +43,19 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def install_nvcc(folder: Path, monkeypatch, release: str = "13.0", code: int = 0, stderr: str = "") -> None:
-    """A stand-in for nvcc that writes down what it was asked for."""
+def install_nvcc(
+    folder: Path, monkeypatch, release: str = "13.0", code: int = 0, stderr: str = "", wait: float = 0
+) -> Path:
+    """A stand-in for nvcc that writes down what it was asked for, and an "x" beside itself for every run.
+
+    With `wait`, each run takes so many seconds, or until there is a file ``nvcc.go`` beside it.
+    """
     nvcc = folder / f"cuda-{release}" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True, exist_ok=True)
-    nvcc.write_text(COMPILER.format(python=sys.executable, release=release, code=code, stderr=stderr))
+    nvcc.write_text(COMPILER.format(python=sys.executable, release=release, code=code, stderr=stderr, wait=wait))
     nvcc.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(nvcc.parents[1]))
+    return nvcc
 
 
 def test_each_choice_reaches_the_compiler_and_the_file_name():
@@ -94,6 +106,65 @@ def test_a_failed_compilation_is_one_line_and_leaves_no_library(cache, tmp_path,
     log = Path(str(error.value).rsplit(" ", 1)[1])
     assert "expected a ;" in log.read_text()
     assert not list(cache.glob("*.so"))
+
+
+def start_build() -> subprocess.Popen[str]:
+    """Another process that wants the library for float16 and 64, and says at once if it has to wait."""
+    code = 'from feather_kernels import build; build.PATIENCE = 0; build.main("--dtype float16 --head-dim 64".split())'
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_runs(nvcc: Path, count: int) -> None:
+    runs, end = nvcc.with_name("nvcc.runs"), time.monotonic() + 60
+    while not runs.is_file() or len(runs.read_text()) < count:
+        assert time.monotonic() < end, f"nvcc has not been run {count} times"
+        time.sleep(0.02)
+
+
+def test_one_process_compiles_and_others_wait_and_say_so(cache, tmp_path, monkeypatch):
+    nvcc = install_nvcc(tmp_path, monkeypatch, wait=60)
+    with start_build() as first:
+        wait_for_runs(nvcc, 1)
+        with start_build() as second:
+            notice = second.stderr.readline()
+            nvcc.with_name("nvcc.go").touch()
+            answers = [process.communicate() for process in (first, second)]
+    library = kernel_library(Configuration("float16", 64, 90))
+    lock = library.with_suffix(".lock")
+    assert notice == f"waiting for another process to compile {library.stem} (it holds {lock})\n"
+    assert answers == [(f"{library}\n", "")] * 2 and first.returncode == second.returncode == 0
+    assert nvcc.with_name("nvcc.runs").read_text() == "x"
+
+
+def test_a_process_that_dies_compiling_leaves_the_work_to_the_next(cache, tmp_path, monkeypatch):
+    nvcc = install_nvcc(tmp_path, monkeypatch, wait=60)
+    with start_build() as first:
+        wait_for_runs(nvcc, 1)
+        with start_build() as second:
+            assert "waiting" in second.stderr.readline()
+            first.kill()
+            wait_for_runs(nvcc, 2)  # while the dead one's compiler still runs
+            nvcc.with_name("nvcc.go").touch()
+            assert Path(second.communicate()[0].strip()) == kernel_library(Configuration("float16", 64, 90))
+
+
+def test_a_library_that_is_there_needs_no_lock(cache, tmp_path, monkeypatch):
+    """The cache may be read-only."""
+    install_nvcc(tmp_path, monkeypatch)
+    library = kernel_library(Configuration("float16", 64, 90))
+    library.with_suffix(".lock").unlink()
+    monkeypatch.setattr(build.fcntl, "flock", lambda *_: pytest.fail("locked"))
+    assert kernel_library(Configuration("float16", 64, 90)) == library
+    assert sorted(cache.iterdir()) == [library.with_suffix(".log"), library]
+
+
+def test_without_locks_each_process_compiles(cache, tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOTSUP, "a file system without locks")
+
+    install_nvcc(tmp_path, monkeypatch)
+    monkeypatch.setattr(build.fcntl, "flock", flock)
+    assert kernel_library(Configuration("float16", 64, 90)).is_file()
 
 
 def test_without_nvcc_or_headers_the_message_says_what_to_do(cache, tmp_path, monkeypatch):

@@ -258,6 +258,14 @@ def test_scheduled_traffic_counts_row_tiles_and_chunks(merge, parts):
     assert plan_of(plan.forest, **ONE_TILE, strategy="naive", merge=merge).scheduled_traffic == plan.traffic
 
 
+@pytest.mark.parametrize("heads", [{}, {"num_qo_heads": 12, "num_kv_heads": 3, "head_dim": 128}])
+def test_tokens_read_are_the_items_own(heads):
+    plan = plan_of(tree_forest((1, 40), (4096, 64)), strategy="naive", **heads)
+    assert plan.n_items > 42  # two row tiles, some of them cut, and 40 tails
+    assert plan.tokens_read == (plan.items[:, 3] - plan.items[:, 2]).sum() == 2 * 4096 + 40 * 64
+    assert type(plan.tokens_read) is int
+
+
 def test_without_a_tail_every_part_is_traffic():
     plan = plan_of(tree_forest((1, 2, 4), (100, 50, 0)), **NAIVE, grow=False)
     assert plan.traffic.partial == plan.scheduled_traffic.partial == 4 * 2 * (4 * 65 * 4 * 2 * 2)

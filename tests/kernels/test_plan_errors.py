@@ -9,6 +9,7 @@ from feather_kernels.forest import Forest
 from feather_kernels.plan import Planner, make_plan
 from feather_kernels.trees import tree_forest
 
+NAIVE = {"strategy": "naive"}
 FOREST = tree_forest((1, 8), (400, 100))
 
 
@@ -35,10 +36,11 @@ FOREST = tree_forest((1, 8), (400, 100))
         ({"profit_factor": 0}, "profit_factor is above 0"),
         ({"item_overhead": -1}, "item_overhead and compute_split_cost are at least 0"),
         ({"max_requests": 7}, "a batch of 8 requests exceeds the planner's 7: raise max_requests"),
-        ({"max_parts": 7}, "a plan of 9 items, 16 members and 8 partial rows exceeds .*raise max_items, max_members"),
-        ({"max_parts": 15, "merge": "kernel"}, "a plan of 9 items, 16 members and 16 partial rows exceeds"),
-        ({"max_items": 8}, "exceeds the planner's 8, "),
-        ({"max_members": 15}, "exceeds the planner's .*, 15 and"),
+        ({"max_parts": 7, **NAIVE}, "a plan of 9 items, 16 members and 8 partial rows exceeds .*raise max_items, "),
+        ({"max_parts": 15, "merge": "kernel", **NAIVE}, "a plan of 9 items, 16 members and 16 partial rows exceeds"),
+        ({"max_items": 8, **NAIVE}, "exceeds the planner's 8, "),
+        ({"max_members": 15, **NAIVE}, "exceeds the planner's .*, 15 and"),
+        ({"max_items": 7}, "a plan of 8 items, 8 members and 0 partial rows exceeds"),  # nothing shared: no fewer
         ({"max_items": 0}, "max_items is 0"),
         ({"max_members": 2**31 - 1}, "needs a buffer of 4294.* entries: lower max_requests, max_items or max_members"),
         ({"buffer": np.zeros(10, np.int32)}, "buffer has 10 entries: this capacity needs"),
