@@ -1,4 +1,4 @@
-"""Options of the feather scheduler: ``--feather-*`` server flags and the environment variable FEATHER_OPTIONS.
+"""Options of the scheduler and the pat backend: ``--feather-*`` flags and the environment variable FEATHER_OPTIONS.
 
 SGLang's ``ServerArgs`` has no room for a plugin's options and its scheduler runs in other processes, so the flags
 travel in the one environment variable that ``sglang.Engine`` users set themselves. A flag wins over the variable.
@@ -57,6 +57,14 @@ def _readable_file(value: Any) -> str:
     return os.path.abspath(value)
 
 
+def _writable_folder(value: Any) -> str:
+    if not isinstance(value, str) or not Path(value).is_dir():
+        raise ValueError("no such directory: create it first")
+    if not os.access(value, os.W_OK):
+        raise ValueError("this directory cannot be written to")
+    return os.path.abspath(value)
+
+
 def _option(default: Any, parse: Callable[[Any], Any], metavar: str, text: str) -> Any:
     return field(default=default, metadata={"parse": parse, "metavar": metavar, "help": text})
 
@@ -80,6 +88,9 @@ class FeatherOptions:
     )
     features: str = _option(
         "paper", _features, "paper|headroom", "State the learner sees: the paper's, or with memory."
+    )
+    record_plan: str | None = _option(
+        None, _writable_folder, "DIR", "The pat backend keeps a recent batch there, for `feather explain-plan DIR`."
     )
 
     @classmethod
@@ -143,7 +154,7 @@ class _SetOption(argparse.Action):
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add one ``--feather-*`` flag per option to SGLang's server parser."""
-    group = parser.add_argument_group("feather", "options of the feather schedule policies")
+    group = parser.add_argument_group("feather", "options of the feather schedule policies and the pat backend")
     for spec in fields(FeatherOptions):
         default = ("on" if spec.default else "off") if isinstance(spec.default, bool) else spec.default
         group.add_argument(

@@ -24,11 +24,12 @@ from sglang.srt.layers.attention import base_attn_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from feather_kernels import BuildError
+from feather_kernels import BuildError, PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.plan import PackPlan
 from feather_sglang.adapter.pat_limits import attention_layers, uses_reference
 from feather_sglang.adapter.pat_metrics import pat_metrics
+from feather_sglang.adapter.pat_record import plan_recorder
 from feather_sglang.adapter.pat_rows import RowSharing
 from feather_sglang.errors import FeatherError
 
@@ -70,9 +71,10 @@ class PatBackend(AttentionBackend):
         self.plan: PackPlan | None = None
         self._expected: tuple[list[str], np.ndarray] | None = None
         self._metrics = pat_metrics()
+        self._recorder = plan_recorder()
         self._debug = os.environ.get(DEBUG_CHECK) == "1"
-        self._token_bytes = 2 * 2 * layer.tp_k_head_num * layer.head_dim  # as `PackPlan.traffic` counts them
         self._planned = self._read = 0  # KV tokens of the plan in force, and how many it reads
+        self._warned = False  # of a plan that does not fit
         self._allocate(rows.size)
         _finish_reading_late()
         watch_batches()
@@ -142,6 +144,8 @@ class PatBackend(AttentionBackend):
             self._metrics.seconds.observe(time.perf_counter() - start)
         if self._debug:
             self.sharing.check(plan.forest, lens)
+        if self._recorder is not None:
+            self._recorder.offer(plan, len(rows))
         self._metrics.attended.inc(total)
         self._metrics.read.inc(self._read + total - self._planned)  # private tails have grown since
 
@@ -188,18 +192,30 @@ class PatBackend(AttentionBackend):
         self._expected = [req.rid for req in batch.reqs], batch.req_pool_indices_cpu.numpy()
 
     def _use(self, forest: Forest, total: int) -> PackPlan:
-        self.plan = self._engine.plan(forest, self._table, self._lens[: forest.n_requests])
-        self._planned, self._read = total, self.plan.scheduled_traffic.kv // self._token_bytes
+        lens = self._lens[: forest.n_requests]
+        try:
+            self.plan = self._engine.plan(forest, self._table, lens)
+        except PlanError as error:  # more levels than there is memory for parts
+            self._metrics.unshared.inc()
+            if not self._warned:
+                self._warned = True
+                logger.warning("feather: pat decodes a batch without sharing, as its plan does not fit: %s", error)
+            self.plan = self._engine.plan(_alone(forest.seq_len, forest.row_offset), self._table, lens)
+        self._planned, self._read = total, self.plan.tokens_read
         return self.plan
 
     def _plan_apart(self, forward_batch: Any) -> None:
         """Plan a dummy batch, whose rows share nothing."""
         rows = forward_batch.req_pool_indices.cpu().numpy().astype(np.int64)
         lens = forward_batch.seq_lens.cpu().numpy().astype(np.int32)
-        nothing = np.empty(0, np.int32)
-        alone = np.full(len(rows), -1, np.int32)
         self.sharing.forget()
-        self._use(Forest(nothing, nothing, alone, lens, rows * self._table.stride(0)), int(lens.sum()))
+        self._use(_alone(lens, rows * self._table.stride(0)), int(lens.sum()))
+
+
+def _alone(lens: np.ndarray, row_offset: np.ndarray) -> Forest:
+    """The forest of requests that share nothing."""
+    nothing = np.empty(0, np.int32)
+    return Forest(nothing, nothing, np.full(len(lens), -1, np.int32), lens, row_offset)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ class PatMetrics(NamedTuple):
 
     plans: Counter
     kept: Counter
+    unshared: Counter
     seconds: Histogram
     attended: Counter
     read: Counter
@@ -24,6 +25,7 @@ def pat_metrics() -> PatMetrics:
     return PatMetrics(
         Counter("feather_pat_plans", "Decode steps that were planned anew."),
         Counter("feather_pat_plans_kept", "Decode steps that kept the plan of the step before."),
+        Counter("feather_pat_plans_unshared", "Plans without sharing, as the one with it did not fit into memory."),
         Histogram(
             "feather_pat_plan_seconds",
             "Time to build the prefix forest and the plan of a decode step.",

@@ -1,6 +1,7 @@
 """The pat backend in the real scheduler, with the NumPy reference in the kernel's place."""
 
 import argparse
+import json
 import os
 from types import SimpleNamespace
 
@@ -12,12 +13,16 @@ from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGener
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.server_args import ServerArgs
 
+from feather_kernels.plan import Planner
 from feather_kernels.reference import direct_decode
-from feather_sglang.adapter import attention, pat_backend, pat_limits
+from feather_sglang.adapter import attention, pat_backend, pat_limits, pat_record
 from feather_sglang.adapter.hooks import installed_version
+from feather_sglang.adapter.options import VARIABLE
 from feather_sglang.adapter.pat_metrics import pat_metrics
 from feather_sglang.adapter.pat_rows import CHUNK, RowSharing
+from feather_sglang.batch_file import LATEST, load_batch
 from feather_sglang.errors import FeatherError
+from feather_sglang.explain import explain
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +154,20 @@ def test_the_tokens_of_torch_native_from_fewer_reads(server, expected, overrides
     assert len(backend.sharing.trie) <= 1
 
 
+def test_a_plan_that_does_not_fit_shares_nothing(server, expected, caplog):
+    one = server()
+    engine, before = pat_of(one)._engine, pat_metrics().unshared._value.get()
+    planner = engine.planner
+    engine.planner = Planner(  # no memory for parts: by naive, sharing anything needs some
+        num_qo_heads=planner.num_kv_heads * planner.group_size, num_kv_heads=planner.num_kv_heads,
+        head_dim=planner.head_dim, max_requests=planner.max_requests, n_sm=4, max_parts=1, strategy="naive",
+    )  # fmt: skip
+    assert_same(serve(one), expected)
+    assert pat_metrics().unshared._value.get() > before
+    said = [record for record in caplog.records if "decodes a batch without sharing" in record.message]
+    assert len(said) == 1 and "exceeds the planner's" in said[0].message
+
+
 def test_bfloat16(server):
     expected = serve(server(decode_attention_backend=None, dtype="bfloat16"))
     got = serve(server(dtype="bfloat16"))
@@ -189,6 +208,65 @@ def test_an_id_and_a_row_that_are_used_again_are_another_request(server):
         other.submit(rid, [*[9] * 70, ord(rid)], max_new_tokens=12)
     other.drain()
     assert one.outputs() == other.outputs()
+
+
+# Recording ------------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_recorded_for_explain_plan(server, monkeypatch, tmp_path, caplog):
+    folder = tmp_path / "plans"
+    folder.mkdir()
+    monkeypatch.setenv(VARIABLE, json.dumps({"record_plan": str(folder)}))
+    clock = [100.0]
+    monkeypatch.setattr(pat_record, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    one = server()
+    submit_groups(one)
+    file, shared, texts = folder / LATEST, [], set()
+    for _ in range(6):
+        one.step()
+        clock[0] += pat_record.INTERVAL
+        one.step()
+        texts.add(file.read_text())
+        batch, plan = load_batch(file), pat_of(one).plan
+        assert batch.forest.seq_len.tolist() == plan.forest.seq_len.tolist()
+        report = explain(batch)
+        assert report.same_as_server and report.requests == plan.n_requests and not report.padding
+        shared.append(report.plan.pack_requests.count)
+    assert max(shared) > 1 and len(texts) > 1
+    assert "r0" not in file.read_text() and os.listdir(folder) == [LATEST]
+
+    file.unlink()
+    one.abort("r00")  # the next step's plan is a new one, but too early
+    one.step()
+    assert not file.exists()
+    folder.rmdir()
+    clock[0] += pat_record.INTERVAL
+    one.drain()  # as if nothing were wrong
+    said = [entry.message for entry in caplog.records if "no longer recorded" in entry.message]
+    assert said == [f"feather: batches are no longer recorded: {file}: No such file or directory"]
+
+
+def test_rows_of_padding_are_recorded_as_such(started, monkeypatch, tmp_path):
+    recorder = pat_record.PlanRecorder(tmp_path)
+    backend = pat_of(started)
+    plan = backend._engine.planner.plan(RowSharing(torch.zeros(2, 9), np.ones(2), 1).forest(np.ones(1), lengths(5, 1)))
+    recorder.offer(plan, 1)
+    assert load_batch(tmp_path).padding == 1
+
+
+def test_only_the_first_rank_records(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, json.dumps({"record_plan": str(tmp_path)}))
+    for rank in (0, 1):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        assert (pat_record.plan_recorder() is not None) == (rank == 0)
+    monkeypatch.setenv(VARIABLE, "")
+    assert pat_record.plan_recorder() is None
+
+
+def test_a_folder_to_record_in_that_does_not_exist_ends_start_up(server, monkeypatch):
+    monkeypatch.setenv(VARIABLE, json.dumps({"record_plan": "/no/such/folder"}))
+    with pytest.raises(FeatherError, match="record_plan='/no/such/folder': no such directory: create it first"):
+        server()
 
 
 # Graphs ---------------------------------------------------------------------------------------------------------

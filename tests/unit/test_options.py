@@ -45,6 +45,7 @@ def test_round_trip_through_the_environment():
         ('{"explore": "maybe"}', "explore='maybe': expected on or off"),
         ('{"features": "all"}', "expected paper or headroom"),
         ('{"policy_file": "/no/such/file.json"}', "no such file"),
+        ('{"record_plan": "/no/such/folder"}', "no such directory: create it first"),
     ],
 )
 def test_a_mistake_in_the_variable_is_one_clear_line(text, says):
@@ -74,6 +75,7 @@ def test_without_flags_the_variable_is_left_alone(monkeypatch):
         ("--feather-max-wait", "-3", "expected seconds"),
         ("--feather-policy-file", "/no/such/file.json", "no such file"),
         ("--feather-row-order", "yes", "expected on or off"),
+        ("--feather-record-plan", "/no/such/folder", "no such directory"),
     ],
 )
 def test_a_mistake_in_a_flag_ends_parsing_with_one_line(flag, value, says, capsys):

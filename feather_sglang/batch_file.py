@@ -1,0 +1,177 @@
+"""Decode batches to explain: recorded by a live server in a small JSON file, or made up from a tree's text.
+
+A file has the forest and what the planner was given, nothing else of the requests: no tokens, no ids, no slots.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from feather_kernels.errors import PlanError
+from feather_kernels.forest import Forest
+from feather_kernels.plan import TAIL_WARPS, PackPlan
+from feather_kernels.tiles import TILES
+from feather_kernels.trees import parse_tree, tree_forest
+from feather_sglang.errors import FeatherError
+
+FORMAT, VERSION = "feather-batch", 1
+LATEST = "batch-latest.json"  # what a server writes into its folder
+MOST_NODES, MOST_TOKENS = 1 << 20, 2**31 - 1  # of a tree given as text, and of a request of it
+_NUMBERS = (
+    "num_qo_heads", "num_kv_heads", "head_dim", "n_sm", "tail_warps", "max_requests", "max_items", "max_members",
+    "max_parts",
+)  # fmt: skip
+_NAMES = "strategy", "split", "merge"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch and how to plan it.
+
+    Attributes
+    ----------
+    source : str
+        Where it comes from, for people.
+    forest : Forest
+    arguments : mapping
+        Of ``feather_kernels.make_plan``.
+    padding : int
+        Rows at the end that only pad the batch to the size of a CUDA graph.
+    checksum : int or None
+        `checksum_of` the plan that the server ran.
+    """
+
+    source: str
+    forest: Forest
+    arguments: Mapping[str, Any]
+    padding: int = 0
+    checksum: int | None = None
+
+
+def path_of(tiles: Any) -> str:
+    """The kernel's path that is built with these tiles; every set of them has the path's largest for its head_dim."""
+    return "portable" if tuple(tiles[-1]) in TILES["portable"] else "hopper"
+
+
+def checksum_of(plan: PackPlan) -> int:
+    """A number that two plans have in common if their items do, wherever the requests' rows lie in memory."""
+    return zlib.crc32(plan.members.tobytes(), zlib.crc32(plan.items[:, 2:].tobytes()))
+
+
+def batch_text(plan: PackPlan, requests: int) -> str:
+    """The file of a planned batch, whose rows from ``requests`` on are padding."""
+    planner, forest = plan.planner, plan.forest
+    arguments = {
+        "num_qo_heads": planner.num_kv_heads * planner.group_size,
+        "num_kv_heads": planner.num_kv_heads,
+        "head_dim": planner.head_dim,
+        "strategy": planner.strategy,
+        "split": planner.split,
+        "merge": planner.merge,
+        "tiles": planner.tiles,
+        "head_pack": planner.head_pack,
+        "n_sm": planner.n_sm,
+        "tail_warps": TAIL_WARPS[path_of(planner.tiles)],
+        "max_requests": planner.max_requests,
+        "max_items": planner.max_items,
+        "max_members": planner.max_members,
+        "max_parts": planner.max_parts,
+    }
+    arrays = {name: getattr(forest, name).tolist() for name in ("parent", "length", "request_node", "seq_len")}
+    return json.dumps(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "padding": plan.n_requests - requests,
+            "checksum": checksum_of(plan),
+            "planner": arguments,
+            "forest": arrays,
+        }
+    )
+
+
+def load_batch(path: Path) -> Batch:
+    """Read a recorded batch; of a folder, the one that a server has written there last.
+
+    Raises
+    ------
+    FeatherError
+        No such file, or one that is no recorded batch of this version.
+    """
+    if path.is_dir():
+        path = path / LATEST
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FeatherError(f"{path}: {error.strerror}; a server writes it with --feather-record-plan DIR") from None
+    except (ValueError, RecursionError):
+        raise FeatherError(f"{path}: not JSON, so no recorded batch") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise FeatherError(f'{path}: no recorded batch (its "format" is not "{FORMAT}")')
+    if found.get("version") != VERSION:
+        raise FeatherError(
+            f"{path}: a batch of version {found.get('version')}, this feather reads version {VERSION}: use the feather "
+            "that recorded it"
+        )
+    try:
+        return _batch(path, found)
+    except KeyError as error:
+        raise FeatherError(f"{path}: {error} is missing") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise FeatherError(f"{path}: {error}") from None
+
+
+def _batch(path: Path, found: dict[str, Any]) -> Batch:
+    planner, arrays = found["planner"], found["forest"]
+    if not isinstance(planner, dict) or not isinstance(arrays, dict):
+        raise ValueError("planner and forest must be JSON objects")
+    arguments: dict[str, Any] = {name: _whole(name, planner[name]) for name in _NUMBERS}
+    arguments |= {name: str(planner[name]) for name in _NAMES}
+    arguments["tiles"] = tuple((_whole("tiles", m), _whole("tiles", n)) for m, n in planner["tiles"])
+    if not arguments["tiles"] or not any(set(arguments["tiles"]) <= set(tiles) for tiles in TILES.values()):
+        raise ValueError(f"the kernels have no tiles {arguments['tiles']}")
+    if planner["head_pack"] is not None:
+        arguments["head_pack"] = _whole("head_pack", planner["head_pack"])
+    nowhere = np.zeros(len(arrays["seq_len"]), np.int64)  # where rows lie in memory changes nothing in a plan
+    forest = Forest(arrays["parent"], arrays["length"], arrays["request_node"], arrays["seq_len"], nowhere)
+    padding = _whole("padding", found["padding"], least=0)
+    if padding > forest.n_requests:
+        raise ValueError(f"padding is {padding}, and there are {forest.n_requests} rows")
+    source = f"{path.name}, recorded {found['time']}"
+    return Batch(source, forest, arguments, padding, _whole("checksum", found["checksum"], 0, 2**32 - 1))
+
+
+def _whole(name: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r}: expected a whole number from {least} to {most}")
+    return value
+
+
+def tree_batch(text: str, arguments: Mapping[str, Any]) -> Batch:
+    """A batch from ``feather_kernels.trees``' notation, ``"1,4,256_32,256,32"``: nodes and tokens per level.
+
+    Raises
+    ------
+    FeatherError
+        Text that is no tree, or a tree too large to be meant.
+    """
+    example = 'give nodes and tokens per level, as in "1,4,256_32,256,32"'
+    try:
+        nodes, tokens = parse_tree(text)
+    except ValueError:
+        raise FeatherError(f"--tree {text!r}: {example}") from None
+    if sum(nodes) > MOST_NODES or sum(tokens) > MOST_TOKENS or min(tokens) < 0:
+        raise FeatherError(f"--tree {text!r}: at most {MOST_NODES:,} nodes, and 0 to {MOST_TOKENS:,} tokens a request")
+    try:
+        return Batch(f"tree {text}", tree_forest(nodes, tokens), arguments)
+    except PlanError:
+        raise FeatherError(f"--tree {text!r}: {example}") from None
