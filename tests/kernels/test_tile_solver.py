@@ -107,7 +107,7 @@ def test_two_warpgroups_need_two_in_a_block():
 
 def test_unknown_registers_and_spills_are_said():
     assert "registers not checked" in verdict((16, 16), report={})[1]
-    assert "spills 36 bytes" in verdict((64, 64), "hopper")[1]
+    assert "spills 76 bytes" in verdict((64, 64), "hopper")[1]
 
 
 @pytest.mark.parametrize(
