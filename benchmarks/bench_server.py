@@ -6,7 +6,7 @@
 A server is a known name (``fa3``, ``flashinfer``, ``triton``, ``pat``; ``fa3+feather-order`` adds a policy) or
 ``NAME=FLAGS``. Cases: ``W1`` .. ``W7`` and ``open:...`` send requests one by one as they arrive; ``decode:B,G,L``
 measures the time in which a batch of B requests in G groups with L shared tokens decodes, and nothing else (the
-docstring of server_cases.py has them all). The cache is flushed before each case.
+docstring of feather_sglang/live/cases.py has them all). The cache is flushed before each case.
 
 Servers run one after the other; one that does not come up, or ends, is left out. ``--repeat 2`` runs A B B A; with
 ``--overlap-starts N`` N servers start at once, before anything is measured, stay up and take turns case by case,
@@ -30,14 +30,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from server_cases import Case, Request, parse_case, probes
-from server_client import HttpError, call_all, drive
-from server_machine import Clocks, machine
-from server_process import COMMON_FLAGS, Configuration, Server, ServerFailed, parse_server, read_log
 from server_report import progress, report
-from server_stats import overall, steady
 
 from feather_sglang.errors import FeatherError
+from feather_sglang.live.cases import Case, Request, parse_case, probes
+from feather_sglang.live.client import HttpError, call_all, drive
+from feather_sglang.live.machine import Clocks, machine
+from feather_sglang.live.process import COMMON_FLAGS, Configuration, Server, ServerFailed, parse_server, read_log
+from feather_sglang.live.stats import overall, steady
 
 LEAST_CASE, RESERVE = 10.0, 5.0  # seconds that a case must have, and that are kept for the end
 TAIL_LINES = 30

@@ -7,7 +7,8 @@ from statistics import mean
 from typing import Any
 
 from decode_cases import grid
-from server_stats import agreeing
+
+from feather_sglang.live.stats import agreeing
 
 Record = dict[str, Any]
 CLIENT_BOUND = 0.7  # share of a processor from which on the client, not the server, may set the pace

@@ -1,4 +1,7 @@
-"""``feather ab``: replay one trace under several scheduling policies, each in a process of its own, side by side."""
+"""``feather ab``: one trace under several scheduling policies, side by side.
+
+Here the replay, each policy in a process of its own; ``--engine server`` is in ``feather_sglang.live``.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from feather_sglang import __version__
 from feather_sglang.errors import FeatherError
+from feather_sglang.live.arguments import SERVER_ONLY, add_server_arguments
 from feather_sglang.replay import workloads
 from feather_sglang.replay.model_shape import DEFAULT_MODEL, MODELS, load_model
 from feather_sglang.replay.profiles import list_profiles, load_profile
@@ -36,6 +40,7 @@ STOCK = ("fcfs", "lpm", "dfs-weight", "hrrn", "lof", "random")
 FEATHER = ("feather", "feather-heuristic", "feather-bandit", "feather-qlearning", "feather-order")
 DEFAULT_POLICIES = "fcfs,lpm,dfs-weight,feather-order,feather-bandit"
 RESULTS_VERSION = 1
+REPLAY_ONLY = {"profile": "h200", "scheduler_cost": "on", "jobs": 2}
 
 
 @dataclass(frozen=True)
@@ -76,9 +81,13 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     workloads.add_arguments(made)
     server = parser.add_argument_group("server and hardware")
     server.add_argument(
-        "--profile", default="h200", help=f"hardware profile: {', '.join(list_profiles())} or a .json file"
+        "--profile",
+        default=REPLAY_ONLY["profile"],
+        help=f"hardware profile: {', '.join(list_profiles())} or a .json file",
     )
-    server.add_argument("--model", default=DEFAULT_MODEL, choices=sorted(MODELS), help="model whose steps are timed")
+    server.add_argument(
+        "--model", default=DEFAULT_MODEL, help=f"model whose steps are timed: {', '.join(sorted(MODELS))} (%(default)s)"
+    )
     server.add_argument("--attention", help="decode kernel of the profile (its first)")
     server.add_argument("--kv-tokens", type=int, metavar="N", help="KV capacity in tokens (what the profile leaves)")
     server.add_argument("--max-running", type=int, default=500, metavar="N", help="most running requests (500)")
@@ -88,7 +97,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--scheduler-cost",
         choices=("on", "off"),
-        default="on",
+        default=REPLAY_ONLY["scheduler_cost"],
         help="charge the measured CPU time of scheduling to the clock; off makes a replay fully deterministic",
     )
     policy = parser.add_argument_group("feather policies")
@@ -100,10 +109,19 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``feather ab``."""
     add_workload_arguments(parser)
+    parser.add_argument(
+        "--engine",
+        choices=("replay", "server"),
+        default="replay",
+        help="virtual time with a model of the GPU, or real servers (%(default)s)",
+    )
     parser.add_argument("--policies", default=DEFAULT_POLICIES, help=f"comma-separated (default {DEFAULT_POLICIES})")
     parser.add_argument("--feather-policy-file", metavar="FILE", help="policy file written by `feather train`")
     parser.add_argument("--feather-explore", choices=("on", "off"), default="on")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="policies replayed at a time (2)")
+    parser.add_argument(
+        "--jobs", type=int, default=REPLAY_ONLY["jobs"], metavar="N", help="policies replayed at a time (%(default)s)"
+    )
+    add_server_arguments(parser)
 
 
 def workload(args: argparse.Namespace) -> Trace:
@@ -134,9 +152,7 @@ def step_model(args: argparse.Namespace) -> tuple[StepTimeModel, dict[str, Any]]
     """The step-time model and the replayed server's settings."""
     profile, shape = load_profile(args.profile), load_model(args.model)
     model = StepTimeModel(profile, shape, args.attention)
-    for flag, value in (("--max-running", args.max_running), ("--page-size", args.page_size)):
-        if value < 1:
-            raise FeatherError(f"{flag} {value}: must be at least 1")
+    check_sizes(args)
     settings = {
         "kv_tokens": args.kv_tokens or profile.kv_tokens(shape),
         "max_running": args.max_running,
@@ -145,6 +161,13 @@ def step_model(args: argparse.Namespace) -> tuple[StepTimeModel, dict[str, Any]]
         "charge_scheduler": args.scheduler_cost == "on",
     }
     return model, settings
+
+
+def check_sizes(args: argparse.Namespace) -> None:
+    """Raise ``FeatherError`` for a size of the server that cannot be."""
+    for flag, value in (("--max-running", args.max_running), ("--page-size", args.page_size)):
+        if value < 1:
+            raise FeatherError(f"{flag} {value}: must be at least 1")
 
 
 def check_sglang() -> str:
@@ -298,8 +321,8 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def run(args: argparse.Namespace) -> int:
-    """Replay, print the table, write results and plots."""
+def chosen_policies(args: argparse.Namespace) -> list[str]:
+    """The policies that ``--policies`` names."""
     policies = [name.strip() for name in args.policies.split(",") if name.strip()]
     unknown = [name for name in policies if name not in STOCK + FEATHER]
     if unknown or not policies:
@@ -308,12 +331,11 @@ def run(args: argparse.Namespace) -> int:
         )
     if len(set(policies)) < len(policies):
         raise FeatherError(f"--policies {args.policies}: a policy is named twice")
-    if args.jobs < 1:
-        raise FeatherError(f"--jobs {args.jobs}: must be at least 1")
-    version = check_sglang()
-    trace = workload(args)
-    model, settings = step_model(args)
-    check_fits(trace, settings["kv_tokens"])
+    return policies
+
+
+def options_of(args: argparse.Namespace, policies: list[str]) -> dict[str, dict[str, Any]]:
+    """What FEATHER_OPTIONS holds for each policy; the policy file goes to the policy that it was trained for."""
     options: dict[str, Any] = {
         "seed": args.seed,
         "chunk_size": args.feather_chunk_size,
@@ -328,6 +350,33 @@ def run(args: argparse.Namespace) -> int:
             raise FeatherError(f"{args.feather_policy_file} holds a {kind} policy; --policies names no feather-{kind}")
         for name in takers:
             by_policy[name]["policy_file"] = os.path.abspath(args.feather_policy_file)
+    return by_policy
+
+
+def check_engine(args: argparse.Namespace) -> None:
+    """Raise ``FeatherError`` for a flag that the chosen engine would silently ignore."""
+    other, foreign = ("server", SERVER_ONLY) if args.engine == "replay" else ("replay", REPLAY_ONLY)
+    for name, default in foreign.items():
+        if getattr(args, name) != default:
+            raise FeatherError(f"--{name.replace('_', '-')} goes with --engine {other}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the trace under all policies, print the table, write results and plots."""
+    check_engine(args)
+    if args.engine == "server":
+        # Imported late: a replay does without it, and it takes the workload from here.
+        from feather_sglang.live import ab as on_servers
+
+        return on_servers.run(args)
+    policies = chosen_policies(args)
+    if args.jobs < 1:
+        raise FeatherError(f"--jobs {args.jobs}: must be at least 1")
+    version = check_sglang()
+    trace = workload(args)
+    model, settings = step_model(args)
+    check_fits(trace, settings["kv_tokens"])
+    by_policy = options_of(args, policies)
     out = make_folder(args.out)
     console = Console()
     for notice in trace.notices:

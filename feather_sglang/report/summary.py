@@ -11,24 +11,32 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run of one policy. Times in seconds unless named otherwise; see ``COLUMNS`` for what each figure means."""
+    """A run of one policy; None is what the run could not tell. Times in seconds unless named otherwise.
+
+    `kv_mean` and `kv_peak` are shares of the KV pool that running requests hold.
+    """
 
     policy: str
     requests: int
     output_tok_s: float
-    ttft_mean: float
-    ttft_p99: float
-    tbt_mean_ms: float
-    tbt_p99_ms: float
-    e2e_mean: float
-    e2e_p99: float
-    mean_batch: float
-    cache_hit: float
-    scheduler_share: float
-    max_wait: float
-    retractions: int
-    stops: int
-    makespan: float
+    ttft_mean: float | None = None
+    ttft_p50: float | None = None
+    ttft_p99: float | None = None
+    tbt_mean_ms: float | None = None
+    tbt_p50_ms: float | None = None
+    tbt_p99_ms: float | None = None
+    e2e_mean: float | None = None
+    e2e_p50: float | None = None
+    e2e_p99: float | None = None
+    mean_batch: float | None = None
+    cache_hit: float | None = None
+    scheduler_share: float | None = None
+    max_wait: float | None = None
+    retractions: float | None = None
+    stops: float | None = None
+    makespan: float | None = None
+    kv_mean: float | None = None
+    kv_peak: float | None = None
 
     @classmethod
     def from_times(
@@ -67,11 +75,14 @@ class RunSummary:
             requests=len(arrived),
             output_tok_s=output_tokens / makespan if makespan else 0.0,
             ttft_mean=_mean(first),
-            ttft_p99=_p99(first),
+            ttft_p50=_percentile(first, 50),
+            ttft_p99=_percentile(first, 99),
             tbt_mean_ms=_mean(gaps) * 1e3,
-            tbt_p99_ms=_p99(gaps) * 1e3,
+            tbt_p50_ms=_percentile(gaps, 50) * 1e3,
+            tbt_p99_ms=_percentile(gaps, 99) * 1e3,
             e2e_mean=_mean(total),
-            e2e_p99=_p99(total),
+            e2e_p50=_percentile(total, 50),
+            e2e_p99=_percentile(total, 99),
             mean_batch=float((rows * seconds).sum() / seconds.sum()) if len(rows) else 0.0,
             cache_hit=cached_tokens / input_tokens if input_tokens else 0.0,
             scheduler_share=scheduler_seconds / makespan if makespan else 0.0,
@@ -90,5 +101,5 @@ def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else 0.0
 
 
-def _p99(values: np.ndarray) -> float:
-    return float(np.percentile(values, 99)) if len(values) else 0.0
+def _percentile(values: np.ndarray, share: float) -> float:
+    return float(np.percentile(values, share)) if len(values) else 0.0

@@ -22,32 +22,46 @@ class Figure(NamedTuple):
 FIGURES = (
     Figure("output_tok_s", "output tok/s", "{:,.0f}", True),
     Figure("ttft_mean", "TTFT mean s", "{:.2f}", False),
+    Figure("ttft_p50", "TTFT p50 s", "{:.2f}", False),
     Figure("ttft_p99", "TTFT p99 s", "{:.2f}", False),
     Figure("tbt_mean_ms", "TBT mean ms", "{:.1f}", False),
+    Figure("tbt_p50_ms", "TBT p50 ms", "{:.1f}", False),
     Figure("tbt_p99_ms", "TBT p99 ms", "{:.1f}", False),
     Figure("e2e_mean", "E2E mean s", "{:.2f}", False),
+    Figure("e2e_p50", "E2E p50 s", "{:.2f}", False),
     Figure("e2e_p99", "E2E p99 s", "{:.2f}", False),
     Figure("mean_batch", "mean batch", "{:.0f}", None),
     Figure("cache_hit", "cache hit", "{:.1%}", True),
     Figure("scheduler_share", "scheduler CPU", "{:.1%}", False),
     Figure("max_wait", "max wait s", "{:.1f}", False),
-    Figure("retractions", "retractions", "{:,d}", False),
-    Figure("stops", "stops", "{:,d}", None),
+    Figure("retractions", "retractions", "{:,.0f}", False),
+    Figure("stops", "stops", "{:,.0f}", None),
+)
+# A replay does not follow how full the pool is; a server does not time scheduling apart from the rest of its process.
+SERVER_FIGURES = (
+    *(f._replace(name="scheduler process CPU") if f.field == "scheduler_share" else f for f in FIGURES[:-2]),
+    Figure("kv_mean", "KV use mean", "{:.0%}", None),
+    Figure("kv_peak", "KV use peak", "{:.0%}", None),
+    *FIGURES[-2:],
 )
 
 
-def comparison(summaries: Sequence[RunSummary], title: str = "") -> Table:
-    """A column per run; the best of each figure is bold, throughput also stands as a ratio to the first run."""
+def comparison(summaries: Sequence[RunSummary], title: str = "", figures: Sequence[Figure] = FIGURES) -> Table:
+    """A column per run; the best of each figure is bold, throughput also stands as a ratio to the first run.
+
+    What a run could not tell is a dash.
+    """
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
     for summary in summaries:
         table.add_column(summary.policy, justify="right", overflow="fold")
     base = summaries[0].output_tok_s if summaries else 0.0
-    for figure in FIGURES:
+    for figure in figures:
         values = [getattr(summary, figure.field) for summary in summaries]
-        best = None if figure.more_is_better is None else (max if figure.more_is_better else min)(values, default=None)
-        cells = [figure.form.format(value) for value in values]
-        if len(set(values)) > 1:
+        known = [value for value in values if value is not None]
+        best = None if figure.more_is_better is None else (max if figure.more_is_better else min)(known, default=None)
+        cells = ["-" if value is None else figure.form.format(value) for value in values]
+        if best is not None and len(set(known)) > 1:
             cells = [f"[bold]{c}[/bold]" if v == best else c for c, v in zip(cells, values, strict=True)]
         table.add_row(figure.name, *cells)
         if figure.field == "output_tok_s":

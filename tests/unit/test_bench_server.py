@@ -15,11 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench_server as bench
 import server_report as report
-from server_cases import fold, generate_body, parse_case, probes
-from server_client import Address, HttpError, call, drive
-from server_machine import summarize_clocks
-from server_process import Configuration, group_alive, parse_server, read_log
-from server_stats import Stream, agreeing, overall, peak_running, spread, steady
+
+from feather_sglang.live.cases import fold, generate_body, parse_case, probes
+from feather_sglang.live.client import Address, HttpError, call, drive
+from feather_sglang.live.machine import summarize_clocks
+from feather_sglang.live.process import Configuration, group_alive, parse_server, read_log
+from feather_sglang.live.stats import Stream, agreeing, overall, peak_running, spread, steady
 
 
 def stream(*events, due=0.0, prompt=10, cached=0, finished=True, error=None):

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from feather_sglang.report import plots
 from feather_sglang.report.summary import RunSummary
-from feather_sglang.report.tables import comparison
+from feather_sglang.report.tables import SERVER_FIGURES, comparison
 
 
 def summary(policy="fcfs", speed=1.0):
@@ -32,6 +32,7 @@ def test_every_figure_by_hand():
     assert one.output_tok_s == 40.0
     assert one.ttft_mean == pytest.approx((0.5 + 2.0) / 2) and one.max_wait == 2.0
     assert one.ttft_p99 == pytest.approx(0.5 + 0.99 * 1.5)
+    assert one.ttft_p50 == 1.25 and one.tbt_p50_ms == pytest.approx(20.0) and one.e2e_p50 == 4.25
     assert one.tbt_mean_ms == pytest.approx(20.0)
     assert one.e2e_mean == pytest.approx((4.5 + 4.0) / 2)
     assert one.mean_batch == pytest.approx((1 * 1 + 3 * 3) / 4)  # by time
@@ -54,7 +55,7 @@ def test_an_empty_run_is_all_zeros():
         makespan=0.0,
         scheduler_seconds=0.0,
     )
-    assert all(value in (0, 0.0, "fcfs") for value in empty.as_dict().values())
+    assert all(value in (0, 0.0, "fcfs") for name, value in empty.as_dict().items() if not name.startswith("kv_"))
 
 
 def test_the_table_fits_a_terminal_and_shows_ratios():
@@ -63,6 +64,15 @@ def test_the_table_fits_a_terminal_and_shows_ratios():
     text = console.export_text()
     assert "1.00x" in text and "1.50x" in text and "feather-bandit" in text
     assert "…" not in text and max(map(len, text.splitlines())) <= 80
+
+
+def test_what_a_run_cannot_tell_is_a_dash_and_never_the_best():
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))
+    console.print(comparison([RunSummary("other", 9, 10.0), summary()], figures=SERVER_FIGURES))
+    rows = {line[1:21].strip(): line.split("│")[2:4] for line in console.export_text().splitlines() if "│" in line}
+    assert [cell.strip() for cell in rows["max wait s"]] == ["-", "2.0"]
+    assert [cell.strip() for cell in rows["KV use peak"]] == ["-", "-"]
+    assert [cell.strip() for cell in rows["to other"]] == ["1.00x", "4.00x"]
 
 
 def test_plots_are_written(tmp_path):

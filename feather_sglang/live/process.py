@@ -1,4 +1,4 @@
-"""SGLang servers for the server benchmark: what to start, starting and stopping them, and what their logs say."""
+"""SGLang servers: what to start, starting and stopping them, and what their logs say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -17,7 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from server_client import Address, HttpError, call
+from feather_sglang.adapter.ports import free_port
+from feather_sglang.live.client import Address, HttpError, call
 
 COMMON_FLAGS = (
     "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --max-total-tokens 200000 "
@@ -110,6 +110,11 @@ class Server:
         self.start_seconds = round(time.monotonic() - self._begun, 1)
         self.info = asyncio.run(call(self.address, "/server_info"))
 
+    @property
+    def group(self) -> int:
+        """Its process group."""
+        return self._process.pid
+
     def alive(self) -> bool:
         return self._process.poll() is None
 
@@ -182,13 +187,6 @@ def read_log(text: str, batch: int | None = None) -> dict[str, Any]:
     }
 
 
-def free_port() -> int:
-    """A port that the operating system gives to nobody else just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def group_alive(group: int) -> bool:
     """Whether some process of the group is left that is not a zombie."""
     for status in Path("/proc").glob("[0-9]*/stat"):
@@ -202,7 +200,7 @@ def group_alive(group: int) -> bool:
 
 
 def _own_group() -> None:
-    """In the child: a group that can be killed as a whole, and an end with the benchmark even if that is killed.
+    """In the child: a group that can be killed as a whole, and an end with its parent even if that is killed.
 
     No session of its own: what cleans up after a session should find the server too.
     """

@@ -1,4 +1,4 @@
-"""HTTP client of the server benchmark: many streams at once on plain asyncio, in one thread.
+"""HTTP client of a server: many streams at once on plain asyncio, in one thread.
 
 Written on bare streams because it must run wherever SGLang does, and because a general client spends several times as
 much on a piece of a stream as the few lines below.
@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from server_cases import Request
-from server_stats import Stream
+from feather_sglang.live.cases import Request
+from feather_sglang.live.stats import Stream
 
 HOLD_SECONDS = 60.0  # in which a held server must have taken in all requests
 _BUFFER = 1 << 22

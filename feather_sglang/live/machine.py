@@ -1,4 +1,4 @@
-"""The machine under the server benchmark: GPU, versions, and clocks while a case runs."""
+"""The machine under the servers: GPU, versions, and clocks while a case runs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What the client of the server benchmark saw, in numbers: throughput, latencies, and the window in which all run."""
+"""What a client saw, in numbers: throughput, latencies, and the window in which all requests run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,17 @@ def spread(values: Iterable[float], scale: float = 1.0) -> dict[str, float] | No
         return None
     p50, p99 = np.percentile(data, [50, 99])
     return {"mean": round(float(data.mean()), 4), "p50": round(float(p50), 4), "p99": round(float(p99), 4)}
+
+
+def token_gaps(streams: Iterable[Stream]) -> np.ndarray:
+    """Seconds between the tokens of each request; those of one piece share the time since the piece before it."""
+    gaps, counts = [], []
+    for stream in streams:
+        for (before, fewer), (now, more) in pairwise(stream.events):
+            if more > fewer:
+                gaps.append((now - before) / (more - fewer))
+                counts.append(more - fewer)
+    return np.repeat(gaps, counts) if counts else np.empty(0)
 
 
 def peak_running(streams: Iterable[Stream]) -> int:

@@ -1,6 +1,6 @@
-"""The cases of the server benchmark: what is sent when, made from replay's workloads; no server is needed here.
+"""What is sent to a server when, made from replay's workloads; no server is needed here.
 
-A case is named on the command line:
+A case of the server benchmark is named on its command line:
 
 - ``W1`` .. ``W7``: the project's workloads, requests arriving one by one; ``W5:1200`` takes the first 1,200 requests.
 - ``open:G,L,REQUESTS,RATE[,N]``: the same with other figures; G groups share L tokens each (G = 0: L private tokens).

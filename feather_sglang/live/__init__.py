@@ -1,0 +1,1 @@
+"""Real SGLang servers, started and driven from outside: nothing here imports SGLang or torch."""

@@ -1,0 +1,273 @@
+"""``feather ab --engine server`` without a server: command line, log lines, figures, sglang.bench_serving's file."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from feather_sglang.cli import main
+from feather_sglang.errors import FeatherError
+from feather_sglang.live import ab
+from feather_sglang.live.bench_serving import read_results
+from feather_sglang.live.cases import Case
+from feather_sglang.live.client import Driven
+from feather_sglang.live.process import ServerFailed
+from feather_sglang.live.result import decode_steps, notes, summarize, together
+from feather_sglang.live.stats import Stream, token_gaps
+from feather_sglang.live.watch import Line, read_lines, scheduler_cpu
+from feather_sglang.replay import ab as replay_ab
+from feather_sglang.replay.traces import Trace, TraceRequest
+from feather_sglang.report.summary import RunSummary
+
+LOG = """\
+[2026-01-01 00:00:00] Prefill batch, #new-seq: 1, #cached-token: 0, token usage: 0.99, #running-req: 2, #queue-req: 8
+[2026-01-01 00:00:00] INFO: 127.0.0.1 - "POST /generate HTTP/1.1" 200 OK
+[2026-01-01 00:00:01] Decode batch, #running-req: 12, #token: 3532, token usage: 0.98, gen throughput (token/s): 72.81
+[2026-01-01 00:00:01 TP0] Decode batch, #running-req: 3, #full token: 9, full token usage: 0.50, gen throughput: 1.0
+"""
+
+
+def stream(*events, due=0.0, cached=0, finished=True, error=None):
+    return Stream(due, 10, due, list(events), cached, finished, error)
+
+
+def arguments(*words):
+    parser = argparse.ArgumentParser()
+    replay_ab.add_arguments(parser)
+    return parser.parse_args(["--engine", "server", *words])
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 300}')
+    return tmp_path
+
+
+class TestCommandLine:
+    @pytest.mark.parametrize(
+        ("flags", "says"),
+        [
+            (["--jobs", "1"], "--jobs goes with --engine replay"),
+            (["--profile", "rtx6000ada"], "--profile goes with --engine replay"),
+            (["--policies", "fcfs,fifo"], "unknown ['fifo']"),
+            (["--attention", "fa3,fa9"], "--attention fa3,fa9: each once, of fa3, flashinfer"),
+            (["--attention", "fa3,fa3"], "each once"),
+            (["--server-flags=--schedule-policy=lpm"], "--schedule-policy is set here; use --policies"),
+            (["--server-flags", "'open"], "--server-flags 'open: No closing quotation"),
+            (["--repeat", "0"], "--repeat and --stream-interval: must be at least 1"),
+            (["--time-limit", "0"], "must be more than 0 seconds"),
+            (["--max-running", "0"], "--max-running 0: must be at least 1"),
+            (["--bench-serving", "/no/file"], "--bench-serving /no/file: cannot read: No such file"),
+            (["--model", "/no/model"], "--model /no/model: --engine server needs the folder of a model"),
+        ],
+    )
+    def test_a_mistake_is_one_line_before_any_server_starts(self, model, capsys, flags, says):
+        out = model / "out"
+        assert main(["ab", "--engine", "server", "--model", str(model), "--out", str(out), *flags]) == 2
+        error = capsys.readouterr().err.strip()
+        assert error.startswith("feather: error: ") and says in error and "\n" not in error
+        assert not out.exists()
+
+    def test_results_that_cannot_be_written_are_found_before_any_server_starts(self, model, capsys):
+        base = ["ab", "--engine", "server", "--model", str(model), "--out", str(model / "out"), "--requests", "2"]
+        assert main([*base, "--json", str(model / "config.json" / "r.json")]) == 2
+        assert "cannot write" in capsys.readouterr().err
+        assert main([*base, "--json", str(model)]) == 2
+        assert "is a folder" in capsys.readouterr().err
+
+    def test_a_server_flag_without_servers_is_a_mistake(self, capsys):
+        assert main(["ab", "--repeat", "2"]) == 2
+        assert "--repeat goes with --engine server" in capsys.readouterr().err
+
+    def test_a_model_must_say_its_vocabulary(self, model):
+        assert ab.check_model(str(model)) == 300
+        (model / "config.json").write_text('{"text_config": {"vocab_size": 7}}')
+        assert ab.check_model(str(model)) == 7
+        for text in ("{", "{}", "[]"):
+            (model / "config.json").write_text(text)
+            with pytest.raises(FeatherError, match="no vocab_size"):
+                ab.check_model(str(model))
+
+    def test_the_users_flags_come_last(self):
+        args = arguments("--server-flags=--device cpu", "--feather-max-wait", "9", "--attention", "pat")
+        fcfs, feather = ab.configurations(args, ["fcfs", "feather-order"])
+        pat = ["--attention-backend", "fa3", "--decode-attention-backend", "pat"]
+        assert list(fcfs.flags) == [*pat, "--schedule-policy", "fcfs", "--device", "cpu"]
+        assert feather.name == "feather-order" and feather.flags[-2:] == ("--device", "cpu")
+        assert " ".join(feather.flags).count("--feather-max-wait 9.0 --feather-explore on") == 1
+
+    def test_every_backend_with_every_policy(self):
+        found = ab.configurations(arguments("--attention", "fa3,pat"), ["fcfs", "feather"])
+        assert [one.name for one in found] == ["fa3+fcfs", "fa3+feather", "pat+fcfs", "pat+feather"]
+
+    def test_every_other_round_goes_backwards(self):
+        chosen = ab.configurations(arguments(), ["fcfs", "lpm"])
+        order = [(number, one.name) for number, one in ab.in_turns(chosen, 2)]
+        assert order == [(1, "fcfs"), (1, "lpm"), (2, "lpm"), (2, "fcfs")]
+
+    def test_dummy_weights_where_there_are_none(self, model):
+        args = arguments("--model", str(model), "--kv-tokens", "900")
+        assert " ".join(ab.common_flags(args)).endswith("--max-total-tokens 900 --load-format dummy")
+        (model / "model.safetensors").touch()
+        assert "dummy" not in ab.common_flags(args)
+
+
+def test_a_traces_prompts_share_what_its_hash_ids_share():
+    rows = [TraceRequest(0, 0.0, 20, 4, (5, 6, 7)), TraceRequest(1, 0.5, 20, 4, (5, 6, 8))]
+    for vocabulary in (100_000, 260):
+        made = Case("t", Trace("t", 8, rows)).requests(vocabulary, 16)
+        one, other = (json.loads(request.body)["input_ids"] for request in made)
+        assert one[:16] == other[:16] and one[16:] != other[16:] and len(one) == 20
+        assert [request.due for request in made] == [0.0, 0.5]
+
+
+class TestWatch:
+    def test_log_lines(self):
+        assert read_lines(LOG, 10.0, 13.0) == [
+            Line(11.0, False, 2, 0.99), Line(12.0, True, 12, 0.98), Line(13.0, True, 3, 0.5),
+        ]  # fmt: skip
+        assert read_lines("", 1.0, 2.0) == []
+
+    def test_processor_time_of_schedulers_alone(self):
+        title = "import time; time.sleep(60)"
+        process = subprocess.Popen(["sglang::scheduler_TP0", "-c", title], executable=sys.executable, process_group=0)
+        try:
+            while process.pid not in scheduler_cpu(process.pid):
+                assert process.poll() is None
+            assert scheduler_cpu(os.getpgrp()) == {}
+        finally:
+            process.kill()
+            process.wait()
+
+
+class TestFigures:
+    LINES = read_lines(LOG, 0.0, 3.0)
+
+    def run(self, *streams, lines=LINES, cpu=0.5):
+        return summarize("a", Driven(list(streams), 6.0, 0.2, False), lines, cpu, 3)
+
+    def test_by_hand(self):
+        seen = self.run(stream((1.0, 1), (3.0, 11), due=0.5, cached=5), stream((2.0, 1), (5.0, 11)))
+        one = seen.summary
+        assert one.output_tok_s == pytest.approx(22 / 5) and one.makespan == 5
+        assert (one.ttft_mean, one.max_wait, one.e2e_p50) == (1.25, 2.0, 3.75)
+        assert one.tbt_mean_ms == pytest.approx(250) and one.tbt_p99_ms == pytest.approx(300)
+        assert one.mean_batch == pytest.approx((12 * 2 + 3 * 1) / 3)  # by time
+        assert one.kv_mean == pytest.approx((0.98 * 2 + 0.5) / 3) and one.kv_peak == 0.99
+        assert (one.cache_hit, one.scheduler_share, one.retractions, one.stops) == (0.25, 0.1, 3, None)
+        assert seen.latencies == [2.5, 5.0]
+
+    def test_what_was_not_seen_is_none(self):
+        one = self.run(stream((1.0, 1)), lines=[], cpu=None).summary
+        assert (one.mean_batch, one.kv_mean, one.kv_peak, one.retractions, one.scheduler_share) == (None,) * 5
+        assert one.tbt_mean_ms is None and one.ttft_mean == 1.0
+
+    def test_a_request_that_still_waits_counts_for_the_longest_wait(self):
+        one = self.run(stream((1.0, 1), (2.0, 2)), stream(due=1.5, finished=False)).summary
+        assert one.max_wait == 4.5 and one.ttft_mean == 1.0
+
+    def test_tokens_of_a_piece_share_its_time(self):
+        gaps = token_gaps([stream((1.0, 1), (3.0, 5), (3.5, 5), (4.0, 6)), stream()])
+        assert gaps.tolist() == [0.5, 0.5, 0.5, 0.5, 0.5]
+
+    def test_steps_before_the_beginning_are_left_out(self):
+        assert [step.rows for step in decode_steps(self.LINES, 2.5)] == [3]
+
+    def test_rounds_are_averaged(self):
+        first, second = RunSummary("a", 4, 10.0, max_wait=1.0, cache_hit=0.5), RunSummary("a", 4, 20.0, max_wait=3.0)
+        both = together([first, second])
+        assert (both.output_tok_s, both.max_wait, both.cache_hit, both.requests) == (15.0, 3.0, None, 4)
+
+    def test_what_a_reader_must_know(self):
+        counted = {"requests": 4, "failed": 1, "unfinished": 2, "errors": ["gone"]}
+        record = {"name": "a", "round": 1, "counted": counted, "fell_back": True, "client_cpu": 0.9, "steps": []}
+        record["summary"] = {"output_tok_s": 10.0}
+        lines = notes([record, record | {"round": 2}, {"name": "b", "round": 1, "error": "did not start"}])
+        assert len(lines) == 12 and lines[-1] == "output tok/s by round: a 10, 10"
+        assert "b (round 1): not measured: did not start" in lines
+        assert [word in lines[i] for i, word in enumerate(("fcfs", "1 of 4", "2 requests open", "90%", "0 lines"))] == [
+            True
+        ] * 5
+
+
+class TestComparison:
+    def comparison(self, model, *flags):
+        args = arguments("--model", str(model), "--out", str(model / "out"), *flags)
+        rows = [TraceRequest(0, 0.0, 20, 4, (5,))]
+        chosen = ab.configurations(args, ["fcfs", "lpm"])
+        console = Console(record=True, width=100, file=open(os.devnull, "w"))
+        return ab.Comparison(args, Trace("t", 20, rows), 300, chosen, model / "r.json", console)
+
+    def test_results_come_as_they_are_measured_and_name_what_is_missing(self, model, monkeypatch):
+        one = self.comparison(model, "--repeat", "2")
+        runs = []
+
+        def measure(configuration, record):
+            record["log"] = str(model / "config.json")
+            runs.append(configuration.name)
+            if runs == ["fcfs", "lpm"]:
+                raise ServerFailed("the server ended with status 1")
+            if len(runs) == 3:
+                monkeypatch.setattr(one, "remaining", lambda: 0.0)
+            if len(runs) > 1:
+                assert json.loads(one.target.read_text())["order"] == runs[:-1]
+            driven = Driven([stream((1.0, 1), (2.0, 5))], 3.0, 0.1, False)
+            seen = summarize(configuration.name, driven, [], None, 0)
+            one.seen.setdefault(configuration.name, []).append(seen)
+            record |= {"summary": seen.summary.as_dict(), "counted": seen.counted, "fell_back": False}
+            record |= {"client_cpu": 0.1, "steps": []}
+
+        monkeypatch.setattr(one, "measure", measure)
+        for plot in ("throughput", "batch_size", "latency"):  # test_report.py draws them
+            monkeypatch.setattr(ab.plots, plot, lambda *given: None)
+        one.run()
+        content = json.loads(one.target.read_text())
+        assert content["order"] == runs == ["fcfs", "lpm", "lpm"] and content["missing"] == ["fcfs (round 2)"]
+        assert content["records"][1]["error"].startswith("the server ended with status 1; its log ends with: ")
+        assert one.report([RunSummary("other", 1, 9.0)]) == 1
+        text = one.console.export_text()
+        assert "one after the other: fcfs lpm lpm\n" in text and "not begun in time: fcfs (round 2)" in text
+        assert "lpm (round 1): not measured" in text and "bench_serving saw its own workload" in text
+
+    def test_nothing_measured_is_one_line(self, model):
+        one = self.comparison(model)
+        one.records = [{"name": "fcfs", "round": 1, "error": "did not start"}]
+        with pytest.raises(FeatherError, match="nothing was measured: did not start"):
+            one.report([])
+
+
+ROW = {
+    "tag": None, "completed": 5, "duration": 2.0, "output_throughput": 50.0, "mean_ttft_ms": 100.0,
+    "p99_ttft_ms": 900.0, "mean_itl_ms": 20.0, "mean_e2e_latency_ms": float("nan"),
+}  # fmt: skip
+
+
+class TestBenchServing:
+    def read(self, tmp_path, *rows):
+        path = tmp_path / "stock.jsonl"
+        path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+        return read_results(path)
+
+    def test_a_run(self, tmp_path):
+        (one,) = self.read(tmp_path, ROW, "")
+        assert (one.policy, one.requests, one.output_tok_s, one.makespan) == ("stock", 5, 50.0, 2.0)
+        assert (one.ttft_mean, one.ttft_p99, one.tbt_mean_ms) == (0.1, 0.9, 20.0)
+        assert (one.e2e_mean, one.cache_hit, one.max_wait, one.mean_batch) == (None,) * 4
+
+    def test_what_its_options_add(self, tmp_path):
+        more = {"tag": "x", "ttfts": [0.1, 0.7], "cache_report": {"cache_hit_rate_pct": 25.0}}
+        first, second = self.read(tmp_path, ROW | more, ROW | more)
+        assert (first.policy, first.max_wait, first.cache_hit, second.policy) == ("x", 0.7, 0.25, "x #2")
+
+    def test_without_streaming_it_saw_no_tokens(self, tmp_path):
+        (one,) = self.read(tmp_path, ROW | {"mean_itl_ms": 0.0})
+        assert one.ttft_mean is None and one.tbt_mean_ms is None
+
+    @pytest.mark.parametrize("row", ["{", "[]", "{}", '{"output_throughput": true}', ""])
+    def test_another_file_is_refused(self, tmp_path, row):
+        with pytest.raises(FeatherError, match=r"stock\.jsonl"):
+            self.read(tmp_path, row)
