@@ -1,0 +1,232 @@
+"""The server check of the pat backend without a server: the rule, the prompts, the schedule, and what it reports."""
+
+import asyncio
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+
+import check_pat_server as check
+import pat_churn
+import pat_compare
+import pat_prompts
+from pat_compare import Answer, Spread, Tolerance
+
+CHUNK = 32  # tokens: sharing is found in multiples of it
+
+
+def answer(tokens, logprobs=None, runner_up=1.0):
+    """An answer whose second choice is everywhere token 99, less likely by so much."""
+    logprobs = tuple(logprobs or [-0.5] * len(tokens))
+    top = tuple({token: p, 99: p - runner_up} for token, p in zip(tokens, logprobs, strict=True))
+    return Answer(tuple(tokens), logprobs, top)
+
+
+def tolerance(largest=0.1, mean=0.05, floor=0.0):
+    return Tolerance(Spread(largest, mean, 10, 1, 1), floor)
+
+
+# The rule ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_spread_counts_positions_before_a_divergence():
+    first = {"a": answer([1, 2, 3], [-1.0, -1.0, -1.0]), "b": answer([7, 8], [-2.0, -2.0])}
+    second = {"a": answer([1, 2, 4], [-1.1, -1.3, -9.0]), "b": answer([7, 8], [-2.0, -2.0])}
+    spread = pat_compare.spread(first, second)
+    assert spread.largest == pytest.approx(0.3) and spread.mean == pytest.approx(0.1)
+    assert spread[2:] == (4, 1, 2)
+
+
+def test_equal_tokens_and_close_logprobs_are_right():
+    reference = {"a": answer([1, 2, 3])}
+    verdict = pat_compare.judge({"a": answer([1, 2, 3], [-0.45, -0.5, -0.5])}, reference, tolerance())
+    assert not verdict.wrong and not verdict.near_ties and verdict.spread.equal == 1
+
+
+@pytest.mark.parametrize(
+    ("got", "runner_up", "words"),
+    [
+        (answer([1, 99, 5]), 0.15, None),  # a near tie: what follows may be anything
+        (answer([1, 99, 5]), 0.25, "another token at 1"),
+        (answer([1, 42, 5]), 0.15, "another token at 1"),  # not among the reference's most likely
+        (answer([1, 2]), 0.15, "2 tokens, not 3"),
+        (answer([1, 2, 3], [-0.5, -0.5, -0.75]), 0.15, "largest difference 0.25, allowed 0.2"),
+        (answer([1, 2, 3], [-0.35, -0.35, -0.35]), 0.15, "mean difference 0.15, allowed 0.1"),
+        (answer([1, 2, 3], [-0.5, math.nan, -0.5]), 0.15, "not finite"),
+    ],
+)
+def test_what_is_wrong(got, runner_up, words):
+    verdict = pat_compare.judge({"a": got}, {"a": answer([1, 2, 3], runner_up=runner_up)}, tolerance())
+    if words is None:
+        assert not verdict.wrong and verdict.largest_gap == pytest.approx(0.15)
+    else:
+        assert any(words in problem for problem in verdict.wrong)
+    json.dumps(verdict.as_json(), allow_nan=words is not None and "finite" in words)
+
+
+def test_a_shorter_request_is_compared_with_the_beginning():
+    reference = answer([1, 2, 3])
+    assert pat_compare.divergence("a", [1, 2], reference) is None
+    assert pat_compare.divergence("a", [], reference) is None
+    assert pat_compare.divergence("a", [1, 2, 3, 4], reference).gap == math.inf
+
+
+def test_a_floor_for_arithmetic_that_hardly_differs():
+    assert tolerance(1e-7, 1e-8, floor=1e-3).largest == tolerance(1e-7, 1e-8, floor=1e-3).mean == 1e-3
+
+
+def test_positions_weigh_alike_in_the_mean_of_two_spreads():
+    assert check.merged([Spread(0.2, 0.1, 30, 3, 4), Spread(0.3, 0.2, 10, 2, 4)]) == Spread(
+        0.3, pytest.approx(0.125), 40, 5, 8
+    )
+
+
+# Prompts ----------------------------------------------------------------------------------------------------------
+
+
+def encode(text):
+    return list(text.encode())
+
+
+def test_prompts_share_what_the_shape_says():
+    made = pat_prompts.prompts(encode, rounds=2)
+    assert len(made) == 2 * pat_prompts.PROMPTS
+    values = list(made.values())
+    first = values[: pat_prompts.PROMPTS]
+    assert all(90 <= len(tokens) <= 1500 for tokens in first)
+
+    def shared(a, b):
+        return pat_compare.common(first[a], first[b])
+
+    lengths = {shared(a, b) for a, b in itertools.combinations(range(24), 2)}
+    assert shared(0, 5) >= 603 and shared(6, 9) >= 301 and shared(10, 11) >= 790
+    assert shared(11, 14) >= 1100 and shared(15, 17) >= 995 and 790 <= shared(11, 15) < 1000
+    assert first[18] == first[19] and max(shared(0, 6), shared(20, 23), shared(0, 20)) < CHUNK
+    assert len(lengths) > 5
+    assert pat_compare.common(values[0], values[24]) >= 603 and values[0] != values[24]
+    assert values[18] == values[18 + 24]
+
+
+def test_prompts_are_the_same_every_time_and_can_be_scaled():
+    assert pat_prompts.prompts(encode) == pat_prompts.prompts(encode)
+    assert max(map(len, pat_prompts.prompts(encode, scale=0.2).values())) < 350
+
+
+# The schedule -----------------------------------------------------------------------------------------------------
+
+
+def test_waves_of_requests():
+    names = [f"p{i}" for i in range(9)]
+    made = list(itertools.islice(pat_churn.waves(names, 48, 32, 0.5, seed=3), 200))
+    assert made == list(itertools.islice(pat_churn.waves(names, 48, 32, 0.5, seed=3), 200))
+    assert made[0] != next(pat_churn.waves(names, 48, 32, 0.5, seed=4))
+    assert len(made[0].jobs) == 32 and made[0].seconds <= 1.0
+    jobs = [job for wave in made for job in wave.jobs]
+    assert {job.fate for job in jobs} == set(pat_churn.FATES)
+    assert all(1 <= job.tokens <= 48 and job.after > 0 for job in jobs)
+    assert all(job.due <= wave.seconds for wave in made for job in wave.jobs)
+    assert 0.6 < sum(job.fate == "finish" for job in jobs) / len(jobs) < 0.8
+    assert sum(wave.flush for wave in made) == 40
+    assert {len(wave.jobs) for wave in made} == {1, 3, 8, 16, 32}
+
+
+class FakeServer:
+    """Answers ``/generate`` with the given function of the request, as far as `pat_churn` reads it."""
+
+    def __init__(self, generate):
+        self.generate = generate
+
+    async def call(self, address, path, body=None, timeout=30.0):
+        if path != "/generate":
+            return ""
+        request = json.loads(body)
+        if request["stream"]:
+            raise asyncio.TimeoutError
+        tokens, reason = self.generate(request["input_ids"], request["sampling_params"]["max_new_tokens"])
+        return {"output_ids": tokens, "meta_info": {"finish_reason": {"type": reason}}}
+
+
+def churn(monkeypatch, generate):
+    monkeypatch.setattr(pat_churn, "call", FakeServer(generate).call)
+    expected = {name: answer(range(number, number + 8), runner_up=0.15) for name, number in (("a", 10), ("b", 20))}
+    one = pat_churn.Churn(None, {"a": [10], "b": [20]}, expected, tolerance(), most_jobs=16, pace=0.001)
+    asyncio.run(one.run(0.1))
+    return one
+
+
+def right(prompt, count):
+    return [*range(prompt[0], prompt[0] + count)], "length"
+
+
+def test_churn_counts_what_became_of_each_request(monkeypatch):
+    one = churn(monkeypatch, right)
+    assert not one.problems and one.fates["equal"] > 10 and one.fates["hung up"] > 0
+
+
+@pytest.mark.parametrize(
+    ("generate", "words"),
+    [
+        (lambda prompt, count: right([prompt[0] + 1], count), "another token at 0"),
+        (lambda prompt, count: (right(prompt, count)[0][:-1], "length"), "requests lost"),
+        (lambda prompt, count: (right(prompt, count)[0], "abort"), "requests lost (ended by abort"),
+    ],
+)
+def test_churn_finds_wrong_and_lost_requests(monkeypatch, generate, words):
+    assert any(words in problem for problem in churn(monkeypatch, generate).problems)
+
+
+def test_churn_accepts_near_ties(monkeypatch):
+    one = churn(monkeypatch, lambda prompt, count: ([*right(prompt, count)[0][:-1], 99], "length"))
+    assert not one.problems and one.fates["near tie"] > 10 and not one.fates["equal"]
+
+
+# Metrics, log, answers, table ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shares", "read", "kept", "right"),
+    [
+        (True, 400, 5, True),
+        (True, 950, 5, False),
+        (False, 1000, 5, True),
+        (False, 990, 5, False),
+        (True, 400, 0, False),
+    ],
+)
+def test_metrics_say_whether_kv_was_shared(shares, read, kept, right):
+    counts = {"plans": 3.0, "plans_kept": kept, "attended_tokens": 1000.0, "read_tokens": read}
+    assert (check.check_metrics(counts, counts, check.Variant(shares=shares)) == []) == right
+
+
+def test_the_log():
+    assert check.check_log("feather: pat is active", "") == []
+    (problem,) = check.check_log("pat is active", "Traceback (most recent call last):\n  File\nAssertionError: no")
+    assert problem.endswith("AssertionError: no")
+    assert check.check_log("", "")
+
+
+def test_answers_are_read_as_they_were_written(tmp_path):
+    stock = {"fa3": {"alone": {"a": answer([1, 2])}, "together": {"a": answer([3], [-0.25])}}}
+    file = tmp_path / "answers.json"
+    assert check.read_answers(file, "key") == {}
+    check.write_answers(file, "key", stock)
+    assert check.read_answers(file, "key") == stock
+    with pytest.raises(SystemExit, match="made for key"):
+        check.read_answers(file, "another")
+
+
+def test_the_table_has_a_line_for_every_variant():
+    verdict = pat_compare.judge({"a": answer([1, 99])}, {"a": answer([1, 2], runner_up=0.1)}, tolerance()).as_json()
+    whole = {
+        "variant": "default", "problems": [], "together": verdict, "alone": verdict, "seconds": 3.0, "retractions": 2,
+        "churn": verdict | {"fates": {"equal": 5, "hung up": 1}, "flushes": 1},
+        "metrics": {"all": {"plans": 1, "plans_kept": 2, "attended_tokens": 10, "read_tokens": 5}},
+    }  # fmt: skip
+    lines = check.table([whole, {"variant": "no-radix", "problems": ["it ended"]}]).splitlines()
+    assert len(lines) == 3 and lines[1].split()[1] == "0+1/1" and lines[1].endswith("right")
+    assert lines[2].endswith("WRONG")
