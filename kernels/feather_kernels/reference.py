@@ -136,14 +136,14 @@ def _attend(q: Array, k: Array, v: Array, sm_scale: float | None, logit_soft_cap
     n, q_heads, head_dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.astype(np.float64).reshape(n, kv_heads, q_heads // kv_heads, head_dim)
-    logits = np.einsum("nhgd,thd->nhgt", grouped, k.astype(np.float64))
+    logits = grouped @ k.astype(np.float64).transpose(1, 2, 0)
     logits *= head_dim**-0.5 if sm_scale is None else sm_scale
     if logit_soft_cap:
         logits = logit_soft_cap * np.tanh(logits / logit_soft_cap)
     top = logits.max(axis=-1, keepdims=True, initial=-1e300)
     weight = np.exp(logits - top)
     total = weight.sum(axis=-1)
-    out = np.einsum("nhgt,thd->nhgd", weight, v.astype(np.float64)) / np.where(total > 0, total, 1.0)[..., None]
+    out = weight @ v.astype(np.float64).transpose(1, 0, 2) / np.where(total > 0, total, 1.0)[..., None]
     return out.reshape(q.shape), (_log(total) + top[..., 0]).reshape(n, q_heads)
 
 
