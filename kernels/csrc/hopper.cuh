@@ -51,7 +51,8 @@ struct GroupTeam {
   }
 
   // The scores of a stage are computed while the probabilities of the one before it meet V: matrix units and
-  // exponentials work at the same time (FlashAttention-3, 3.2).
+  // exponentials work at the same time (FlashAttention-3, 3.2). In line, as wgmma in a function of its own would be
+  // serialised.
   static __device__ __forceinline__ void run_unit(Params<T> const& params, GroupReader<T, Ring>& reader, Tile& tile,
                                                   StageInfo info, int warp, Announcement& told) {
     int stage = reader.take();

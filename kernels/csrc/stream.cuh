@@ -47,8 +47,8 @@ struct Source {
 };
 
 // Where a row's elements lie in a tile: the 128-byte swizzle that wgmma reads, which keeps ldmatrix free of bank
-// conflicts too. Blocks of 64 columns, 16-byte chunks permuted in each row. Rows padded apart instead would straddle the
-// lines that memory delivers: that costs a tenth of the bandwidth of cp.async.
+// conflicts too. Blocks of 64 columns, 16-byte chunks permuted in each row. Rows padded apart instead would straddle
+// the lines that memory delivers, and cp.async would write each line in two.
 template <int kHeadDim, int kRows>
 struct SwizzledRows {
   static constexpr int kElements = kRows * kHeadDim;
@@ -56,11 +56,12 @@ struct SwizzledRows {
   static __device__ __forceinline__ int at(int row, int column) {
     return column / 64 * (kRows * 64) + row * 64 + ((column % 64) ^ (row % 8 * 8));
   }
-  // In shared memory, in bytes, of a tile that begins with a line: from at(row, column), column < 16, to at(row, column + 16 k) ...
+  // In shared memory, in bytes, where the tile begins with a line: from at(row, column), column < 16, to
+  // at(row, column + 16 k) ...
   static __device__ __forceinline__ uint32_t right(uint32_t address, int k) {
     return (address ^ (k % 4 * 32)) + k / 4 * (kRows * 128);
   }
-  // ... and from at(row, column) to at(row + rows, column), where row is less than the largest power of two in `rows`.
+  // ... and from at(row, column) to at(row + rows, column), where row is below a power of two that divides `rows`.
   static __device__ __forceinline__ uint32_t down(uint32_t address, int rows) {
     return (address ^ (rows % 8 * 16)) + rows * 128;
   }
