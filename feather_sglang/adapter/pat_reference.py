@@ -42,12 +42,12 @@ class ReferenceEngine:
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Attend with the last plan."""
         values, _ = reference_decode(
-            self._plan, _array(q), _array(k_cache), _array(v_cache), self._table.view(-1).numpy(), 1,
+            self._plan, to_numpy(q), to_numpy(k_cache), to_numpy(v_cache), self._table.view(-1).numpy(), 1,
             seq_lens=self._lens.numpy(), **self._options,
         )  # fmt: skip
         return out.copy_(torch.from_numpy(values))
 
 
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    """NumPy has no bfloat16."""
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy on the host; NumPy has no bfloat16."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()

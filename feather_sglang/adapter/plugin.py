@@ -17,19 +17,18 @@ from feather_sglang.adapter.failures import end_start_up
 from feather_sglang.adapter.hooks import HOOKS, exists, installed_version, mismatches
 from feather_sglang.adapter.options import add_flags
 from feather_sglang.errors import FeatherError
+from feather_sglang.policy_names import FEATHER
 
 logger = logging.getLogger(__name__)
 
-# The policy names live in adapter.scheduler, which imports most of SGLang; at plugin load time that is too early.
 INIT = "sglang.srt.managers.scheduler.Scheduler.init_schedule_policy"
-NAMES = ("feather", "feather-heuristic", "feather-bandit", "feather-qlearning", "feather-order")
 
 
 def extend_parser(_result: Any, parser: Any) -> None:
     """Offer the policy names, the backend and the ``--feather-*`` flags (after ``ServerArgs.add_cli_args``)."""
     for action in parser._actions:
         if action.dest == "schedule_policy" and action.choices is not None:
-            action.choices = [*action.choices, *NAMES]
+            action.choices = [*action.choices, *FEATHER]
     offer_backend(parser)
     add_flags(parser)
 
@@ -37,7 +36,7 @@ def extend_parser(_result: Any, parser: Any) -> None:
 def check_server_args(original: Any, args: Any) -> Any:
     """Let a feather policy pass where SGLang allows priority scheduling to fcfs and lof only."""
     name = args.schedule_policy
-    if name not in NAMES or not args.enable_priority_scheduling:
+    if name not in FEATHER or not args.enable_priority_scheduling:
         return original(args)
     # Arguments are sealed by their class by now; the base class's setter is not.
     write = super(type(args), args).__setattr__
@@ -50,16 +49,16 @@ def check_server_args(original: Any, args: Any) -> Any:
 
 def accept_policy(original: Any, policy: Any, name: str, tree_cache: Any) -> Any:
     """Give SGLang its fcfs for a feather name; ``start`` takes the scheduler over right after."""
-    if name in NAMES and INIT not in HookRegistry._patched:
+    if name in FEATHER and INIT not in HookRegistry._patched:
         raise FeatherError(f"{INIT} could not be hooked, so --schedule-policy {name} would run as fcfs; see the log")
-    return original(policy, "fcfs" if name in NAMES else name, tree_cache)
+    return original(policy, "fcfs" if name in FEATHER else name, tree_cache)
 
 
 def start(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Take over a scheduler that was started with a feather policy, or end its start-up with one clear line."""
     result = original(scheduler, *args, **kwargs)
     name = scheduler.schedule_policy
-    if name not in NAMES:
+    if name not in FEATHER:
         return result
     try:
         if found := mismatches():

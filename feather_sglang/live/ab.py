@@ -25,6 +25,7 @@ from feather_sglang.live.machine import Clocks, machine
 from feather_sglang.live.process import BACKENDS, Configuration, Server, ServerFailed
 from feather_sglang.live.result import Seen, notes, summarize, together
 from feather_sglang.live.watch import Watch
+from feather_sglang.policy_names import FEATHER
 from feather_sglang.replay import ab
 from feather_sglang.replay.traces import Trace
 from feather_sglang.report import plots
@@ -98,7 +99,7 @@ def configurations(args: argparse.Namespace, policies: Sequence[str]) -> list[Co
     for backend in backends or [""]:
         for policy in policies:
             flags = [*BACKENDS.get(backend, "").split(), "--schedule-policy", policy]
-            if policy in ab.FEATHER:
+            if policy in FEATHER:
                 flags += feather_flags(options[policy])
             name = f"{backend}+{policy}" if len(backends) > 1 else policy
             found.append(Configuration(name, (*flags, *given)))

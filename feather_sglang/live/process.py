@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import re
@@ -18,6 +19,7 @@ from typing import Any
 
 from feather_sglang.adapter.ports import free_port
 from feather_sglang.live.client import Address, HttpError, call
+from feather_sglang.policy_names import FEATHER, STOCK
 
 COMMON_FLAGS = (
     "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --max-total-tokens 200000 "
@@ -30,10 +32,6 @@ BACKENDS = {
     "triton": "--attention-backend triton",
     "pat": "--attention-backend fa3 --decode-attention-backend pat",
 }
-POLICIES = (
-    "fcfs", "lpm", "dfs-weight", "hrrn", "feather", "feather-order", "feather-heuristic", "feather-bandit",
-    "feather-qlearning",
-)  # fmt: skip
 END_SECONDS = 30.0  # in which a killed server's processes must be gone, and with them its GPU memory
 _PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -66,10 +64,10 @@ def parse_server(text: str) -> Configuration:
     for part in text.split("+"):
         if part in BACKENDS:
             parts += BACKENDS[part].split()
-        elif part in POLICIES:
+        elif part in STOCK + FEATHER:
             parts += ["--schedule-policy", part]
         else:
-            known = ", ".join((*BACKENDS, *POLICIES))
+            known = ", ".join((*BACKENDS, *STOCK, *FEATHER))
             raise ValueError(f"{text}: give NAME=FLAGS, or names joined by +, of {known}")
     return Configuration(text, tuple(parts))
 
@@ -158,15 +156,8 @@ class Server:
         return self.log.stat().st_size
 
     def stop(self) -> None:
-        """Kill the whole group and wait until none of it is left."""
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._process.wait()
-        deadline = time.monotonic() + END_SECONDS
-        while group_alive(self._process.pid) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        """Kill all of it and wait until none is left."""
+        end_group(self._process)
 
 
 def read_log(text: str, batch: int | None = None) -> dict[str, Any]:
@@ -185,6 +176,16 @@ def read_log(text: str, batch: int | None = None) -> dict[str, Any]:
         "full_batch_tok_s": round(median(full), 1) if full else None,
         "retractions": text.count("Retract requests"),
     }
+
+
+def end_group(leader: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its whole group, which it leads, and wait until none of it is left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader.pid, signal.SIGKILL)
+    leader.wait()
+    deadline = time.monotonic() + END_SECONDS
+    while group_alive(leader.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def group_alive(group: int) -> bool:

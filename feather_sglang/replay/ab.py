@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from feather_sglang import __version__
 from feather_sglang.errors import FeatherError
 from feather_sglang.live.arguments import SERVER_ONLY, add_server_arguments
+from feather_sglang.policy_names import FEATHER, STOCK
 from feather_sglang.replay import workloads
 from feather_sglang.replay.model_shape import DEFAULT_MODEL, MODELS, load_model
 from feather_sglang.replay.profiles import list_profiles, load_profile
@@ -36,8 +37,6 @@ from feather_sglang.report import plots
 from feather_sglang.report.summary import RunSummary
 from feather_sglang.report.tables import comparison
 
-STOCK = ("fcfs", "lpm", "dfs-weight", "hrrn", "lof", "random")
-FEATHER = ("feather", "feather-heuristic", "feather-bandit", "feather-qlearning", "feather-order")
 DEFAULT_POLICIES = "fcfs,lpm,dfs-weight,feather-order,feather-bandit"
 RESULTS_VERSION = 1
 REPLAY_ONLY = {"profile": "h200", "scheduler_cost": "on", "jobs": 2}

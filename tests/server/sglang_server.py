@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from feather_sglang.adapter.ports import free_port
+from feather_sglang.live.process import end_group
 
 START_SECONDS = 240
 CPU_FLAGS = (
@@ -83,11 +83,7 @@ class SGLangServer:
 
     def stop(self) -> None:
         """End the whole process group; SGLang's own shutdown only adds seconds to a test."""
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._process.wait()
+        end_group(self._process)
 
     def alive(self) -> bool:
         return self._process.poll() is None

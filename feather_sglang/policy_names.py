@@ -1,0 +1,4 @@
+"""The schedule policies that a server takes: SGLang's own, and those of this plugin."""
+
+STOCK = ("fcfs", "lpm", "dfs-weight", "hrrn", "lof", "random")
+FEATHER = ("feather", "feather-heuristic", "feather-bandit", "feather-qlearning", "feather-order")
