@@ -146,7 +146,7 @@ struct HopperForward {
   static_assert(kSmem <= 227 * 1024);
 
   // Named barriers, and who meets there.
-  enum Meeting { kWideRead = 1, kWideDone, kGroupRead, kGroupDone = kGroupRead + kGroups };
+  enum Meeting { kDealt = 1, kWideRead, kWideDone, kGroupRead, kGroupDone = kGroupRead + kGroups };
   template <int kCount>
   static __device__ void meet(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kCount) : "memory");
@@ -222,9 +222,11 @@ struct HopperForward {
     if (threadIdx.x >= kComputing) {
       cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
       copy(params, smem, control);
+      meet<kThreads>(kDealt);  // taken back before the others have theirs, they would wait for ever
       cutlass::arch::warpgroup_reg_alloc<168>();
     } else {
       cutlass::arch::warpgroup_reg_alloc<kComputeRegisters>();
+      pass<kThreads>(kDealt);
       compute(params, smem, control);
       cutlass::arch::warpgroup_reg_dealloc<168>();
     }

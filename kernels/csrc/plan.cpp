@@ -26,6 +26,7 @@ struct Workspace {
   Tree tree;
   PackScratch pack;
   Packing packing;
+  RoundsScratch rounds;
   Schedule schedule;
   EmitScratch emit;
   std::vector<Parts> packed;
@@ -74,7 +75,7 @@ void plan(TensorView config_fields, TensorView reals, TensorView parent, TensorV
   fold(forest, w.fold, w.tree);
   decide_by_strategy(config, forest, w.tree, w.pack);
   make_packs(config, forest, w.tree, w.pack, w.packing);
-  schedule(config, forest, w.packing, w.schedule);
+  schedule(config, forest, w.packing, w.rounds, w.schedule);
   write_stats(config, w.packing, w.schedule, data<int64_t>(stats), w.packed);
   if (buffer.size(0)) emit(config, forest, w.packing, w.schedule, w.emit, data<int32_t>(buffer));
 }

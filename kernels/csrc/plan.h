@@ -8,6 +8,7 @@
 #include <tvm/ffi/error.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -18,7 +19,7 @@ namespace feather {
 // ---- Fixed arguments, as Python's Planner lays them out (planner.config and planner.reals).
 
 enum Strategy : int64_t { kQuery, kRelay, kTwoPhase, kNaive, kCompute, kProfit, kOptimal, kTime };
-enum Split : int64_t { kSplitNone, kSplitMean, kSplitBalanced };
+enum Split : int64_t { kSplitNone, kSplitMean, kSplitBalanced, kSplitRounds };
 enum Merge : int64_t { kMergeFused, kMergeKernel };
 
 enum ConfigField : int32_t {
@@ -94,7 +95,9 @@ struct Config {
   Tile tile(int32_t t) const {
     return {static_cast<int32_t>(fields[kConfigTiles + 2 * t]), static_cast<int32_t>(fields[kConfigTiles + 2 * t + 1])};
   }
+  bool balances() const { return fields[kSplit] >= kSplitBalanced; }
   double alpha(int32_t t) const { return reals[kRealAlpha + t]; }
+  int64_t teams(int32_t t) const { return std::max<int64_t>(1, std::llround(1 / alpha(t))); }  // of a processor
   // ns of a processor for one KV head: of a work unit of a tile, and of each step of n tokens in it.
   double unit_ns(int32_t t) const { return reals[kRealAlpha + n_tiles() + t]; }
   double step_ns(int32_t t) const { return reals[kRealAlpha + 2 * n_tiles() + t]; }

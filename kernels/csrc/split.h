@@ -6,6 +6,7 @@
 #include <functional>
 
 #include "plan.h"
+#include "rounds.h"
 
 namespace feather {
 
@@ -64,7 +65,7 @@ inline void chunk_limits(const Config& config, const Packing& packing, const std
   for (int32_t t = 0; t < config.n_tiles(); ++t) {
     if (config[kSplit] == kSplitNone) limit[t] = INT32_MAX;
     if (config[kSplit] == kSplitMean) limit[t] = std::max<int64_t>(1, all / std::max<int64_t>(1, rows.size()));
-    if (config[kSplit] == kSplitBalanced) {
+    if (config.balances()) {
       const double share = config.alpha(t) * static_cast<double>(tokens[t] * config[kKvHeads]) / config[kProcessors];
       const double least = static_cast<double>(least_chunk(config, t));
       const double chunk = std::min<double>(std::max(share, least), INT32_MAX / 2);
@@ -155,7 +156,7 @@ inline void cut(const Config& config, const Packing& packing, double widen, Sche
     if (length > longest) {
       const int64_t pieces = (length + longest - 1) / longest;
       int64_t chunk = pack.chunk ? longest : (length + pieces - 1) / pieces;
-      if (config[kSplit] == kSplitBalanced && !pack.chunk) chunk = round_up(chunk, config.tile(row.tile).n);
+      if (config.balances() && !pack.chunk) chunk = round_up(chunk, config.tile(row.tile).n);
       row.chunk = static_cast<int32_t>(chunk);
       row.n_chunks = static_cast<int32_t>((length + chunk - 1) / chunk);
     }
@@ -168,13 +169,14 @@ inline void cut(const Config& config, const Packing& packing, double widen, Sche
 }
 
 // The whole split. Where items, members or parts exceed their capacity, chunks are widened until all fit.
-inline void schedule(const Config& config, const Forest& forest, const Packing& packing, Schedule& out) {
+inline void schedule(const Config& config, const Forest& forest, const Packing& packing, RoundsScratch& scratch,
+                     Schedule& out) {
   out.rows.clear();
   out.parts.resize(forest.n_requests);
   for (size_t pack = 0; pack < packing.packs.size(); ++pack) {
     add_row_tiles(config, packing, static_cast<int32_t>(pack), out.rows);
   }
-  if (config[kSplit] == kSplitBalanced) promote_long(config, packing, out.rows);
+  if (config.balances()) promote_long(config, packing, out.rows);
   int64_t limit[kMaxTiles];
   chunk_limits(config, packing, out.rows, limit);
   for (RowTile& row : out.rows) {
@@ -182,8 +184,9 @@ inline void schedule(const Config& config, const Forest& forest, const Packing& 
     row.longest = static_cast<int32_t>(fixed ? fixed : std::min<int64_t>(limit[row.tile], INT32_MAX));
   }
   out.head_pack = choose_head_pack(config);
+  if (config[kSplit] == kSplitRounds) Rounds(config, packing, out, scratch).settle(least_chunk);
   const bool by_warps = config.tile(config.tail_tile()).m <= kWarpRows;
-  if (config[kSplit] == kSplitBalanced && by_warps) balance_tails(config, packing, out);
+  if (config.balances() && by_warps) balance_tails(config, packing, out);
   out.widened = 0;
   for (double widen = 1;; widen *= 1.25) {
     cut(config, packing, widen, out);

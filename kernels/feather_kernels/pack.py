@@ -34,6 +34,7 @@ SPLITS = {
     "mean": "PAT 6: no item longer than the items' mean",
     "balanced": "no chunk longer than `alpha` (by tile) of one processor's even share of all tokens; tails so that the "
     "last round of warps is even",
+    "rounds": "balanced, and packs in large tiles so that modelled time is least (`costs.UnitCosts`)",
 }
 MERGES = {
     "fused": "the item of a request's last part waits for the other parts and writes the result",

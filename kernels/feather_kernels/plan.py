@@ -65,14 +65,16 @@ class Planner:
         A key of ``pack.STRATEGIES``.
     tiles : sequence of (m, n), optional
         Rows and KV tokens of the kernel's tiles, by ascending m; default ``tiles.TILES["hopper"]``. An item of R rows
-        runs in the smallest m >= R, but in m = 8 only if it has one request. With ``split="balanced"``, long packs of
-        several requests in a tile of at most 16 rows run in the next larger one where they are few.
+        runs in the smallest m >= R, but in m = 8 only if it has one request. With ``split`` "balanced" or
+        "rounds", long packs of several requests in a tile of at most 16 rows run in the next larger one where they are
+        few.
     split : str
         A key of ``pack.SPLITS``: how long KV is cut.
     merge : str
         A key of ``pack.MERGES``: who combines the parts of a request.
     alpha : sequence of float, optional
-        For ``split="balanced"``, per tile: chunks are no longer than ``alpha * (token-heads of that tile) / n_sm``.
+        One over a processor's teams of each tile. For ``split`` "balanced", and for "rounds" to begin with, chunks are no
+        longer than ``alpha * (token-heads of that tile) / n_sm``.
         Items of the tail tile are cut otherwise where it has at most 16 rows: the longest, as many as fill whole rounds
         of the warps, only where they exceed 5/4 of a warp's even share of the tail tile's tokens; the others so that
         their chunks are one round.
@@ -120,7 +122,7 @@ class Planner:
         max_requests: int,
         strategy: str = "time",
         tiles: Tiles | None = None,
-        split: str = "balanced",
+        split: str = "rounds",
         merge: str = "fused",
         alpha: Sequence[float] | None = None,
         min_chunk: int = 64,

@@ -44,8 +44,8 @@ class PackedDecodeWrapper:
     strategy : str, optional
         How to pack (see `feather_kernels.plan.Planner`). By default "time" on the Hopper path, where its costs were
         measured, and "profit" elsewhere.
-    split : str
-        How to split long KV ranges.
+    split : str, optional
+        How to split long KV ranges. By default "rounds" on the Hopper path, and "balanced" elsewhere.
     tiles : sequence of (m, n), optional
         The tile shapes to use: the largest one or more of `feather_kernels.tiles.built_tiles`; all by default.
     launch : {"persistent", "streams", "serial"}
@@ -87,7 +87,7 @@ class PackedDecodeWrapper:
         max_requests: int = 1024,
         max_parts: int | None = None,
         strategy: str | None = None,
-        split: str = "balanced",
+        split: str | None = None,
         tiles: tuple[tuple[int, int], ...] | None = None,
         launch: str = "persistent",
         merge: str | None = None,
@@ -145,8 +145,9 @@ class PackedDecodeWrapper:
         max_parts = default_parts(max_requests, num_qo_heads) if max_parts is None else max_parts
         properties = torch.cuda.get_device_properties(self.device)
         self.planner = Planner(
-            num_qo_heads, num_kv_heads, head_dim, split=split, tiles=self._tiles,
+            num_qo_heads, num_kv_heads, head_dim, tiles=self._tiles,
             strategy=strategy or ("time" if self.path == "hopper" else "profit"),
+            split=split or ("rounds" if self.path == "hopper" else "balanced"),
             merge=merge or ("fused" if may_fuse else "kernel"), n_sm=properties.multi_processor_count,
             max_requests=max_requests, max_parts=max_parts, **{"tail_warps": TAIL_WARPS[self.path], **planner_options},
         )  # fmt: skip

@@ -105,7 +105,7 @@ def uncut(plan):
 def row_tiles(plan):
     """[(tile, start, stop, members)] of what the plan cuts: a pack's rows in one tile, in the tile that they run in."""
     rows = [(tile_of(plan, len(members)), start, stop, members) for start, stop, members in packs_in(uncut(plan))]
-    if plan.planner.split != "balanced":
+    if plan.planner.split not in ("balanced", "rounds"):
         return rows
     shared = [row for row in rows if len(row[3]) > 1 and plan.tiles[row[0]][0] <= 16]
     least = least_promoted([stop - start for _, start, stop, _ in shared], plan.planner.num_kv_heads, plan.planner.n_sm)

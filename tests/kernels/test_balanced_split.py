@@ -1,4 +1,4 @@
-"""How ``split="balanced"`` cuts KV, against the rule in ``oracles.splitting`` and by example."""
+"""How the splits "balanced" and "rounds" cut KV, against the rules in ``oracles.splitting`` and by example."""
 
 from collections import Counter
 from itertools import accumulate, repeat
@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_checks import HEADS, TILE_SETS, check_plan, check_tiles, forests, packs_in, plan_of, row_tiles, without_tokens
 
+from feather_kernels.costs import UnitCosts
 from feather_kernels.forest import Forest
 from feather_kernels.pack import MERGES, STRATEGIES
 from feather_kernels.plan import DEFAULT_ALPHA
 from feather_kernels.tiles import TILES
 from feather_kernels.trees import tree_forest
-from oracles.splitting import head_pack, least_chunk, pieces, tail_limits, tile_limit
+from oracles.splitting import Processors, head_pack, least_chunk, pieces, tail_limits, tile_limit
 
 WITHOUT_CHUNKS = sorted(STRATEGIES.keys() - {"two-phase"})  # whose packs have no chunk of their own
 
@@ -27,7 +28,7 @@ def batches(draw):
         "num_qo_heads": group * kv_heads, "num_kv_heads": kv_heads, "strategy": draw(st.sampled_from(WITHOUT_CHUNKS)),
         "merge": draw(st.sampled_from(list(MERGES))), "tiles": draw(st.sampled_from(TILE_SETS)),
         "min_chunk": draw(st.sampled_from([1, 16, 150, 300, 600])), "n_sm": draw(st.sampled_from([1, 2, 5, 20])),
-        "tail_warps": draw(st.sampled_from([1, 2, 8, 12])),
+        "tail_warps": draw(st.sampled_from([1, 2, 8, 12])), "split": draw(st.sampled_from(["balanced", "rounds"])),
     }  # fmt: skip
     return draw(forests(tokens=2000, tail=draw(st.sampled_from([60, 600, 6000])))), arguments
 
@@ -45,13 +46,34 @@ def rule(rows, arguments, widen=1.0):
         limits = tail_limits(tails, kv_heads // pack, warps, least_chunk(arguments["min_chunk"], step), step)
         cut = [(tail, length, longest) for length, longest in zip(tails, limits, strict=True)]
     lengths = [[stop - start for of, start, stop, _ in rows if of == tile] for tile in range(len(tiles))]
-    for tile, start, stop, _ in rows:
-        if tile != tail or not balances:
-            m, n = tiles[tile]
-            least = least_chunk(arguments["min_chunk"], n)
-            cut.append((tile, stop - start, tile_limit(lengths[tile], DEFAULT_ALPHA[m], kv_heads, n_sm, least, n)))
+    limits = [
+        tile_limit(some, DEFAULT_ALPHA[m], kv_heads, n_sm, least_chunk(arguments["min_chunk"], n), n)
+        for some, (m, n) in zip(lengths, tiles, strict=True)
+    ]
+    if arguments["split"] == "rounds":
+        settle_rounds(rows, arguments, tail, pack, limits)
+    cut += [(tile, stop - start, limits[tile]) for tile, start, stop, _ in rows if tile != tail or not balances]
     chunks = [(tile, size, pieces(size, int(longest * widen), tiles[tile][1])) for tile, size, longest in cut]
     return Counter(chunks), pack
+
+
+def settle_rounds(rows, arguments, tail, pack, limits):
+    """Change the limits of the tiles of more than 16 rows, the largest first."""
+    tiles, kv_heads = arguments["tiles"], arguments["num_kv_heads"]
+    group, costs = arguments["num_qo_heads"] // kv_heads, UnitCosts()
+    of_tiles, single = costs.of_tiles(tiles), [row for row in rows if tiles[row[0]][0] <= 16]
+    processors = Processors(
+        arguments["n_sm"], tiles, of_tiles[: len(tiles)], of_tiles[len(tiles) :],
+        kv_heads * (costs.part + group * costs.part_row), kv_heads, pack * arguments["tail_warps"],
+        arguments["merge"] == "fused", tail, [stop - start for tile, start, stop, _ in single if tile == tail],
+        [(tile, stop - start) for tile, start, stop, _ in single if tile != tail],
+    )  # fmt: skip
+    for tile in reversed(range(len(tiles))):
+        mine = [(stop - start, len(members)) for of, start, stop, members in rows if of == tile]
+        if mine and tiles[tile][0] > 16:
+            least = least_chunk(arguments["min_chunk"], tiles[tile][1])
+            teams = round(1 / DEFAULT_ALPHA[tiles[tile][0]])
+            limits[tile] = processors.settle(tile, mine, limits[tile], least, teams)
 
 
 def cuts(plan, rows):

@@ -64,3 +64,61 @@ def least_promoted(lengths, kv_heads, n_sm):
     what falls to a warp.
     """
     return max(256, 4 * share(lengths, kv_heads, 8 * n_sm))
+
+
+def even_limits(longest, least, step):
+    """The limits that `rounds` tries: the longest pack in one piece, in two, and so on, in whole steps."""
+    for pieces in range(1, longest + 1):
+        limit = max(least, up(-(-longest // pieces), step))
+        yield limit
+        if limit == least:
+            return
+
+
+class Processors:
+    """The modelled time of a batch, in ns, as units are dealt out to processors one by one.
+
+    ``unit`` and ``step`` are a tile's costs of a processor, ``part`` what a request's part costs. ``tails`` are the
+    lengths of the tail tile's packs of ``heads`` KV heads each, of which every processor takes ``hands`` heads at once;
+    ``others`` those of packs in other tiles of single warps, with their tiles.
+    """
+
+    def __init__(self, count, tiles, unit, step, part, heads, hands, waits, tail, tails, others):
+        self.loads, self.turn = [0.0] * count, 0
+        self.tiles, self.unit, self.step, self.part = tiles, unit, step, part
+        self.heads, self.hands, self.waits = heads, hands, waits
+        self.tails = [self.cost(tail, length) for length in tails for _ in range(heads)]
+        self.extra = sum(self.cost(tile, length) * heads for tile, length in others)
+
+    def cost(self, tile, length):
+        return self.unit[tile] + self.step[tile] * -(-length // self.tiles[tile][1])
+
+    def deal(self, tile, rows, limit, teams):
+        """The time with this tile's (length, members) cut to the limit; then loads, turn, parts' price and units."""
+        loads, turn, units, parts = list(self.loads), self.turn, [], 0.0
+        for length, members in rows:
+            pieces = max(1, -(-length // limit))
+            units += [self.cost(tile, -(-length // pieces))] * (pieces * self.heads)
+            parts += (pieces - 1) * members * self.part
+        for index, cost in enumerate(sorted(units, reverse=True)):
+            first = index // len(loads) % teams == 0
+            loads[turn] += cost * (1 if teams == 1 else 1.5 if first else (teams - 1.5) / (teams - 1))
+            turn = (turn + 1) % len(loads)
+        top = max(loads)
+        taken = sum(self.tails) / len(self.tails) * self.hands if self.tails else 0
+        overlapped = sum(min(top - load, taken) if self.waits else top - load for load in loads)
+        time = top + (max(0, sum(self.tails) - overlapped) + self.extra + parts) / len(loads)
+        return time, loads, turn, parts, len(units)
+
+    def settle(self, tile, rows, limit, least, teams):
+        """The limit of the least time, unless that is hardly less than the one given; of up to six rounds of units."""
+        most, best = 6 * len(self.loads), self.deal(tile, rows, limit, teams)
+        for other in even_limits(max(length for length, _ in rows), least, self.tiles[tile][1]):
+            found = self.deal(tile, rows, other, teams)
+            if max(best[4], found[4]) > most:
+                break
+            if found[0] < 0.98 * best[0]:
+                best, limit = found, other
+        _, self.loads, self.turn, parts, _ = best
+        self.extra += parts
+        return limit

@@ -1,0 +1,149 @@
+// How long the chunks of large tiles are, for processors that take them in turn: the split `rounds`.
+//
+// Units of equal length are dealt out to the processors; 160 of them keep 132 processors busy for two rounds, and most
+// of those idle in the second. Tails fill idle time only as far as they are not dealt out themselves. So some chunk
+// lengths are tried, and the one of the least modelled time is taken.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+
+#include "plan.h"
+
+namespace feather {
+
+struct RoundsScratch {
+  struct Run {
+    double cost;
+    int64_t units;
+  };
+  std::vector<double> load, tried;  // ns of each processor
+  std::vector<Run> runs;            // units of equal cost
+  std::vector<int32_t> rows;        // of the tile at hand
+};
+
+class Rounds {
+ public:
+  Rounds(const Config& config, const Packing& packing, Schedule& out, RoundsScratch& scratch)
+      : config_(config), packing_(packing), out_(out), scratch_(scratch) {
+    scratch_.load.assign(config[kProcessors], 0);
+    const int32_t tail = config.tail_tile();
+    for (const RowTile& row : out.rows) {
+      if (config.tile(row.tile).m > kWarpRows) continue;
+      const int64_t units = config[kKvHeads], length = packing.packs[row.pack].length();
+      const double ns = static_cast<double>(units) * chunk_ns(row.tile, length);
+      if (row.tile == tail) {
+        tails_ += units, tails_ns_ += ns;
+      } else {
+        extra_ += ns;
+      }
+    }
+    part_ns_ = static_cast<double>(config[kKvHeads]) *
+               (config.reals[kPartNs] + static_cast<double>(config[kGroupSize]) * config.reals[kPartRowNs]);
+  }
+
+  // Settle the chunks of every tile of more than 16 rows, the largest first. `least`: the shortest chunk of a tile.
+  template <class Least>
+  void settle(Least least) {
+    for (int32_t tile = config_.n_tiles() - 1; tile >= 0 && config_.tile(tile).m > kWarpRows; --tile) {
+      settle_tile(tile, least(config_, tile));
+    }
+  }
+
+ private:
+  static constexpr int64_t kMostRounds = 6;  // beyond, an uneven last one costs little
+  static constexpr double kGain = 0.98;      // a change must lower the time to that
+  static constexpr double kAlone = 1.5;      // times a unit's cost that it takes while the other teams are idle
+
+  double chunk_ns(int32_t tile, int64_t length) const {
+    const int64_t n = config_.tile(tile).n;
+    return config_.unit_ns(tile) + config_.step_ns(tile) * static_cast<double>((length + n - 1) / n);
+  }
+
+  void settle_tile(int32_t tile, int64_t least) {
+    auto& rows = scratch_.rows;
+    rows.clear();
+    int64_t longest = 0;
+    for (size_t i = 0; i < out_.rows.size(); ++i) {
+      if (out_.rows[i].tile != tile) continue;
+      if (packing_.packs[out_.rows[i].pack].chunk) return;
+      rows.push_back(static_cast<int32_t>(i));
+      longest = std::max<int64_t>(longest, packing_.packs[out_.rows[i].pack].length());
+    }
+    if (rows.empty()) return;
+    const int64_t step = config_.tile(tile).n, most_units = kMostRounds * config_[kProcessors];
+    int64_t limit = out_.rows[rows[0]].longest;
+    double best = deal(tile, limit);
+    int64_t best_units = units_;
+    int64_t chunk = 0;
+    for (int64_t pieces = 1; best_units <= most_units && chunk != least; ++pieces) {
+      const int64_t even = (longest + pieces - 1) / pieces, next = std::max(least, (even + step - 1) / step * step);
+      if (next == chunk) continue;
+      chunk = next;
+      const double time = deal(tile, chunk);
+      if (units_ > most_units) break;
+      if (time < kGain * best) best = time, limit = chunk, best_units = units_;
+    }
+    deal(tile, limit);
+    scratch_.load.swap(scratch_.tried);
+    turn_ = next_turn_, extra_ += parts_;
+    for (const int32_t row : rows) out_.rows[row].longest = static_cast<int32_t>(std::min<int64_t>(limit, INT32_MAX));
+  }
+
+  // The modelled time with the tile's chunks no longer than `limit`. Sets units_, parts_, next_turn_ and tried.
+  double deal(int32_t tile, int64_t limit) {
+    auto& [load, tried, runs, rows] = scratch_;
+    const int64_t heads = config_[kKvHeads], processors = config_[kProcessors];
+    tried = load;
+    runs.clear();
+    units_ = 0, parts_ = 0;
+    for (const int32_t index : rows) {
+      const RowTile& row = out_.rows[index];
+      const int64_t length = packing_.packs[row.pack].length(), pieces = std::max<int64_t>(1, (length + limit - 1) / limit);
+      const int64_t units = pieces * heads;
+      runs.push_back({chunk_ns(tile, (length + pieces - 1) / pieces), units});
+      units_ += units;
+      parts_ += part_ns_ * static_cast<double>((pieces - 1) * row.count);
+    }
+    const auto longer = [](const auto& a, const auto& b) { return a.cost > b.cost; };
+    if (!std::is_sorted(runs.begin(), runs.end(), longer)) std::sort(runs.begin(), runs.end(), longer);
+    // A processor's teams take a unit each before one takes a second.
+    const int64_t teams = config_.teams(tile), round = teams * processors;
+    const double first = teams > 1 ? kAlone : 1, other = (static_cast<double>(teams) - first) / std::max(1., teams - 1.);
+    int64_t at = turn_, dealt = 0, team = 0;
+    for (const auto& [cost, units] : runs) {
+      const int64_t whole = units / round;
+      if (whole) {
+        for (double& ns : tried) ns += cost * static_cast<double>(whole * teams);
+      }
+      for (int64_t i = whole * round; i < units; ++i) {
+        tried[at] += cost * (team == 0 ? first : other);
+        at = at + 1 == processors ? 0 : at + 1;
+        if (++dealt == processors) dealt = 0, team = team + 1 == teams ? 0 : team + 1;
+      }
+    }
+    next_turn_ = at;
+    // Who has less than others begins with tails. Those close requests: with the fused merge their warps wait until all
+    // parts are there, so no more than one round of them overlaps.
+    const double top = *std::max_element(tried.begin(), tried.end());
+    const double taken = tails_ ? tails_ns_ / static_cast<double>(tails_) * round_of_tails() : 0;
+    double overlapped = 0;
+    for (const double ns : tried) overlapped += config_.fused() ? std::min(top - ns, taken) : top - ns;
+    const double left = std::max(0., tails_ns_ - overlapped) + extra_ + parts_;
+    return top + left / static_cast<double>(processors);
+  }
+
+  // KV heads of tails that a processor's warps take at once.
+  double round_of_tails() const { return static_cast<double>(config_[kTailWarps] * out_.head_pack); }
+
+  const Config& config_;
+  const Packing& packing_;
+  Schedule& out_;
+  RoundsScratch& scratch_;
+  // ns of all processors: of tails; of a part of all KV heads; of other single warps and settled parts; of parts at hand
+  double tails_ns_ = 0, part_ns_ = 0, extra_ = 0, parts_ = 0;
+  int64_t tails_ = 0, units_ = 0, turn_ = 0, next_turn_ = 0;
+};
+
+}  // namespace feather
