@@ -20,10 +20,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from decode_cases import COPY_BANDWIDTH, MATRIX_RATE, Case, Heads, Watchdog, choose_trees, parse_heads, tree_case
+from decode_cases import (
+    COPY_BANDWIDTH,
+    MATRIX_RATE,
+    TREE_SETS,
+    Case,
+    Heads,
+    Watchdog,
+    choose_trees,
+    parse_heads,
+    tree_case,
+)
 from decode_report import markdown, plot, row_header, row_line, summary
 
-from feather_kernels.trees import PAT_TREES, parse_tree
+from feather_kernels.trees import parse_tree
 
 TOLERANCE = {"float16": 5e-3, "bfloat16": 2e-2}  # of |out - reference| / |reference|, both over all checked rows
 CHECKED = 8  # requests
@@ -41,6 +51,7 @@ class LostDevice(RuntimeError):
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", default="pat", choices=tuple(TREE_SETS), help="the trees (default: %(default)s)")
     parser.add_argument("--trees", default="all", help="numbers from 1 on, such as 1,3,19-20 (default: all)")
     parser.add_argument("--heads", default="32/8,64/8,32/32,16/8", help="query/KV heads (default: %(default)s)")
     parser.add_argument("--pages", default="1,32", help="page sizes (default: %(default)s)")
@@ -61,7 +72,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--from", dest="source", type=Path, metavar="JSON", help="report a finished run; no GPU needed")
     options = parser.parse_args(argv)
     try:
-        options.trees = choose_trees(options.trees)
+        options.trees = choose_trees(options.trees, TREE_SETS[options.set])
         options.heads = [parse_heads(text) for text in options.heads.split(",")]
         options.pages = [int(text) for text in options.pages.split(",")]
         options.ablation_pages = [int(text) for text in options.ablation_pages.split(",") if text]
@@ -81,9 +92,9 @@ def cases(options: argparse.Namespace) -> list[tuple[int, Heads, int]]:
     return [(tree, heads, page) for page in options.pages for heads in options.heads for tree in options.trees]
 
 
-def pool_elements(tree: int, heads: Heads, page_size: int, head_dim: int = 128) -> int:
+def pool_elements(name: str, heads: Heads, page_size: int, head_dim: int = 128) -> int:
     """Elements of K, without building the batch."""
-    nodes, tokens = parse_tree(PAT_TREES[tree])
+    nodes, tokens = parse_tree(name)
     pages = sum(count * -(-length // page_size) for count, length in zip(nodes, tokens, strict=True))
     return pages * page_size * heads.kv * head_dim
 
@@ -173,7 +184,8 @@ def allocate(options: argparse.Namespace, planned: list, watchdog: Watchdog) -> 
     import torch
     from decode_systems import Pools
 
-    for elements in sorted({pool_elements(*case) for case in planned}, reverse=True):
+    names = TREE_SETS[options.set]
+    for elements in sorted({pool_elements(names[tree], *rest) for tree, *rest in planned}, reverse=True):
         watchdog.expect(CASE_SECONDS, "random K and V")
         try:
             return Pools(elements, getattr(torch, options.dtype), seed=options.seed), elements
@@ -232,13 +244,14 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
             content["left_out"] += [f"{t + 1} {h} p{p}: over the budget" for t, h, p in planned[number:]]
             status = 1
             break
-        if pool_elements(tree, heads, page) > room:
+        name = TREE_SETS[options.set][tree]
+        if pool_elements(name, heads, page) > room:
             content["left_out"].append(f"{label}: out of GPU memory for K and V")
             status = 1
             continue
         now = systems_for(chosen, page, options)
         if (tree, page) not in batches:
-            batches[tree, page] = tree_case(PAT_TREES[tree], heads, page, seed=options.seed)
+            batches[tree, page] = tree_case(name, heads, page, seed=options.seed)
         case, started = batches[tree, page].with_heads(heads), time.monotonic()
         try:
             record = measure_case(case, tree, now, pools, flush, watchdog, (options, bandwidth))

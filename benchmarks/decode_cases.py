@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from feather_kernels.forest import Forest
-from feather_kernels.trees import PAT_TREES, forest_table, parse_tree, tree_forest
+from feather_kernels.trees import PAT_TREES, SERVING_TREES, forest_table, parse_tree, tree_forest
 
 Ints = npt.NDArray[np.integer]
 
@@ -186,19 +186,22 @@ def tree_case(name: str, heads: Heads, page_size: int = 1, head_dim: int = 128, 
     return Case(name, forest, table, n_pages, heads, page_size, head_dim)
 
 
-def choose_trees(text: str) -> list[int]:
-    """``"1,3,19-20"`` as indices into `PAT_TREES`, counted from 1 as the tables print them; ``all`` for all."""
+TREE_SETS = {"pat": PAT_TREES, "serving": SERVING_TREES}
+
+
+def choose_trees(text: str, names: Sequence[str] = PAT_TREES) -> list[int]:
+    """``"1,3,19-20"`` as indices into `names`, counted from 1 as the tables print them; ``all`` for all."""
     if text == "all":
-        return list(range(len(PAT_TREES)))
+        return list(range(len(names)))
     chosen: list[int] = []
     for part in text.split(","):
         try:
             first, _, last = part.partition("-")
             chosen += range(int(first) - 1, int(last or first))
         except ValueError:
-            raise ValueError(f"trees {text!r}: give numbers from 1 to {len(PAT_TREES)}, such as 1,3,19-20") from None
-    if not chosen or min(chosen) < 0 or max(chosen) >= len(PAT_TREES):
-        raise ValueError(f"trees {text!r}: give numbers from 1 to {len(PAT_TREES)}, such as 1,3,19-20")
+            raise ValueError(f"trees {text!r}: give numbers from 1 to {len(names)}, such as 1,3,19-20") from None
+    if not chosen or min(chosen) < 0 or max(chosen) >= len(names):
+        raise ValueError(f"trees {text!r}: give numbers from 1 to {len(names)}, such as 1,3,19-20")
     return chosen
 
 

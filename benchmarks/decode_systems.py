@@ -227,6 +227,7 @@ ABLATIONS: dict[str, System] = {
     "feather-two-phase": feather(strategy="two-phase"),
     "feather-optimal": feather(strategy="optimal"),
     "feather-query": feather(strategy="query"),
+    "feather-balanced": feather(split="balanced"),
     "feather-fixed": feather_fixed,
     "feather-merge-kernel": feather(merge="kernel"),
     "feather-streams": feather(launch="streams"),

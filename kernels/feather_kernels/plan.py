@@ -73,11 +73,10 @@ class Planner:
     merge : str
         A key of ``pack.MERGES``: who combines the parts of a request.
     alpha : sequence of float, optional
-        One over a processor's teams of each tile. For ``split`` "balanced", and for "rounds" to begin with, chunks are no
-        longer than ``alpha * (token-heads of that tile) / n_sm``.
-        Items of the tail tile are cut otherwise where it has at most 16 rows: the longest, as many as fill whole rounds
-        of the warps, only where they exceed 5/4 of a warp's even share of the tail tile's tokens; the others so that
-        their chunks are one round.
+        Of each tile, one over a processor's teams. For ``split`` "balanced", and for "rounds" to begin with, chunks are
+        no longer than ``alpha * (token-heads of that tile) / n_sm``. Items of the tail tile are cut otherwise where it
+        has at most 16 rows: the longest, as many as fill whole rounds of the warps, only where they exceed 5/4 of a
+        warp's even share of the tail tile's tokens; the others so that their chunks are one round.
     min_chunk : int
         ... but the limit is no lower than this many tokens, nor than eight steps of its tile. Chunks of a pack are
         even, so shorter than their limit, by up to half.
@@ -98,7 +97,7 @@ class Planner:
     item_overhead : int
         What one more pack costs ``optimal``, in bytes per KV head.
     costs : UnitCosts, optional
-        What ``time`` minimises; by default for an H200.
+        What ``time`` minimises, and ``rounds``; by default for an H200.
     head_pack : {1, 2}, optional
         KV heads to a unit of the m = 8 queue. 2 needs 2 * G <= 8 and an even number of KV heads, and is taken by
         default where it has them, up to head_dim 128.

@@ -33,6 +33,13 @@ PAT_TREES = (
     "256_1024",
     "256_4096",
 )
+# What a server's batch often looks like: some prompts that equally many requests share, and short tails.
+SERVING_TREES = tuple(
+    f"{groups},{requests}_{tokens},100"
+    for requests in (32, 128, 500)
+    for groups in (1, 5, 20)
+    for tokens in (1000, 5000, 10000)
+)
 
 
 def parse_tree(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from decode_cases import Case, Heads, choose_trees, parse_heads, tree_case
+from decode_cases import TREE_SETS, Case, Heads, choose_trees, parse_heads, tree_case
 
 from feather_kernels.forest import Forest
 from feather_kernels.trees import PAT_TREES, forest_table, random_forest
@@ -103,6 +103,7 @@ def test_a_request_that_ends_at_the_root_leaves_no_cascade():
 def test_arguments():
     assert parse_heads("64/8") == Heads(64, 8) and str(Heads(64, 8)) == "64/8" and Heads(64, 8).group == 8
     assert choose_trees("1,3,19-20") == [0, 2, 18, 19] and len(choose_trees("all")) == 20
+    assert choose_trees("27", TREE_SETS["serving"]) == [26] and len(choose_trees("all", TREE_SETS["serving"])) == 27
     for text in ("32", "8/32", "a/b", "12/8"):
         with pytest.raises(ValueError, match="heads"):
             parse_heads(text)

@@ -139,7 +139,7 @@ def test_pool_size_is_known_before_the_batch_is_built(tree):
     heads = Heads(8, 2)
     for page_size in (1, 32):
         case = tree_case(PAT_TREES[tree], heads, page_size)
-        assert bench.pool_elements(tree, heads, page_size) == Pools.elements(case)
+        assert bench.pool_elements(case.name, heads, page_size) == Pools.elements(case)
 
 
 def test_counters_of_ncu_as_a_table(capsys):
