@@ -2,3 +2,4 @@
 
 STOCK = ("fcfs", "lpm", "dfs-weight", "hrrn", "lof", "random")
 FEATHER = ("feather", "feather-heuristic", "feather-bandit", "feather-qlearning", "feather-order")
+SWITCH_PATH = "/feather/schedule_policy"  # where a running server takes another of these names

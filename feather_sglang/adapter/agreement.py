@@ -31,6 +31,14 @@ class Agreement:
             dist.broadcast(value, self._first_rank(), self.group)
         return int(value.item())
 
+    def all(self, mine: bool) -> bool:
+        """Whether every rank says yes."""
+        if self.ranks == 1:
+            return mine
+        value = torch.tensor([int(mine)], dtype=torch.int64)
+        dist.all_reduce(value, dist.ReduceOp.MIN, self.group)
+        return bool(value.item())
+
     def readings(self, now: float, reward: float | None) -> tuple[float, float | None]:
         """Rank 0's clock (s) and reward (tokens/s, or None)."""
         if self.ranks == 1:

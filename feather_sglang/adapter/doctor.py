@@ -126,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
     when = {
         "start": "wrapped at start-up",
         "scheduler": "wrapped under feather only",
+        "switch": "wrapped under --feather-allow-switch only",
         "pat": "wrapped under pat only",
         "calls": "called, not wrapped",
     }

@@ -9,11 +9,18 @@ from typing import NoReturn
 from feather_sglang.errors import FeatherError
 
 logger = logging.getLogger(__name__)
+_command_line = False  # whether SGLang read its flags in this process
+
+
+def begin_command_line() -> None:
+    """This process is one of SGLang's commands, not a program of the user's."""
+    global _command_line
+    _command_line = True
 
 
 def end_start_up(error: FeatherError) -> NoReturn:
-    """One line and no traceback in a process that SGLang has started; the error itself in a program of the user's."""
-    if multiprocessing.parent_process() is None:
+    """One line and no traceback in a process of SGLang's; the error itself in a program of the user's."""
+    if multiprocessing.parent_process() is None and not _command_line:
         raise error
     logger.error("feather: error: %s", error)
     raise SystemExit(1) from None

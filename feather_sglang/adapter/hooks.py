@@ -1,12 +1,14 @@
 """Every place where feather touches SGLang, in one table, and the check that the installed SGLang still fits it.
 
-Four kinds:
+Five kinds:
 
 ``start``
     Wrapped through SGLang's hook registry when the plugin loads. They run while a server starts, never per step.
 ``scheduler``
     Wrapped on the one scheduler object, and only when it was started with a feather policy: under any other
     policy the methods that SGLang calls per step are its own, untouched.
+``switch``
+    Wrapped on the one scheduler object, under any policy, where ``--feather-allow-switch`` is given.
 ``pat``
     Wrapped when the pat backend is built, and in that process only.
 ``calls``
@@ -31,13 +33,14 @@ class Hook(NamedTuple):
     parameters: tuple[str, ...]
     purpose: str
     names: tuple[str, ...] = ()  # names the body must mention, where feather relies on how it works
-    part: str = "policy"  # what does without it: the policies, or the "pat" backend
+    part: str = "policy"  # what does without it: the policies, the "pat" backend, or "switch"
     optional: bool = False  # some supported releases do not have it
 
 
 _ARGS = "sglang.srt.server_args.ServerArgs."
 _POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy."
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+_TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin."
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
 _ATTENTION = "sglang.srt.layers.attention."
 _MEMORY = "sglang.srt.mem_cache.memory_pool."
@@ -72,6 +75,19 @@ HOOKS = (
     Hook(_SCHEDULER + "get_next_batch_to_run", "scheduler", ("self", "running_batch", "last_batch"), "the debug check"),
     Hook(_SCHEDULER + "get_num_allocatable_reqs", "calls", ("self", "running_bs"), "free slots of the batch"),
     Hook(_BATCH + "filter_batch", "calls", ("self",), "permutes all state that SGLang keeps per row", ("reqs",)),
+    Hook(_SCHEDULER + "set_internal_state", "switch", ("self", "recv_req"), "takes the order to switch", part="switch"),
+    Hook(_SCHEDULER + "get_internal_state", "switch", ("self", "recv_req"), "tells what came of it", part="switch"),
+    Hook(_TOKENIZER + "set_internal_state", "calls", ("self", "obj"), "the order to all schedulers", part="switch"),
+    Hook(_TOKENIZER + "get_internal_state", "calls", ("self",), "what came of it, from all", part="switch"),
+    Hook(_SCHEDULER + "is_fully_idle", "calls", ("self",), "whether requests run or wait", part="switch"),
+    Hook(
+        "sglang.srt.runtime_context.RuntimeContext.override",
+        "calls",
+        ("self", "source"),
+        "the policy that SGLang reports",
+        part="switch",
+    ),
+    Hook("sglang.srt.utils.auth.auth_level", "calls", ("level",), "the admin key guards the endpoint", part="switch"),
     Hook(_ARGS + "__post_init__", "start", ("self",), "--attention-backend pat, before SGLang resolves it", part="pat"),
     Hook(_ARGS + "resolve_once", "start", ("self",), "the same where it resolves later", part="pat", optional=True),
     Hook(_ATTENTION + "attention_registry.register_attention_backend", "calls", ("name",), "adds pat", part="pat"),

@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,9 @@ def _writable_folder(value: Any) -> str:
     return os.path.abspath(value)
 
 
-def _option(default: Any, parse: Callable[[Any], Any], metavar: str, text: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "metavar": metavar, "help": text})
+def _option(default: Any, parse: Callable[[Any], Any], metavar: str, text: str, at_start: bool = False) -> Any:
+    """``at_start``: it cannot change while a server runs."""
+    return field(default=default, metadata={"parse": parse, "metavar": metavar, "help": text, "at_start": at_start})
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,18 @@ class FeatherOptions:
         "paper", _features, "paper|headroom", "State the learner sees: the paper's, or with memory."
     )
     record_plan: str | None = _option(
-        None, _writable_folder, "DIR", "The pat backend keeps a recent batch there, for `feather explain-plan DIR`."
+        None,
+        _writable_folder,
+        "DIR",
+        "The pat backend keeps a recent batch there, for `feather explain-plan DIR`.",
+        at_start=True,
+    )
+    allow_switch: bool = _option(
+        False,
+        _switch,
+        "on|off",
+        "POST /feather/schedule_policy changes the schedule policy of the running server. Needs --admin-api-key.",
+        at_start=True,
     )
 
     @classmethod
@@ -111,22 +123,47 @@ class FeatherOptions:
             raise FeatherError(f'{VARIABLE}: not JSON ({error}); write it as {{"max_wait": 30}}') from None
         if not isinstance(given, dict):
             raise FeatherError(f'{VARIABLE}: expected a JSON object such as {{"max_wait": 30}}, found {text!r}')
-        known = {f.name: f for f in fields(cls)}
-        values = {}
-        for name, value in given.items():
-            if name not in known:
-                raise FeatherError(f"{VARIABLE}: unknown option {name!r}; the options are {', '.join(known)}")
-            if value is None and known[name].default is None:
-                continue
-            try:
-                values[name] = known[name].metadata["parse"](value)
-            except (TypeError, ValueError) as error:
-                raise FeatherError(f"{VARIABLE}: {name}={value!r}: {error}") from None
-        return cls(**values)
+        return replace(cls(), **_parse(given, f"{VARIABLE}: "))
+
+    def updated(self, given: dict[str, Any]) -> FeatherOptions:
+        """Options of another policy on the same server; null stands for the default where that is none.
+
+        Raises
+        ------
+        FeatherError
+            If it names an unknown option, a value that does not fit, or an option that only a start can set.
+        """
+        values = _parse(given, "options: ")
+        for spec in fields(self):
+            if spec.name in given and spec.metadata["at_start"]:
+                raise FeatherError(f"options: {spec.name} cannot change while the server runs")
+        return replace(self, **values)
 
     def to_environment(self, environment: Any = os.environ) -> None:
         """Write FEATHER_OPTIONS for the processes that SGLang starts next."""
         environment[VARIABLE] = json.dumps(asdict(self))
+
+
+def _parse(given: dict[str, Any], head: str) -> dict[str, Any]:
+    """The values of a JSON object; a mistake raises ``FeatherError``, its line beginning with ``head``."""
+    known = {spec.name: spec for spec in fields(FeatherOptions)}
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in known:
+            raise FeatherError(f"{head}unknown option {name!r}; the options are {', '.join(known)}")
+        if value is None and known[name].default is None:
+            values[name] = None
+            continue
+        try:
+            values[name] = known[name].metadata["parse"](value)
+        except (TypeError, ValueError) as error:
+            raise FeatherError(f"{head}{name}={value!r}: {error}") from None
+    return values
+
+
+def switch_allowed(environment: Any = os.environ) -> bool:
+    """Whether FEATHER_OPTIONS allows to switch policies; only one that names the option is read."""
+    return "allow_switch" in environment.get(VARIABLE, "") and FeatherOptions.from_environment(environment).allow_switch
 
 
 class _SetOption(argparse.Action):
@@ -157,6 +194,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("feather", "options of the feather schedule policies and the pat backend")
     for spec in fields(FeatherOptions):
         default = ("on" if spec.default else "off") if isinstance(spec.default, bool) else spec.default
+        # What is off by default may be named without a value.
+        alone: dict[str, Any] = {"nargs": "?", "const": "on"} if spec.default is False else {}
         group.add_argument(
             f"--feather-{spec.name.replace('_', '-')}",
             dest=f"feather_{spec.name}",
@@ -164,4 +203,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             metavar=spec.metadata["metavar"],
             default=argparse.SUPPRESS,
             help=f"{spec.metadata['help']} Default: {default}.",
+            **alone,
         )

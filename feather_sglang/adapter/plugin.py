@@ -7,15 +7,16 @@ asked for, where a failure ends start-up.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from feather_sglang.adapter.attention import decode_only, offer_backend, register_backend
-from feather_sglang.adapter.failures import end_start_up
+from feather_sglang.adapter.failures import begin_command_line, end_start_up
 from feather_sglang.adapter.hooks import HOOKS, exists, installed_version, mismatches
-from feather_sglang.adapter.options import add_flags
+from feather_sglang.adapter.options import FeatherOptions, add_flags, switch_allowed
 from feather_sglang.errors import FeatherError
 from feather_sglang.policy_names import FEATHER
 
@@ -31,10 +32,22 @@ def extend_parser(_result: Any, parser: Any) -> None:
             action.choices = [*action.choices, *FEATHER]
     offer_backend(parser)
     add_flags(parser)
+    begin_command_line()
 
 
 def check_server_args(original: Any, args: Any) -> Any:
-    """Let a feather policy pass where SGLang allows priority scheduling to fcfs and lof only."""
+    """Let a feather policy pass where SGLang allows priority scheduling to fcfs and lof only.
+
+    This runs in the server's own process, once all flags are known, so ``--feather-allow-switch`` begins here too.
+    """
+    try:
+        if switch_allowed():
+            from feather_sglang.adapter.switch_endpoint import add_endpoint, refuse_unguarded
+
+            refuse_unguarded(args)
+            add_endpoint()
+    except FeatherError as error:
+        end_start_up(error)
     name = args.schedule_policy
     if name not in FEATHER or not args.enable_priority_scheduling:
         return original(args)
@@ -55,21 +68,35 @@ def accept_policy(original: Any, policy: Any, name: str, tree_cache: Any) -> Any
 
 
 def start(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Take over a scheduler that was started with a feather policy, or end its start-up with one clear line."""
+    """Set up a scheduler for a feather policy and for switching, or end its start-up with one clear line."""
     result = original(scheduler, *args, **kwargs)
-    name = scheduler.schedule_policy
-    if name not in FEATHER:
-        return result
     try:
-        if found := mismatches():
-            raise FeatherError(f"this SGLang does not fit --schedule-policy {name}: {'; '.join(found)}")
-        from feather_sglang.adapter.scheduler import take_over
-
-        take_over(scheduler, name)
+        if scheduler.schedule_policy in FEATHER:
+            _start_policy(scheduler, scheduler.schedule_policy)
+        if switch_allowed():
+            _start_switch(scheduler, functools.partial(original, scheduler, *args, **kwargs))
     except FeatherError as error:
         end_start_up(error)
-    logger.info("feather: %s is active (sglang %s)", name, installed_version())
     return result
+
+
+def _start_policy(scheduler: Any, name: str) -> None:
+    if found := mismatches():
+        raise FeatherError(f"this SGLang does not fit --schedule-policy {name}: {'; '.join(found)}")
+    from feather_sglang.adapter.scheduler import make_stop_policy, refuse_unsupported, take_over
+
+    refuse_unsupported(scheduler, name)
+    options = FeatherOptions.from_environment()
+    take_over(scheduler, name, options, make_stop_policy(name, options))
+    logger.info("feather: %s is active (sglang %s)", name, installed_version())
+
+
+def _start_switch(scheduler: Any, initialise: Any) -> None:
+    if found := mismatches("switch"):
+        raise FeatherError(f"this SGLang does not fit --feather-allow-switch: {'; '.join(found)}")
+    from feather_sglang.adapter.switch import Switch
+
+    Switch(scheduler, initialise).install()
 
 
 HANDLERS = {

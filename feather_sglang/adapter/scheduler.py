@@ -25,6 +25,7 @@ from sglang.srt.managers.schedule_policy import PrefillAdder
 from feather_sglang.adapter.agreement import Agreement
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.row_order import permute_rows
+from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.batch_builder import BatchBuilder
 from feather_sglang.cht import ChunkedHashTree
 from feather_sglang.errors import FeatherError
@@ -103,7 +104,7 @@ class FeatherScheduler:
         After a run-time failure: the scheduler goes on as fcfs for good.
     """
 
-    def __init__(self, scheduler: Any, name: str, options: FeatherOptions) -> None:
+    def __init__(self, scheduler: Any, name: str, options: FeatherOptions, policy: StopPolicy | None) -> None:
         self.scheduler = scheduler
         self.name = name
         self.options = options
@@ -118,9 +119,10 @@ class FeatherScheduler:
         self._running_rows = 0
         self._outputs: dict[Hashable, int] = {}  # tokens that requests in prefill had when they were admitted
         self._agreement = Agreement(scheduler.tp_cpu_group)
+        self._wrappings = Wrappings()
         self.builder = BatchBuilder(
             ChunkedHashTree(options.chunk_size, seed=self._agreement.secret()),
-            make_stop_policy(name, options),
+            policy,
             max_wait=options.max_wait,
             max_wait_rounds=options.max_wait_rounds,
         )
@@ -140,10 +142,15 @@ class FeatherScheduler:
             (scheduler, "update_running_batch", self._update_running_batch),
             (scheduler, "process_batch_result", self._process_batch_result),
         ):
-            setattr(owner, method, functools.partial(wrapper, getattr(owner, method)))
+            self._wrappings.wrap(owner, method, wrapper)
         if os.environ.get(DEBUG_CHECK) == "1":
-            scheduler.get_next_batch_to_run = functools.partial(self._checked, scheduler.get_next_batch_to_run)
+            self._wrappings.wrap(scheduler, "get_next_batch_to_run", self._checked)
         _watch_adder()
+
+    def uninstall(self) -> None:
+        """Leave scheduler and adder as SGLang made them."""
+        self._wrappings.undo()
+        _leave_adder()
 
     # Life cycle -----------------------------------------------------------------------------------------------
 
@@ -377,10 +384,15 @@ class _Guard:
 _admitting: FeatherScheduler | None = None  # the scheduler inside an admission round, for the adder it has made
 
 
-@functools.cache
+_add_one_req: Callable[..., Any] | None = None  # SGLang's own, while it is wrapped
+
+
 def _watch_adder() -> None:
     """Report every ``PrefillAdder.add_one_req`` of an admission round; SGLang makes a new adder per round."""
-    original = PrefillAdder.add_one_req
+    global _add_one_req
+    if _add_one_req is not None:
+        return
+    _add_one_req = original = PrefillAdder.add_one_req
 
     @functools.wraps(original)
     def add_one_req(adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -390,6 +402,12 @@ def _watch_adder() -> None:
         return result
 
     PrefillAdder.add_one_req = add_one_req
+
+
+def _leave_adder() -> None:
+    global _add_one_req
+    if _add_one_req is not None:
+        PrefillAdder.add_one_req, _add_one_req = _add_one_req, None
 
 
 def refuse_unsupported(scheduler: Any, name: str) -> None:
@@ -407,10 +425,9 @@ def refuse_unsupported(scheduler: Any, name: str) -> None:
             raise FeatherError(f"--schedule-policy {name} does not support {flag}; drop it or choose another policy")
 
 
-def take_over(scheduler: Any, name: str) -> FeatherScheduler:
+def take_over(scheduler: Any, name: str, options: FeatherOptions, policy: StopPolicy | None) -> FeatherScheduler:
     """Put the feather policy ``name`` in charge of ``scheduler`` (also found as ``scheduler.feather``)."""
-    refuse_unsupported(scheduler, name)
-    feather = FeatherScheduler(scheduler, name, FeatherOptions.from_environment())
+    feather = FeatherScheduler(scheduler, name, options, policy)
     feather.install()
     scheduler.feather = feather
     return feather

@@ -1,16 +1,18 @@
-"""``feather ab --engine server``: real servers, one at a time, each with another policy, under the same requests."""
+"""``feather ab --engine server``: real servers, one at a time, each policy under the same requests."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import secrets
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from feather_sglang.live.cases import Case, Request, probes
 from feather_sglang.live.client import HttpError, call_all, drive
 from feather_sglang.live.machine import Clocks, machine
 from feather_sglang.live.process import BACKENDS, Configuration, Server, ServerFailed
-from feather_sglang.live.result import Seen, notes, summarize, together
+from feather_sglang.live.result import Admission, Seen, notes, summarize, together
 from feather_sglang.live.watch import Watch
 from feather_sglang.policy_names import FEATHER
 from feather_sglang.replay import ab
@@ -33,8 +35,24 @@ from feather_sglang.report.summary import RunSummary
 from feather_sglang.report.tables import SERVER_FIGURES, comparison
 
 LEAST_RUN = 10.0  # seconds that must be left for another start
+KEY = "KEY"  # what stands for the admin key wherever a command is shown
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _PROBLEMS = (ServerFailed, HttpError, OSError, EOFError, asyncio.TimeoutError)
+
+
+@dataclass(frozen=True)
+class Choice(Configuration):
+    """A column of the table: a policy, on a server of some kind.
+
+    Attributes
+    ----------
+    options : what a running server is told along with the policy.
+    server : the flags that no running server can change, where configurations differ in them.
+    """
+
+    policy: str = "fcfs"
+    options: dict[str, Any] = field(default_factory=dict)
+    server: tuple[str, ...] = ()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,13 +97,19 @@ def check_model(model: str) -> int:
         raise FeatherError(f"{path}: not the configuration of a language model: no vocab_size") from None
 
 
-def configurations(args: argparse.Namespace, policies: Sequence[str]) -> list[Configuration]:
+def configurations(args: argparse.Namespace, policies: Sequence[str]) -> list[Choice]:
     """One per attention backend and policy; flags that the user gave come last, so they overrule."""
     try:
         given = shlex.split(args.server_flags)
     except ValueError as error:
         raise FeatherError(f"--server-flags {args.server_flags}: {error}") from None
-    for flag, instead in (("--schedule-policy", "--policies"), ("--model-path", "--model"), ("--port", None)):
+    for flag, instead in (
+        ("--schedule-policy", "--policies"),
+        ("--model-path", "--model"),
+        ("--port", None),
+        ("--admin-api-key", None),
+        ("--feather-allow-switch", None),
+    ):
         if any(word == flag or word.startswith(f"{flag}=") for word in given):
             raise FeatherError(f"--server-flags: {flag} is set here" + (f"; use {instead}" if instead else ""))
     backends = [name.strip() for name in (args.attention or "").split(",") if name.strip()]
@@ -95,14 +119,17 @@ def configurations(args: argparse.Namespace, policies: Sequence[str]) -> list[Co
             f"--attention {args.attention}: each once, of {', '.join(BACKENDS)}; for others use --server-flags"
         )
     options = ab.options_of(args, list(policies))
+    overruled = {word.partition("=")[0].removeprefix("--feather-").replace("-", "_") for word in given}
     found = []
     for backend in backends or [""]:
+        decode = tuple(BACKENDS.get(backend, "").split())
         for policy in policies:
-            flags = [*BACKENDS.get(backend, "").split(), "--schedule-policy", policy]
-            if policy in FEATHER:
-                flags += feather_flags(options[policy])
+            taken = options[policy] if policy in FEATHER else {}
+            flags = (*decode, "--schedule-policy", policy, *feather_flags(taken), *given)
+            told = {"policy_file": None, **taken} if policy in FEATHER else {}
+            told = {option: value for option, value in told.items() if option not in overruled}
             name = f"{backend}+{policy}" if len(backends) > 1 else policy
-            found.append(Configuration(name, (*flags, *given)))
+            found.append(Choice(name, flags, policy, told, decode))
     return found
 
 
@@ -131,7 +158,7 @@ def dummy_weights(model: str) -> bool:
     return not any(next(Path(model).glob(pattern), None) for pattern in WEIGHTS)
 
 
-def in_turns(chosen: Sequence[Configuration], rounds: int) -> Iterator[tuple[int, Configuration]]:
+def in_turns(chosen: Sequence[Choice], rounds: int) -> Iterator[tuple[int, Choice]]:
     """(round, configuration) in order: every other round backwards, so that drift meets all alike."""
     for number in range(1, rounds + 1):
         for configuration in chosen if number % 2 else chosen[::-1]:
@@ -139,14 +166,17 @@ def in_turns(chosen: Sequence[Configuration], rounds: int) -> Iterator[tuple[int
 
 
 class Comparison:
-    """The runs so far. Every run has a server of its own: nothing cached or learned goes from one to the next."""
+    """The runs so far. Nothing cached or learned goes from one to the next.
+
+    Every run has a server of its own; or, with ``--one-server``, that of the run before where only the policy differs.
+    """
 
     def __init__(
         self,
         args: argparse.Namespace,
         trace: Trace,
         vocabulary: int,
-        chosen: Sequence[Configuration],
+        chosen: Sequence[Choice],
         target: Path,
         console: Console,
     ) -> None:
@@ -159,6 +189,9 @@ class Comparison:
         self.title += ", dummy weights" if dummy_weights(args.model) else ""
         self.records: list[dict[str, Any]] = []
         self.seen: dict[str, list[Seen]] = {}
+        self.server: Server | None = None
+        self.shared: tuple[str, ...] = ()  # ``Choice.server`` of that server
+        self.key = secrets.token_hex(16)
         self.facts = {
             "version": ab.RESULTS_VERSION,
             "engine": "server",
@@ -174,59 +207,89 @@ class Comparison:
 
     def run(self) -> None:
         """Measure all that time allows; the file is whole after every run."""
-        for number, configuration in in_turns(self.chosen, self.args.repeat):
-            if self.remaining() < LEAST_RUN:
-                break
-            record: dict[str, Any] = {"name": configuration.name, "round": number}
-            self.records.append(record)
-            try:
-                self.measure(configuration, record)
-            except _PROBLEMS as problem:
-                record["error"] = self.explain(problem, Path(record["log"]))
-            self.say(self.progress(record))
-            self.write()
+        try:
+            for number, choice in in_turns(self.chosen, self.args.repeat):
+                if self.remaining() < LEAST_RUN:
+                    break
+                record: dict[str, Any] = {"name": choice.name, "round": number}
+                self.records.append(record)
+                try:
+                    self.measure(choice, record)
+                except _PROBLEMS as problem:
+                    self.stop()
+                    record["error"] = self.explain(problem, Path(record["log"]), record.get("log_begin", 0))
+                self.say(self.progress(record))
+                self.write()
+        finally:
+            self.stop()
 
-    def measure(self, configuration: Configuration, record: dict[str, Any]) -> None:
-        """Start a server, drive it, stop it; what was seen goes into the record."""
-        log = self.logs / f"{configuration.name}.{record['round']}.log"
+    def measure(self, choice: Choice, record: dict[str, Any]) -> None:
+        """Run the workload under a policy; what was seen goes into the record."""
+        if self.server is not None and choice.server == self.shared:
+            server = self.switch(self.server, choice, record)
+        else:
+            self.stop()
+            server = self.start(choice, record)
+        self.warm_up(server)
+        record |= {"kv_tokens": server.kv_tokens, "max_running": server.max_running}
+        check_room(self.trace, server)
+        self.drive(server, choice, record)
+        if not self.args.one_server:
+            self.stop()
+
+    def start(self, choice: Choice, record: dict[str, Any]) -> Server:
+        """Start a server under a policy and wait until it is up."""
+        log = self.logs / f"{choice.name}.{record['round']}.log"
         log.unlink(missing_ok=True)
         record["log"] = str(log)
-        self.say(f"starting {configuration.name}")
+        self.say(f"starting {choice.name}")
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", self.args.model]
-        server = Server(configuration, [*command, *common_flags(self.args)], log)
-        try:
-            record["command"] = shlex.join(server.command)
-            self.await_start(server)
-            record |= {"start_seconds": server.start_seconds, "kv_tokens": server.kv_tokens}
-            record |= {"max_running": server.max_running}
-            check_room(self.trace, server)
-            self.say(f"{configuration.name} is up after {server.start_seconds:.0f} s, {server.kv_tokens} KV tokens")
-            self.drive(server, record)
-        finally:
-            server.stop()
+        command += [*common_flags(self.args), "--feather-allow-switch", "--admin-api-key", self.key]
+        self.server = server = Server(choice, command, log, self.key)
+        self.shared = choice.server
+        record["command"] = shlex.join(KEY if word == self.key else word for word in server.command)
+        server.wait(time.monotonic() + min(self.args.start_timeout, self.remaining()))
+        record["start_seconds"] = server.start_seconds
+        self.say(f"{choice.name} is up after {server.start_seconds:.0f} s, {server.kv_tokens} KV tokens")
+        return server
 
-    def await_start(self, server: Server) -> None:
-        """Wait until it is up and warm; cached prompts take other kernels, so each probe goes twice."""
-        deadline = time.monotonic() + min(self.args.start_timeout, self.remaining())
-        server.wait(deadline)
+    def switch(self, server: Server, choice: Choice, record: dict[str, Any]) -> Server:
+        """Empty the cache of a running server and go on under another policy, or afresh under the same."""
+        record |= {"log": str(server.log), "log_begin": server.printed_bytes(), "switched": True}
+        self.say(f"switching to {choice.name}")
+        server.flush()
+        server.switch(choice.policy, choice.options)
+        return server
+
+    def stop(self) -> None:
+        """End the server, if there is one."""
+        if self.server is not None:
+            self.server.stop()
+            self.server = None
+
+    def warm_up(self, server: Server) -> None:
+        """Cached prompts take other kernels, so each probe goes twice; then the cache is empty again."""
         for _ in range(2):
-            asyncio.run(call_all(server.address, self.probes, max(LEAST_RUN, deadline - time.monotonic())))
+            limit = max(LEAST_RUN, min(self.args.start_timeout, self.remaining()))
+            asyncio.run(call_all(server.address, self.probes, limit))
         server.flush()
 
-    def drive(self, server: Server, record: dict[str, Any]) -> None:
+    def drive(self, server: Server, choice: Choice, record: dict[str, Any]) -> None:
         """Send the workload and keep what came of it."""
-        name = server.configuration.name
+        before = server.counters()
         with Watch(server) as watch, Clocks() as clocks:
             driven = asyncio.run(drive(server.address, self.requests, self.remaining(), alive=server.alive))
         server.check()
+        admission = Admission.between(before, server.counters())
         if not any(stream.finished for stream in driven.streams):
             errors = [stream.error for stream in driven.streams if stream.error]
             raise ServerFailed(f"no request finished{': ' + errors[0] if errors else ' in time'}")
-        seen = summarize(name, driven, watch.lines, watch.scheduler_seconds, watch.retractions)
-        self.seen.setdefault(name, []).append(seen)
+        seen = summarize(choice.name, driven, watch.lines, watch.scheduler_seconds, watch.retractions, admission)
+        self.seen.setdefault(choice.name, []).append(seen)
         record |= {
             "summary": seen.summary.as_dict(),
             "counted": seen.counted,
+            "admission": admission and admission._asdict(),
             "client_cpu": round(driven.cpu_share, 3),
             "fell_back": watch.fell_back,
             "clocks": clocks.summary,
@@ -234,10 +297,11 @@ class Comparison:
             "latencies": [round(seconds, 4) for seconds in seen.latencies],
         }
 
-    def explain(self, problem: BaseException, log: Path) -> str:
-        """One line: what happened, the last thing that the server said about an error, and where it said so."""
+    def explain(self, problem: BaseException, log: Path, begin: int) -> str:
+        """One line: what happened, the last thing that the server said about an error since then, and where."""
         text = str(problem) if isinstance(problem, ServerFailed) else f"{type(problem).__name__}: {problem}"[:200]
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        printed = log.read_bytes()[begin:].decode(errors="replace")
+        lines = [line.strip() for line in printed.splitlines() if line.strip()]
         said = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
         return f"{text}; its log ends with: {said[:200]} ({log})" if said else f"{text} ({log})"
 
@@ -284,7 +348,7 @@ class Comparison:
         out = self.args.out
         self.console.print(comparison([*columns, *peers], self.title, SERVER_FIGURES))
         again = "" if self.args.repeat > 1 else "; --repeat 2 goes on with them backwards (A B B A)"
-        self.tell(f"servers were started one after the other: {' '.join(self.order())}{again}")
+        self.tell(f"{self.servers()}: {' '.join(self.order())}{again}")
         for line in notes(self.records):
             self.tell(line)
         if peers:
@@ -297,6 +361,14 @@ class Comparison:
         plots.latency({name: seen.latencies for name, seen in first.items()}, out / "latency.png")
         self.tell(f"results are in {self.target}; plots and the servers' logs are in {out}")
         return int(bool(self.missing()) or any("error" in record for record in self.records))
+
+    def servers(self) -> str:
+        """How many servers these were."""
+        starts = sum("start_seconds" in record for record in self.records)
+        if not self.args.one_server:
+            return "servers were started one after the other"
+        kept = "one server" if starts == 1 else f"{starts} servers, one after the other"
+        return f"{kept}; the policy was switched between runs and the cache emptied"
 
     def elapsed(self) -> float:
         return time.monotonic() - self.begun

@@ -21,14 +21,19 @@ _BUFFER = 1 << 22
 
 
 class Address(NamedTuple):
-    """Where a server listens."""
+    """Where a server listens, and the key that it wants to see."""
 
     host: str
     port: int
+    key: str | None = None
 
 
 class HttpError(RuntimeError):
     """An answer with a status other than 200."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -168,8 +173,10 @@ def _note(event: bytes, stream: Stream) -> None:
 
 async def _send(address: Address, path: str, body: bytes | None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Open a connection and write one request."""
-    reader, writer = await asyncio.open_connection(*address, limit=_BUFFER)
+    reader, writer = await asyncio.open_connection(address.host, address.port, limit=_BUFFER)
     head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: {address.host}\r\nConnection: close\r\n"
+    if address.key is not None:
+        head += f"Authorization: Bearer {address.key}\r\n"
     if body is not None:
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     try:
@@ -186,9 +193,10 @@ async def _answer(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     fields = dict(line.lower().split(": ", 1) for line in lines if ": " in line)
     pieces = _pieces(reader, fields)
-    if status.split()[1] != "200":
+    number = int(status.split()[1])
+    if number != 200:
         content = b"".join([piece async for piece in pieces])
-        raise HttpError(f"{status}: {content[:300].decode(errors='replace')}")
+        raise HttpError(number, f"{status}: {content[:300].decode(errors='replace')}")
     return pieces
 
 

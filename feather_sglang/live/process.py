@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import json
 import os
 import re
 import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,7 @@ from typing import Any
 
 from feather_sglang.adapter.ports import free_port
 from feather_sglang.live.client import Address, HttpError, call
-from feather_sglang.policy_names import FEATHER, STOCK
+from feather_sglang.policy_names import FEATHER, STOCK, SWITCH_PATH
 
 COMMON_FLAGS = (
     "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --max-total-tokens 200000 "
@@ -79,11 +80,12 @@ class Server:
     ----------
     command : all but the port.
     log : file for what it prints.
+    key : its admin key, where it was given one.
     """
 
-    def __init__(self, configuration: Configuration, command: Sequence[str], log: Path) -> None:
+    def __init__(self, configuration: Configuration, command: Sequence[str], log: Path, key: str | None = None) -> None:
         self.configuration = configuration
-        self.address = Address("127.0.0.1", free_port())
+        self.address = Address("127.0.0.1", free_port(), key)
         self.command = [*command, *configuration.flags, "--host", self.address.host, "--port", str(self.address.port)]
         self.log = log
         self.info: dict[str, Any] = {}
@@ -124,16 +126,34 @@ class Server:
     def flush(self, timeout: float = 20.0) -> None:
         """Abort what still runs and empty the cache; a server that does not become idle raises ``ServerFailed``."""
         asyncio.run(call(self.address, "/abort_request", b'{"rid": "", "abort_all": true}'))
+        self._post_when_idle("/flush_cache", b"", 400, timeout, "the cache cannot be flushed")
+
+    def switch(self, policy: str, options: Mapping[str, Any], timeout: float = 20.0) -> None:
+        """Go on under another schedule policy, or afresh under the same; it must have been started so that it may."""
+        order = {"schedule_policy": policy, "options": dict(options)}
+        self._post_when_idle(SWITCH_PATH, json.dumps(order).encode(), 409, timeout, f"no switch to {policy}")
+
+    def _post_when_idle(self, path: str, body: bytes, busy: int, timeout: float, problem: str) -> None:
+        """POST until it is taken; a refusal with another status than `busy`, that of open requests, is final."""
         deadline = time.monotonic() + timeout
         while True:
             self.check()
             try:
-                asyncio.run(call(self.address, "/flush_cache", b""))
+                asyncio.run(call(self.address, path, body))
                 return
-            except HttpError as problem:  # it still has requests
-                if time.monotonic() > deadline:
-                    raise ServerFailed(f"the cache cannot be flushed: {problem}") from None
+            except HttpError as refusal:
+                if refusal.status != busy or time.monotonic() > deadline:
+                    raise ServerFailed(f"{problem}: {refusal}") from None
             time.sleep(0.1)
+
+    def counters(self) -> dict[str, Any] | None:
+        """What its schedulers have counted since their last switch, all replicas together; None where they do not."""
+        states = asyncio.run(call(self.address, "/server_info"))["internal_states"]
+        found = [state["feather"] for state in states if "feather" in state]
+        if len(found) < len(states):
+            return None
+        busiest = max(found, key=lambda state: state["admission_seconds"])
+        return {**busiest, "stops": sum(state["stops"] for state in found)}
 
     @property
     def kv_tokens(self) -> int | None:

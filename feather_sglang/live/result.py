@@ -25,6 +25,21 @@ class Step(NamedTuple):
     kv_use: float | None
 
 
+class Admission(NamedTuple):
+    """What the scheduler counted during a run: admission rounds, their processor time, and decisions to stop."""
+
+    rounds: int
+    seconds: float
+    stops: int
+
+    @classmethod
+    def between(cls, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Admission | None:
+        """From two readings of ``Server.counters``; None where there was none."""
+        if before is None or after is None:
+            return None
+        return cls(*(after[name] - before[name] for name in ("rounds", "admission_seconds", "stops")))
+
+
 class Seen(NamedTuple):
     """One run as figures.
 
@@ -51,7 +66,12 @@ def decode_steps(lines: Sequence[Line], begin: float) -> list[Step]:
 
 
 def summarize(
-    name: str, driven: Driven, lines: Sequence[Line], scheduler_seconds: float | None, retractions: int
+    name: str,
+    driven: Driven,
+    lines: Sequence[Line],
+    scheduler_seconds: float | None,
+    retractions: int,
+    admission: Admission | None = None,
 ) -> Seen:
     """Figures of a run in which some request finished.
 
@@ -88,7 +108,9 @@ def summarize(
         "max_wait": max(waits),
         "kv_mean": sum(use * seconds for use, seconds in held) / sum(seconds for _, seconds in held) if held else None,
         "kv_peak": max((line.kv_use for line in lines if line.kv_use is not None), default=None),
-        "stops": None,
+        "stops": admission.stops if admission else None,
+        "admission_share": admission.seconds / counted["seconds"] if admission else None,
+        "admission_us": admission.seconds / admission.rounds * 1e6 if admission and admission.rounds else None,
     }
     if not len(gaps):
         figures |= dict.fromkeys(("tbt_mean_ms", "tbt_p50_ms", "tbt_p99_ms"))

@@ -13,7 +13,8 @@ import numpy as np
 class RunSummary:
     """A run of one policy; None is what the run could not tell. Times in seconds unless named otherwise.
 
-    `kv_mean` and `kv_peak` are shares of the KV pool that running requests hold.
+    `kv_mean` and `kv_peak` are shares of the KV pool that running requests hold, `admission_share` is admission's
+    processor time over the run's time, `admission_us` that of one admission round.
     """
 
     policy: str
@@ -37,6 +38,8 @@ class RunSummary:
     makespan: float | None = None
     kv_mean: float | None = None
     kv_peak: float | None = None
+    admission_share: float | None = None
+    admission_us: float | None = None
 
     @classmethod
     def from_times(

@@ -37,9 +37,14 @@ FIGURES = (
     Figure("retractions", "retractions", "{:,.0f}", False),
     Figure("stops", "stops", "{:,.0f}", None),
 )
-# A replay does not follow how full the pool is; a server does not time scheduling apart from the rest of its process.
+# A replay does not follow how full the pool is, and times all of scheduling; a server times admission apart from the
+# rest of its scheduler's process.
 SERVER_FIGURES = (
-    *(f._replace(name="scheduler process CPU") if f.field == "scheduler_share" else f for f in FIGURES[:-2]),
+    *FIGURES[:12],
+    Figure("admission_share", "admission CPU", "{:.1%}", False),
+    Figure("admission_us", "admission us/round", "{:,.0f}", False),
+    Figure("scheduler_share", "scheduler process CPU", "{:.1%}", False),
+    *FIGURES[13:-2],
     Figure("kv_mean", "KV use mean", "{:.0%}", None),
     Figure("kv_peak", "KV use peak", "{:.0%}", None),
     *FIGURES[-2:],

@@ -16,6 +16,7 @@ def serve(rank, store, results, agree):
     """One rank's scheduler: the shared request stream, but a clock and rewards of its own."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     agreement = Agreement(dist.group.WORLD if agree else None)
+    assert agreement.all(True) and agreement.all(rank == 0) == (rank == 0 and not agree)
     builder = BatchBuilder(
         ChunkedHashTree(4, seed=agreement.secret()), make_policy("bandit", seed=0), max_wait=0.5, max_wait_rounds=40
     )

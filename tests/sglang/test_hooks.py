@@ -9,10 +9,10 @@ from feather_sglang.adapter.hooks import HOOKS, SUPPORTED, Hook, exists, install
 def test_the_installed_sglang_fits():
     assert installed_version() in SUPPORTED
     assert mismatches() == []
-    assert mismatches("pat") == []
+    assert mismatches("pat") == [] and mismatches("switch") == []
 
 
-@pytest.mark.parametrize("kind", ["start", "scheduler", "pat", "calls"])
+@pytest.mark.parametrize("kind", ["start", "scheduler", "switch", "pat", "calls"])
 def test_every_kind_is_in_the_table(kind):
     assert any(hook.kind == kind for hook in HOOKS)
 

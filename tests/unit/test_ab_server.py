@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 from rich.console import Console
@@ -16,7 +17,7 @@ from feather_sglang.live.bench_serving import read_results
 from feather_sglang.live.cases import Case
 from feather_sglang.live.client import Driven
 from feather_sglang.live.process import ServerFailed
-from feather_sglang.live.result import decode_steps, notes, summarize, together
+from feather_sglang.live.result import Admission, decode_steps, notes, summarize, together
 from feather_sglang.live.stats import Stream, token_gaps
 from feather_sglang.live.watch import Line, read_lines, scheduler_cpu
 from feather_sglang.replay import ab as replay_ab
@@ -57,6 +58,7 @@ class TestCommandLine:
             (["--attention", "fa3,fa9"], "--attention fa3,fa9: each once, of fa3, flashinfer"),
             (["--attention", "fa3,fa3"], "each once"),
             (["--server-flags=--schedule-policy=lpm"], "--schedule-policy is set here; use --policies"),
+            (["--server-flags=--admin-api-key secret"], "--admin-api-key is set here"),
             (["--server-flags", "'open"], "--server-flags 'open: No closing quotation"),
             (["--repeat", "0"], "--repeat and --stream-interval: must be at least 1"),
             (["--time-limit", "0"], "must be more than 0 seconds"),
@@ -99,6 +101,13 @@ class TestCommandLine:
         assert list(fcfs.flags) == [*pat, "--schedule-policy", "fcfs", "--device", "cpu"]
         assert feather.name == "feather-order" and feather.flags[-2:] == ("--device", "cpu")
         assert " ".join(feather.flags).count("--feather-max-wait 9.0 --feather-explore on") == 1
+
+    def test_a_running_server_is_told_what_a_new_one_gets_as_flags(self):
+        args = arguments("--feather-max-wait", "9", "--server-flags=--feather-chunk-size=32 --device cpu")
+        fcfs, feather = ab.configurations(args, ["fcfs", "feather"])
+        assert fcfs.options == {}
+        # Null undoes the policy file of another policy; the chunk size is the user's on all servers.
+        assert feather.options == {"policy_file": None, "seed": 0, "max_wait": 9.0, "explore": True}
 
     def test_every_backend_with_every_policy(self):
         found = ab.configurations(arguments("--attention", "fa3,pat"), ["fcfs", "feather"])
@@ -161,8 +170,21 @@ class TestFigures:
         assert (one.cache_hit, one.scheduler_share, one.retractions, one.stops) == (0.25, 0.1, 3, None)
         assert seen.latencies == [2.5, 5.0]
 
+    def test_admission(self):
+        before = {"rounds": 4, "admission_seconds": 0.5, "stops": 1, "schedule_policy": "feather"}
+        after = {"rounds": 24, "admission_seconds": 0.6, "stops": 3, "schedule_policy": "feather"}
+        admission = Admission.between(before, after)
+        assert (admission.rounds, admission.stops) == (20, 2) and admission.seconds == pytest.approx(0.1)
+        driven = Driven([stream((1.0, 1), (2.0, 11))], 2.0, 0.2, False)
+        one = summarize("a", driven, [], 0.5, 0, admission).summary
+        assert one.admission_share == pytest.approx(0.05) and one.admission_us == pytest.approx(5000) and one.stops == 2
+        one = summarize("a", driven, [], 0.5, 0, Admission(0, 0.0, 0)).summary
+        assert (one.admission_share, one.admission_us, one.stops) == (0.0, None, 0)
+        assert Admission.between(None, after) is Admission.between(before, None) is None
+
     def test_what_was_not_seen_is_none(self):
         one = self.run(stream((1.0, 1)), lines=[], cpu=None).summary
+        assert (one.admission_share, one.admission_us, one.stops) == (None,) * 3
         assert (one.mean_batch, one.kv_mean, one.kv_peak, one.retractions, one.scheduler_share) == (None,) * 5
         assert one.tbt_mean_ms is None and one.ttft_mean == 1.0
 
@@ -238,6 +260,91 @@ class TestComparison:
         one.records = [{"name": "fcfs", "round": 1, "error": "did not start"}]
         with pytest.raises(FeatherError, match="nothing was measured: did not start"):
             one.report([])
+
+
+class Started:
+    """Stands for a server; notes what is done with it."""
+
+    made: ClassVar[list] = []  # (log's name, what was done)
+    refused = 0  # which of all switches is refused
+
+    def __init__(self, configuration, command, log, key):
+        log.write_text("Error: an old one\n")
+        self.command, self.log, self.done = [*command, *configuration.flags], log, []
+        self.start_seconds, self.kv_tokens, self.max_running, self.info, self.address = 9.0, 500, 8, {}, None
+        assert command[command.index("--admin-api-key") + 1] == key
+        self.made.append((log.stem, self.done))
+
+    def wait(self, deadline):
+        pass
+
+    def flush(self):
+        self.done.append("flush")
+
+    def switch(self, policy, options):
+        self.done.append(f"switch {policy}")
+        if sum(word.startswith("switch") for _, done in self.made for word in done) == self.refused:
+            raise ServerFailed(f"no switch to {policy}: HTTP/1.1 400 Bad Request")
+
+    def printed_bytes(self):
+        return self.log.stat().st_size
+
+    def stop(self):
+        self.done.append("stop")
+
+
+class TestServers:
+    def run(self, model, monkeypatch, *flags, policies=("fcfs", "lpm")):
+        monkeypatch.setattr(Started, "made", [])
+        monkeypatch.setattr(ab, "Server", Started)
+        args = arguments("--model", str(model), "--out", str(model / "out"), *flags)
+        chosen = ab.configurations(args, list(policies))
+        console = Console(record=True, width=100, file=open(os.devnull, "w"))
+        one = ab.Comparison(
+            args, Trace("t", 20, [TraceRequest(0, 0.0, 20, 4, (5,))]), 300, chosen, model / "r", console
+        )
+        monkeypatch.setattr(one, "warm_up", lambda server: server.done.append("warm up"))
+
+        def drive(server, choice, record):
+            server.done.append(f"run {choice.name}")
+            record |= {"counted": {"finished": 1, "requests": 1, "seconds": 1.0}}
+            record |= {"summary": {"output_tok_s": 1.0, "ttft_mean": 0.0}}
+
+        monkeypatch.setattr(one, "drive", drive)
+        one.run()
+        return one
+
+    def test_each_run_has_a_server_of_its_own(self, model, monkeypatch):
+        one = self.run(model, monkeypatch, "--repeat", "2")
+        assert [name for name, _ in Started.made] == ["fcfs.1", "lpm.1", "lpm.2", "fcfs.2"]
+        assert all(done[0] == "warm up" and done[-1] == "stop" and len(done) == 3 for _, done in Started.made)
+        assert one.servers() == "servers were started one after the other"
+
+    def test_one_server_is_switched_between_runs(self, model, monkeypatch):
+        one = self.run(model, monkeypatch, "--repeat", "2", "--one-server", policies=("fcfs", "feather"))
+        ((name, done),) = Started.made
+        rest = ["flush", "switch {}", "warm up", "run {}"]
+        switched = [word.format(policy) for policy in ("feather", "feather", "fcfs") for word in rest]
+        assert name == "fcfs.1" and done == ["warm up", "run fcfs", *switched, "stop"]
+        assert one.servers() == "one server; the policy was switched between runs and the cache emptied"
+        assert one.key not in json.dumps(one.records) and "--admin-api-key KEY" in one.records[0]["command"]
+        assert [record.get("switched", False) for record in one.records] == [False, True, True, True]
+
+    def test_a_server_goes_on_only_with_its_own_attention_backend(self, model, monkeypatch):
+        one = self.run(model, monkeypatch, "--repeat", "2", "--one-server", "--attention", "fa3,pat")
+        assert [name for name, _ in Started.made] == ["fa3+fcfs.1", "pat+fcfs.1", "fa3+lpm.2"]
+        assert Started.made[1][1].count("switch lpm") == 2 and one.servers().startswith(
+            "3 servers, one after the other"
+        )
+        assert one.order() == [*(names := ["fa3+fcfs", "fa3+lpm", "pat+fcfs", "pat+lpm"]), *names[::-1]]
+
+    def test_a_switch_that_fails_costs_its_own_run(self, model, monkeypatch):
+        monkeypatch.setattr(Started, "refused", 2)
+        one = self.run(model, monkeypatch, "--repeat", "3", "--one-server")
+        failed = [record for record in one.records if "error" in record]
+        assert [(record["name"], record["round"]) for record in failed] == [("lpm", 2)]
+        assert failed[0]["error"].startswith("no switch to lpm") and "an old one" not in failed[0]["error"]
+        assert [name for name, _ in Started.made] == ["fcfs.1", "fcfs.2"]
 
 
 ROW = {

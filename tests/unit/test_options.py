@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from feather_sglang.adapter.options import VARIABLE, FeatherOptions, add_flags
+from feather_sglang.adapter.options import VARIABLE, FeatherOptions, add_flags, switch_allowed
 from feather_sglang.errors import FeatherError
 
 
@@ -101,3 +101,27 @@ def test_help_lists_every_flag_with_its_default():
     for name in ("policy-file", "chunk-size", "max-wait", "max-wait-rounds", "seed", "explore", "row-order"):
         assert f"--feather-{name}" in text
     assert "Default: 64." in text and "Default: on." in text
+
+
+def test_what_is_off_by_default_may_be_named_alone():
+    for words, allowed in ((["--feather-allow-switch"], True), (["--feather-allow-switch", "off"], False)):
+        parse(*words, "--feather-seed", "3")
+        assert switch_allowed() is allowed and FeatherOptions.from_environment().seed == 3
+    assert not switch_allowed({}) and not switch_allowed({VARIABLE: "{ not read"})
+    with pytest.raises(FeatherError, match="not JSON"):
+        switch_allowed({VARIABLE: '{"allow_switch": tru'})
+
+
+def test_options_of_another_policy_on_the_same_server(tmp_path):
+    path = tmp_path / "policy.json"
+    path.touch()
+    before = FeatherOptions(policy_file=str(path), chunk_size=32)
+    assert before.updated({}) == before
+    assert before.updated({"policy_file": None, "explore": "off"}) == FeatherOptions(chunk_size=32, explore=False)
+    for given, says in (
+        ({"record_plan": None}, "options: record_plan cannot change while the server runs"),
+        ({"chunk_size": None}, "options: chunk_size=None: expected a whole number"),
+        ({"seeds": 1}, "options: unknown option 'seeds'"),
+    ):
+        with pytest.raises(FeatherError, match=says):
+            before.updated(given)

@@ -1,0 +1,278 @@
+"""``--feather-allow-switch`` on the real scheduler: after a switch it schedules as if it had been started so."""
+
+import asyncio
+import inspect
+import json
+from types import SimpleNamespace
+
+import pytest
+from harness import Server
+from sglang.srt.managers.io_struct import GetInternalStateReq, SetInternalStateReq
+from sglang.srt.managers.schedule_policy import PrefillAdder
+from sglang.srt.runtime_context import get_context
+
+from feather_sglang.adapter import failures, plugin, switch, switch_endpoint
+from feather_sglang.adapter import scheduler as feather_scheduler
+from feather_sglang.adapter.switch import Order
+from feather_sglang.errors import FeatherError
+from feather_sglang.policies import make_policy
+
+ALLOWED = '{"allow_switch": true}'
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    made = []
+    feather_scheduler._leave_adder()  # what an earlier scheduler of this process left
+
+    def make(policy="fcfs", options=ALLOWED, **overrides):
+        monkeypatch.setenv("FEATHER_OPTIONS", options)
+        made.append(Server(tmp_path, policy, admin_api_key="key", max_running_requests=3, **overrides))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    feather_scheduler._leave_adder()
+
+
+def order(one, name, **options):
+    """Send an order as the endpoint does; its HTTP status and answer."""
+    manager = SimpleNamespace()
+
+    async def set_internal_state(request):
+        return [one.scheduler.set_internal_state(request).updated]
+
+    async def get_internal_state():
+        return [one.scheduler.get_internal_state(GetInternalStateReq()).internal_state]
+
+    manager.set_internal_state, manager.get_internal_state = set_internal_state, get_internal_state
+    given = json.dumps({"schedule_policy": name, "options": options})
+    return asyncio.run(switch_endpoint.send(Order.from_json(given), manager))
+
+
+def state(one):
+    return one.scheduler.get_internal_state(GetInternalStateReq()).internal_state[switch.STATE]
+
+
+def admitted(one):
+    """The order in which a mixed set of requests is admitted from an empty cache, a few places at a time."""
+    groups = [0, 1, 2, 0, 1, 2, 2, 1, 0, 1, 2, 0]
+    one.step()
+    assert one.scheduler.flush_cache()
+    one.requests.clear()
+    for number, group in enumerate(groups):
+        prompt = [5 + group] * 200 + [40 + number] * (3 + number % 5)
+        assert one.submit(f"{group}-{number}", prompt, max_new_tokens=2 + number % 4)
+    seen = []
+    while one.scheduler.waiting_queue or not one.scheduler.running_batch.is_empty():
+        batch = one.step()
+        seen += [req.rid for req in batch.reqs if req.rid not in seen] if batch else []
+    one.drain()
+    return seen
+
+
+def wrapped(one):
+    """The scheduler's and its policy's methods that are not their classes'."""
+    own = {**vars(one.scheduler), **{f"policy.{name}": value for name, value in vars(one.scheduler.policy).items()}}
+    return {name for name in own if inspect.isroutine(getattr(type(one.scheduler), name, None)) or "calc" in name}
+
+
+def test_after_a_switch_admission_is_as_after_a_start(server):
+    names = ("fcfs", "lpm", "feather-heuristic", "dfs-weight", "feather", "fcfs")
+    one = server("fcfs")
+    switched = []
+    for name in names:
+        assert order(one, name) == (200, {"schedule_policy": name})
+        switched.append(admitted(one))
+        assert state(one)["schedule_policy"] == name and state(one)["rounds"] > 0
+    started = {}
+    for name in set(names):
+        started[name] = admitted(server(name, "{}"))
+    assert switched == [started[name] for name in names]
+    assert len({tuple(found) for found in switched}) > 2  # the workload tells the policies apart
+
+
+def test_after_a_flush_slots_are_handed_out_as_after_a_start(server):
+    one = server("fcfs")
+
+    def free():
+        slots, rows = one.scheduler.token_to_kv_pool_allocator, one.scheduler.req_to_token_pool
+        return slots.free_pages.tolist() + slots.release_pages.tolist(), list(rows.free_slots)
+
+    before = free()
+    admitted(one)
+    assert free() != before
+    assert one.scheduler.flush_cache() and free() == before
+
+
+def test_nothing_of_a_feather_policy_stays(server):
+    one, add_one_req = server("fcfs"), PrefillAdder.add_one_req
+    before = wrapped(one)
+    assert {"set_internal_state", "_get_new_batch_prefill_raw"} <= before and "process_batch_result" not in before
+    order(one, "feather")
+    assert {"process_batch_result", "update_running_batch"} <= wrapped(one)
+    assert one.feather.name == "feather" and PrefillAdder.add_one_req is not add_one_req
+    learner = one.feather
+    order(one, "feather")
+    assert one.feather is not learner  # what it learned is dropped
+    order(one, "lpm")
+    assert wrapped(one) == before and PrefillAdder.add_one_req is add_one_req
+    assert not hasattr(one.scheduler, "feather")
+
+
+def test_a_server_that_starts_with_feather_can_leave_it(server):
+    one = server("feather")
+    assert order(one, "fcfs")[0] == 200
+    assert not hasattr(one.scheduler, "feather") and "process_batch_result" not in vars(one.scheduler)
+    admitted(one)
+    assert state(one)["stops"] == 0 and "failed" not in state(one)
+
+
+def test_sglang_reports_the_new_policy(server):
+    one = server("fcfs")
+    order(one, "lpm")
+    assert one.scheduler.schedule_policy == "lpm"
+    assert get_context().resolved_server_args_dict()["schedule_policy"] == "lpm"
+
+
+def test_requests_in_flight_keep_the_policy(server):
+    one = server("fcfs")
+    for number in range(4):
+        one.submit(f"r{number}", [7] * 20 + [number + 9])
+    assert order(one, "lpm") == (409, {"error": "4 requests are running or waiting: switch when idle"})
+    one.step()
+    assert order(one, "feather")[1]["error"].startswith("4 requests are running or waiting")
+    assert one.scheduler.policy.policy.value == "fcfs" and not hasattr(one.scheduler, "feather")
+    one.drain()
+    assert order(one, "lpm")[0] == 200
+
+
+def test_options_come_with_the_order(server, tmp_path):
+    path = tmp_path / "policy.json"
+    make_policy("bandit").save(path)
+    one = server("fcfs", '{"allow_switch": true, "chunk_size": 32}')
+    order(one, "feather", max_wait=7, policy_file=str(path), explore="off")
+    assert (one.feather.options.max_wait, one.feather.options.chunk_size) == (7.0, 32)
+    assert one.feather.policy.explore is False
+    order(one, "feather-heuristic")
+    assert (one.feather.options.max_wait, one.feather.options.policy_file) == (120.0, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("feather", {"chunk_size": 0}, "options: chunk_size=0: expected a whole number of at least 1"),
+        ("feather", {"chunks": 3}, "options: unknown option 'chunks'"),
+        ("feather", {"allow_switch": "off"}, "options: allow_switch cannot change while the server runs"),
+        ("feather", {"policy_file": "/no/such"}, "options: policy_file='/no/such': no such file"),
+    ],
+)
+def test_an_order_that_cannot_be_carried_out_changes_nothing(server, name, options, says):
+    one = server("lpm")
+    status, answer = order(one, name, **options)
+    assert status == 400 and says in answer["error"] and "\n" not in answer["error"]
+    assert one.scheduler.schedule_policy == "lpm" and one.scheduler.policy.policy.value == "lpm"
+    assert state(one)["refused"]["reason"] == answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("lpm", "not JSON"),
+        ('["lpm"]', 'expected {"schedule_policy": NAME}'),
+        ('{"schedule_policy": "lpm", "seed": 1}', "expected"),
+        ('{"schedule_policy": "fifo"}', "unknown schedule policy 'fifo'; choose from fcfs, lpm"),
+        ('{"schedule_policy": "lpm", "options": {"seed": 1}}', "lpm takes none"),
+        ('{"schedule_policy": "feather", "options": 3}', "feather takes them"),
+    ],
+)
+def test_a_mistaken_order_is_one_clear_line(text, says):
+    with pytest.raises(FeatherError) as error:
+        Order.from_json(text)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_policy_that_this_server_does_not_have_is_refused(server, monkeypatch):
+    one = server("fcfs")
+    monkeypatch.setattr(one.scheduler, "enable_priority_scheduling", True)
+    assert "does not allow lpm" in order(one, "lpm")[1]["error"]
+    monkeypatch.setattr(one.scheduler, "enable_priority_scheduling", False)
+    monkeypatch.setattr(switch, "STOCK", (*switch.STOCK, "older"))
+    assert "has no schedule policy older" in order(one, "older")[1]["error"]
+    monkeypatch.setattr(one.scheduler.tree_cache, "disable", True)
+    assert "would run fcfs in place of lpm" in order(one, "lpm")[1]["error"]
+    monkeypatch.setattr(switch, "mismatches", lambda: ["x: not found"])
+    assert "does not fit --schedule-policy feather: x: not found" in order(one, "feather")[1]["error"]
+
+
+def test_one_rank_alone_does_not_switch(server, monkeypatch):
+    one = server("fcfs")
+    monkeypatch.setattr(switch.Agreement, "all", lambda self, mine: False)
+    assert order(one, "lpm") == (400, {"error": "another rank refused; its log says why"})
+    assert one.scheduler.policy.policy.value == "fcfs"
+
+
+def test_without_the_flag_sglang_refuses(server):
+    one = server("fcfs", "{}")
+    message = Order("lpm").as_message()
+    assert not one.scheduler.set_internal_state(SetInternalStateReq(server_args=message)).updated
+    assert "set_internal_state" not in vars(one.scheduler) and one.scheduler.schedule_policy == "fcfs"
+    assert order(one, "lpm")[0] == 500  # as a plugin that is missing in the schedulers alone would
+
+
+def test_sglangs_own_orders_still_arrive(server):
+    one = server("fcfs")
+    changed = one.scheduler.set_internal_state(SetInternalStateReq(server_args={"pp_max_micro_batch_size": 2}))
+    assert changed.updated and get_context().resolved_server_args_dict()["pp_max_micro_batch_size"] == 2
+
+
+def test_replicas_that_differ_are_named():
+    async def set_internal_state(request):
+        return [True, False]
+
+    async def get_internal_state():
+        busy = {"status": 409, "reason": "1 request is running or waiting: switch when idle"}
+        return [{"feather": {"schedule_policy": "lpm", "refused": None}},
+                {"feather": {"schedule_policy": "fcfs", "refused": busy}}]  # fmt: skip
+
+    manager = SimpleNamespace(set_internal_state=set_internal_state, get_internal_state=get_internal_state)
+    status, answer = asyncio.run(switch_endpoint.send(Order("lpm"), manager))
+    assert status == 409 and "the replicas now run lpm, fcfs, as one refused: 1 request" in answer["error"]
+
+
+def test_without_a_key_start_up_ends(monkeypatch):
+    monkeypatch.setenv("FEATHER_OPTIONS", ALLOWED)
+    for arguments, says in (
+        ({}, "--feather-allow-switch needs --admin-api-key"),
+        ({"admin_api_key": "k", "tokenizer_worker_num": 2}, "does not support --tokenizer-worker-num above 1"),
+    ):
+        with pytest.raises(FeatherError, match=says):
+            plugin.check_server_args(lambda args: None, SimpleNamespace(**arguments))
+
+
+def test_a_command_ends_with_one_line(monkeypatch, caplog):
+    monkeypatch.setenv("FEATHER_OPTIONS", ALLOWED)
+    monkeypatch.setattr(failures, "_command_line", True)
+    with pytest.raises(SystemExit):
+        plugin.check_server_args(lambda args: None, SimpleNamespace())
+    assert [record.getMessage() for record in caplog.records][-1].startswith("feather: error: --feather-allow-switch")
+
+
+def test_a_hook_that_does_not_fit_ends_start_up(server, monkeypatch):
+    monkeypatch.setattr(plugin, "mismatches", lambda part="policy": [f"{part} differs"])
+    with pytest.raises(FeatherError, match="does not fit --feather-allow-switch: switch differs"):
+        server("fcfs")
+
+
+def test_admission_is_timed_alike_under_every_policy(server):
+    one = server("fcfs")
+    for name in ("fcfs", "feather"):
+        order(one, name)
+        assert state(one)["rounds"] == 0 and state(one)["admission_seconds"] == 0.0
+        admitted(one)
+        found = state(one)
+        assert found["rounds"] > 3 and 0 < found["admission_seconds"] < 5.0
+        for _ in range(50):
+            one.step()  # nobody waits: no round, no time
+        assert state(one) == found
