@@ -10,8 +10,9 @@ docstring of feather_sglang/live/cases.py has them all). The cache is flushed be
 
 Servers run one after the other; one that does not come up, or ends, is left out. ``--repeat 2`` runs A B B A; with
 ``--overlap-starts N`` N servers start at once, before anything is measured, stay up and take turns case by case,
-if the GPU's memory holds them all. The JSON file is whole after every measurement; at ``--time-limit`` what is missing
-is named. ``--from server.json`` prints a finished run again.
+if the GPU's memory holds them all. With ``--one-server`` neighbours that differ in the policy alone are one server,
+whose policy is switched before each case. The JSON file is whole after every measurement; at ``--time-limit`` what is
+missing is named. ``--from server.json`` prints a finished run again.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import asyncio
 import json
 import math
 import os
+import secrets
 import shlex
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--start-timeout", type=float, default=180.0, help="seconds (default: %(default)g)")
     parser.add_argument("--repeat", type=int, default=1, help="rounds, every other one backwards (default: 1)")
     parser.add_argument("--overlap-starts", type=int, default=1, metavar="N", help="servers that are up together")
+    parser.add_argument("--one-server", action="store_true", help="switch the policy instead of starting a server")
     parser.add_argument("--arrivals", choices=("poisson", "fixed"), default="poisson")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals")
     parser.add_argument("--stream-interval", type=int, default=16, help="tokens a piece (default: %(default)s)")
@@ -80,14 +84,20 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"{what}: each name once; --repeat measures again")
     if min(options.repeat, options.overlap_starts, options.stream_interval) < 1:
         parser.error("--repeat, --overlap-starts and --stream-interval: give at least 1")
+    if options.one_server and options.overlap_starts > 1:
+        parser.error("--one-server starts servers one after the other: no --overlap-starts")
     if not (options.model / "config.json").is_file():
         parser.error(f"--model {options.model}: has no config.json")
     return options
 
 
-def plan(servers: Sequence[Configuration], rounds: int, together: int) -> Iterator[tuple[int, Sequence[Configuration]]]:
+def plan(
+    servers: Sequence[Configuration], rounds: int, together: int, one_server: bool = False
+) -> Iterator[tuple[int, Sequence[Configuration]]]:
     """(round, servers that are up together) in order; every other round backwards, so that drift meets all alike."""
-    groups = [servers[i : i + together] for i in range(0, len(servers), together)]
+    groups: list[Sequence[Configuration]] = [servers[i : i + together] for i in range(0, len(servers), together)]
+    if one_server:
+        groups = [list(group) for _, group in groupby(servers, lambda server: server.server_flags)]
     for number in range(1, rounds + 1):
         for group in groups if number % 2 else groups[::-1]:
             yield number, group if number % 2 else group[::-1]
@@ -99,7 +109,8 @@ class Bench:
     def __init__(self, options: argparse.Namespace, logs: Path) -> None:
         self.options, self.logs = options, logs
         self.begun = time.monotonic()
-        self.up: dict[str, Server] = {}
+        self.up: dict[str, Server] = {}  # by configuration; several may have the same
+        self.key = secrets.token_hex(16) if options.one_server else None
         config = json.loads((options.model / "config.json").read_text())
         self.vocabulary = int(config["vocab_size"])
         self._probes = probes().requests(self.vocabulary)
@@ -120,16 +131,17 @@ class Bench:
     def run(self) -> None:
         """Measure everything that time allows; servers are gone and the file is written afterwards."""
         try:
-            for number, group in plan(self.options.servers, self.options.repeat, self.options.overlap_starts):
+            options = self.options
+            for number, group in plan(options.servers, options.repeat, options.overlap_starts, options.one_server):
                 if self.remaining() < LEAST_CASE:
                     break
                 self.ensure_up(group)
                 for case in self.options.cases:
                     for configuration in group:
                         if configuration.name in self.up and self.remaining() >= LEAST_CASE:
-                            self.measure(self.up[configuration.name], case, number)
+                            self.measure(configuration, case, number)
         finally:
-            for server in list(self.up.values()):
+            for server in set(self.up.values()):
                 self.stop(server)
             self.name_missing()
             self.write()
@@ -137,13 +149,15 @@ class Bench:
     def ensure_up(self, group: Sequence[Configuration]) -> None:
         """Stop the servers that are not of this group and start those that are missing, all at once."""
         wanted = {configuration.name for configuration in group}
-        for name, server in list(self.up.items()):
-            if name not in wanted:
-                self.stop(server)
-        starting = []
+        for server in {server for name, server in self.up.items() if name not in wanted}:
+            self.stop(server)
+        starting: list[Server] = []
         for configuration in group:
             name = configuration.name
             if name not in self.up and self.content["servers"][name]["error"] is None:
+                if self.options.one_server and starting:
+                    self.up[name] = starting[0]
+                    continue
                 self.say(f"starting {name}: {shlex.join(configuration.flags)}")
                 self.content["order"].append(name)
                 self.up[name] = self.launch(configuration)
@@ -156,8 +170,10 @@ class Bench:
 
     def launch(self, configuration: Configuration) -> Server:
         flags = shlex.split(self.options.common) + shlex.split(self.options.flags)
+        if self.key:
+            flags += ["--feather-allow-switch", "--admin-api-key", self.key]
         command = [self.options.python, "-m", "sglang.launch_server", "--model-path", str(self.options.model), *flags]
-        return Server(configuration, command, self.logs / f"{configuration.name.replace('/', '_')}.log")
+        return Server(configuration, command, self.logs / f"{configuration.name.replace('/', '_')}.log", self.key)
 
     def await_start(self, server: Server, deadline: float) -> None:
         """Wait until it is up and warm; its first answers to the probes are kept for comparison."""
@@ -172,18 +188,19 @@ class Bench:
             self.give_up(server, describe(problem))
             return
         entry["start_seconds"].append(server.start_seconds)
-        entry["command"] = shlex.join(server.command)
+        entry["command"] = shlex.join("KEY" if word == self.key else word for word in server.command)
         entry |= {"kv_tokens": server.kv_tokens, "max_running": server.max_running}
         entry["probes"] = entry["probes"] or [answer["output_ids"] for answer in answers]
         self.say(f"{name} is up after {server.start_seconds:.0f} s, {server.kv_tokens} KV tokens")
 
-    def measure(self, server: Server, case: Case, number: int) -> None:
+    def measure(self, configuration: Configuration, case: Case, number: int) -> None:
         """Run one case on one server and record it, whatever comes of it."""
-        name = server.configuration.name
+        name, server = configuration.name, self.up[configuration.name]
         record: dict[str, Any] = {"server": name, "case": case.name, "round": number, "steady_case": case.steady}
         failure = None
         try:
-            record |= self.measured(server, case, min(self.options.case_limit, self.remaining()))
+            policy = configuration.policy if self.options.one_server else None
+            record |= self.measured(server, case, policy, min(self.options.case_limit, self.remaining()))
             server.check()
         except Misfit as problem:
             record["error"] = str(problem)
@@ -197,11 +214,13 @@ class Bench:
             self.give_up(server, failure)
         self.write()
 
-    def measured(self, server: Server, case: Case, limit: float) -> dict[str, Any]:
-        """Flush, warm up, drive; the figures of a record."""
+    def measured(self, server: Server, case: Case, policy: str | None, limit: float) -> dict[str, Any]:
+        """Flush, switch to a policy, warm up, drive; the figures of a record."""
         check_fit(case, server.kv_tokens, server.max_running)
         begun = time.monotonic()
         server.flush()
+        if policy is not None:
+            server.switch(policy, {})
         requests, prefixes = self.requests(case)
         asyncio.run(call_all(server.address, prefixes, limit))
         mark = server.printed_bytes()
@@ -234,7 +253,7 @@ class Bench:
 
     def stop(self, server: Server) -> None:
         server.stop()
-        del self.up[server.configuration.name]
+        self.up = {name: other for name, other in self.up.items() if other is not server}
 
     def name_missing(self) -> None:
         """List what was asked for and not even tried."""

@@ -33,6 +33,7 @@ BACKENDS = {
     "triton": "--attention-backend triton",
     "pat": "--attention-backend fa3 --decode-attention-backend pat",
 }
+POLICY_FLAG = "--schedule-policy"
 END_SECONDS = 30.0  # in which a killed server's processes must be gone, and with them its GPU memory
 _PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -55,6 +56,22 @@ class Configuration:
         """Nothing of this project decides how it runs."""
         return not any(flag == "pat" or flag.startswith(("feather", "--feather")) for flag in self.flags)
 
+    @property
+    def policy(self) -> str:
+        """The schedule policy, SGLang's default if the flags name none."""
+        return self._without_policy()[1]
+
+    @property
+    def server_flags(self) -> tuple[str, ...]:
+        """The flags but for the schedule policy."""
+        return self._without_policy()[0]
+
+    def _without_policy(self) -> tuple[tuple[str, ...], str]:
+        if POLICY_FLAG not in self.flags:
+            return self.flags, "fcfs"
+        at = self.flags.index(POLICY_FLAG)
+        return self.flags[:at] + self.flags[at + 2 :], self.flags[at + 1]
+
 
 def parse_server(text: str) -> Configuration:
     """``NAME=FLAGS``, or known names joined by ``+`` such as ``pat`` or ``fa3+feather-order``."""
@@ -66,7 +83,7 @@ def parse_server(text: str) -> Configuration:
         if part in BACKENDS:
             parts += BACKENDS[part].split()
         elif part in STOCK + FEATHER:
-            parts += ["--schedule-policy", part]
+            parts += [POLICY_FLAG, part]
         else:
             known = ", ".join((*BACKENDS, *STOCK, *FEATHER))
             raise ValueError(f"{text}: give NAME=FLAGS, or names joined by +, of {known}")

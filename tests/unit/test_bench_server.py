@@ -190,6 +190,13 @@ class TestPlan:
         assert order(2, 1) == [(1, "a"), (1, "b"), (1, "c"), (2, "c"), (2, "b"), (2, "a")]
         assert order(2, 2) == [(1, "ab"), (1, "c"), (2, "c"), (2, "ba")]
 
+    def test_one_server_takes_neighbours_that_differ_in_the_policy_alone(self):
+        servers = [parse_server(name) for name in ("fa3", "fa3+lpm", "fa3+feather", "pat+feather", "pat", "fa3+hrrn")]
+        assert [server.policy for server in servers] == ["fcfs", "lpm", "feather", "feather", "fcfs", "hrrn"]
+        groups = [[server.name for server in group] for _, group in bench.plan(servers, 2, 1, one_server=True)]
+        first = [["fa3", "fa3+lpm", "fa3+feather"], ["pat+feather", "pat"], ["fa3+hrrn"]]
+        assert groups == first + [group[::-1] for group in first[::-1]]
+
     def test_what_can_never_be_complete_is_refused(self):
         case = parse_case("decode:10,2,100,50")
         bench.check_fit(case, None, None)
@@ -204,6 +211,7 @@ class TestPlan:
         "arguments",
         [["--server", "fa3"], ["--server", "fa3", "--server", "fa3=", "--case", "W1"], ["--case", "W1"],
          ["--server", "fa3", "--case", "W1", "W1"], ["--server", "fa3", "--case", "W1", "--repeat", "0"],
+         ["--server", "fa3", "--case", "W1", "--one-server", "--overlap-starts", "2"],
          ["--server", "nobody", "--case", "W1"], ["--server", "fa3", "--case", "W1", "--model", "/nowhere"]],
     )  # fmt: skip
     def test_bad_command_lines(self, arguments, tmp_path, capsys):
