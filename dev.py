@@ -223,8 +223,8 @@ def run_tests(arguments: list[str]) -> int:
         name = "the installed SGLang" if gpu else f"SGLang {release}"
         say(f"testing {'everything' if first else 'tests/sglang and tests/server'} on {name}")
         extra = {} if first else {"PYTHONPATH": str(overlay(release))}
-        # Two processes: one for the servers, which mostly start and wait, one for all other tests.
-        processes = ["-n", "2", "--dist", "loadfile"]
+        # Two processes, each file in one of them, in the order of tests/conftest.py.
+        processes = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
         folders = [] if first else ["tests/server", "tests/sglang"]
         command = [str(python()), "-m", "pytest", *(arguments or [*processes, *folders])]
         if subprocess.run(command, cwd=ROOT, env=environment(**extra)).returncode:

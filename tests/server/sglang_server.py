@@ -24,7 +24,15 @@ CPU_FLAGS = (
 
 def server_environment(**extra: str) -> dict[str, str]:
     """The environment of a program that runs SGLang without a GPU and without a network."""
-    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **extra}
+    variables = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        # Some of SGLang's small functions are compiled at their first call, which takes longer than all other calls.
+        "TORCHDYNAMO_DISABLE": "1",
+        **extra,
+    }
     variables.pop("PYTHONDONTWRITEBYTECODE", None)
     return variables
 

@@ -7,6 +7,12 @@ import pytest
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs an installed SGLang", allow_module_level=True)
 
-from feather_sglang.adapter import cpu_shims
+from feather_sglang.adapter import cpu_shims, failures
 
 cpu_shims.install()
+
+
+@pytest.fixture(autouse=True)
+def no_command_line(monkeypatch):
+    """Every test begins in a program of the user's, although others have had SGLang read its flags in this process."""
+    monkeypatch.setattr(failures, "_command_line", False)

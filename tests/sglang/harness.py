@@ -6,6 +6,7 @@ process. A test submits requests, steps the scheduler, and looks at it between s
 
 from __future__ import annotations
 
+import atexit
 import gc
 import inspect
 import json
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import sglang.srt.managers.scheduler as sglang_scheduler
+import sglang.srt.models.registry  # noqa: F401  imports every model, which the first scheduler would do
 import torch
 import zmq
 from sglang.srt.distributed import parallel_state
@@ -41,6 +43,12 @@ try:
     from sglang.srt.distributed import bootstrap
 except ImportError:  # before 0.5.23
     bootstrap = None
+
+# SGLang collects garbage for every scheduler, and so does take_down; most of the time would go through what the imports
+# above have left for good.
+gc.collect()
+gc.freeze()
+atexit.register(gc.unfreeze)  # or nanobind reports what lies there as leaked
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

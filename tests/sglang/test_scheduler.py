@@ -42,8 +42,8 @@ def test_under_a_stock_policy_nothing_is_wrapped_on_the_hot_path(server):
     assert "calc_priority" not in vars(one.scheduler.policy)
 
 
-def test_in_a_process_without_feather_no_per_step_function_changes():
-    """In a process of its own: loading the plugin alone leaves every per-step function as SGLang defined it."""
+def test_the_plugin_alone_adds_the_policies_and_changes_no_per_step_function():
+    """In a process of its own: without it no feather policy; with it every per-step function as SGLang defined it."""
     code = """
 import pkgutil
 from feather_sglang.adapter import cpu_shims; cpu_shims.install()
@@ -51,15 +51,25 @@ from feather_sglang.adapter.hooks import HOOKS
 resolve = lambda hook: pkgutil.resolve_name(hook.target.rpartition('.')[0]).__dict__[hook.target.rpartition('.')[2]]
 hooks = [hook for hook in HOOKS if hook.kind != 'start']
 before = [resolve(hook) for hook in hooks]
-from sglang.srt.plugins import load_plugins
-load_plugins()
-from sglang.srt.server_args import ServerArgs
+import os
+from sglang.srt import plugins
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+os.environ['SGLANG_PLUGINS'] = 'none-such'
+plugins.load_plugins()
+try:
+    prepare_server_args(['--model-path', 'none-such', '--schedule-policy', 'feather'])
+except SystemExit as ended:
+    assert ended.code == 2
+del os.environ['SGLANG_PLUGINS']
+plugins._plugins_loaded = False
+plugins.load_plugins()
 assert hasattr(ServerArgs.add_cli_args, '__wrapped__')
 assert [resolve(hook) for hook in hooks] == before
 print('untouched', len(hooks))
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("untouched"), done.stderr[-2000:]
+    assert "invalid choice: 'feather'" in done.stderr
 
 
 # Loud activation ------------------------------------------------------------------------------------------------
