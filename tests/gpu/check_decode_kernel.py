@@ -3,8 +3,9 @@
     PYTHONPATH=kernels python tests/gpu/check_decode_kernel.py --forests 1000 --seed 0
     PYTHONPATH=kernels python tests/gpu/check_decode_kernel.py --case 17
     PYTHONPATH=kernels python tests/gpu/check_decode_kernel.py --head-dim 256 --forests 100
-    compute-sanitizer --tool memcheck python tests/gpu/check_decode_kernel.py --sanitize-small
-    compute-sanitizer --tool racecheck python tests/gpu/check_decode_kernel.py --sanitize-small --path portable
+    compute-sanitizer --tool memcheck --kernel-name kns=forward python tests/gpu/check_decode_kernel.py --sanitize-small
+    compute-sanitizer --tool racecheck --kernel-name kns=forward \\
+        python tests/gpu/check_decode_kernel.py --sanitize-small --case 0 --case 2
 
 Each case is a random batch with random arguments of the wrapper (`random_batches`). Outputs and scratch are NaN before
 the run, and so is every KV element that no request reads. The result is right if
@@ -579,7 +580,8 @@ def main(argv: list[str] | None = None) -> int:
         return run_all(((check, draw(seed, hopper)) for seed in seeds), PackedDecodeWrapper, watchdog, options)
 
     if options.sanitize_small:
-        outcomes = run(check_forest, random_batches.small, range(options.seed, options.seed + SMALL_CASES))
+        small = range(options.seed, options.seed + SMALL_CASES)
+        outcomes = run(check_forest, random_batches.small, options.case or small)
     else:
         first = options.seed
         outcomes = run(check_forest, random_batches.draw, options.case or range(first, first + options.forests))
