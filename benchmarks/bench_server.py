@@ -33,7 +33,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from server_report import progress, report
+from server_report import plot, progress, report
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.live.cases import Case, Request, parse_case, probes
@@ -66,6 +66,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stream-interval", type=int, default=16, help="tokens a piece (default: %(default)s)")
     parser.add_argument("--compare-tokens", action="store_true", help="compare the greedy tokens of fixed prompts")
     parser.add_argument("--json", type=Path, help="write everything here, anew after each measurement")
+    parser.add_argument("--plot", type=Path, help="write bars of output tokens/s here")
     parser.add_argument("--logs", type=Path, help="folder for the servers' output (default: a temporary one)")
     parser.add_argument("--from", dest="source", type=Path, metavar="JSON", help="print a finished run")
     options = parser.parse_args(argv)
@@ -324,6 +325,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             print(f"\n{report(bench.content)}", flush=True)
         content = bench.content
+    if options.plot and any("error" not in record for record in content["records"]):
+        plot(content["records"], options.plot)
     return int(bool(content["missing"]) or any("error" in record for record in content["records"]))
 
 

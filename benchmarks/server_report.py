@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -159,6 +160,27 @@ def report(content: dict[str, Any]) -> str:
         f"{content.get('seconds', 0):.0f} s in all"
     )
     return "\n\n".join(parts)
+
+
+def plot(records: Sequence[Record], path: Path) -> None:
+    """Bars of output tokens/s: a group a case, a bar a server, the mean of all rounds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    servers, cases = _in_order(records, "server"), _in_order(records, "case")
+    figure, axis = pyplot.subplots(figsize=(2 + 0.6 * len(servers) * len(cases), 3.6), layout="constrained")
+    width = 0.8 / len(servers)
+    for number, server in enumerate(servers):
+        rates = [_mean(map(tok_s, _measured(records, server, case))) or 0.0 for case in cases]
+        places = [place + (number - (len(servers) - 1) / 2) * width for place in range(len(cases))]
+        axis.bar(places, rates, width, label=server)
+    axis.set_xticks(range(len(cases)), cases)
+    axis.set_ylabel("output tokens/s")
+    axis.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
 
 
 def _counted(record: Record) -> dict[str, Any]:

@@ -78,3 +78,12 @@ def test_readme_says_the_same():
         pat, *others = list(throughput("server_h200.json", case).items())[:servers]
         said = ", ".join(f"{server} {round(value):,}" for server, value in others)
         assert f"`pat` {round(pat[1]):,} tok/s, {said} |" in README
+
+
+def test_one_group_in_a_run_of_its_own():
+    measured = throughput("server_h200_one_group.json", "W4")
+    ratio = measured["pat"] / measured["fa3"]
+    text = " ".join(TEXT.split())
+    assert f"`pat` {measured['pat']:,.0f} tok/s, fa3 {measured['fa3']:,.0f}, {ratio:.2f}x" in text
+    (decode,) = throughput("server_h200_one_group.json", "decode:128,5,5000,100").values()
+    assert f"5 groups x 5K at {decode:,.0f} tok/s" in text
