@@ -32,6 +32,7 @@ UNLIMITED = 2**31 - 1
 DOUBLINGS = 16  # of the price of parts, at most: nothing is shared at 2**16 times their price
 CLOSES = -2  # in place of a member's partial row: its item writes the request's result
 _MAX_TILES = 15
+_MAX_PROCESSORS = 1 << 12
 _PART_PRICE = slice(2, 4)  # of the reals, as csrc/plan.h numbers them
 _WIDENED = 7  # entry of the stats
 _ITEM = 12  # entries of an item
@@ -147,6 +148,8 @@ class Planner:
             min_chunk=min_chunk, n_sm=n_sm, shared_chunk=shared_chunk,
             tail_warps=tail_warps,
         )  # fmt: skip
+        if n_sm > _MAX_PROCESSORS:
+            raise PlanError(f"n_sm is {n_sm}: a GPU has no more than {_MAX_PROCESSORS} processors")
         if num_qo_heads % num_kv_heads:
             raise PlanError(f"num_qo_heads {num_qo_heads} is no multiple of num_kv_heads {num_kv_heads}")
         if item_overhead < 0 or (profit_factor is not None and profit_factor <= 0) or compute_split_cost < 0:

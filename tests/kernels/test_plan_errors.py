@@ -17,7 +17,7 @@ FOREST = tree_forest((1, 8), (400, 100))
     ("arguments", "message"),
     [
         ({"strategy": "best"}, "strategy is 'best': use one of query, relay, two-phase, naive, compute, profit, opt"),
-        ({"split": "even"}, "split is 'even': use one of none, mean, balanced"),
+        ({"split": "even"}, "split is 'even': use one of none, mean, balanced, rounds"),
         ({"merge": "none"}, "merge is 'none': use one of fused, kernel"),
         ({"head_pack": 3}, "head_pack is 3: give 1, 2 or None"),
         ({"head_pack": 2, "num_qo_heads": 10}, "head_pack is 2, with groups of 5, .* a tile of 8 rows that holds two"),
@@ -33,6 +33,7 @@ FOREST = tree_forest((1, 8), (400, 100))
         ({"alpha": (1.0, 0, 1, 1)}, "give a number above 0"),
         ({"min_chunk": 0}, "min_chunk is 0"),
         ({"n_sm": 0}, "n_sm is 0"),
+        ({"n_sm": 5000}, "n_sm is 5000: a GPU has no more than 4096"),
         ({"profit_factor": 0}, "profit_factor is above 0"),
         ({"item_overhead": -1}, "item_overhead and compute_split_cost are at least 0"),
         ({"max_requests": 7}, "a batch of 8 requests exceeds the planner's 7: raise max_requests"),
