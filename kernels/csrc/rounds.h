@@ -1,13 +1,11 @@
 // How long the chunks of large tiles are, for processors that take them in turn: the split `rounds`.
 //
 // Units of equal length are dealt out to the processors; 160 of them keep 132 processors busy for two rounds, and most
-// of those idle in the second. Tails fill idle time only as far as they are not dealt out themselves. So some chunk
-// lengths are tried, and the one of the least modelled time is taken.
+// of those idle in the second, but for as many tails as their warps hold at once. So some chunk lengths are tried, and
+// the one of the least modelled time is taken.
 #pragma once
 
 #include <algorithm>
-#include <cmath>
-#include <functional>
 
 #include "plan.h"
 
@@ -54,7 +52,7 @@ class Rounds {
  private:
   static constexpr int64_t kMostRounds = 6;  // beyond, an uneven last one costs little
   static constexpr double kGain = 0.98;      // a change must lower the time to that
-  static constexpr double kAlone = 1.5;      // times a unit's cost that it takes while the other teams are idle
+  static constexpr double kAlone = 1.5;      // times its cost, estimated, that a unit takes while other teams are idle
 
   double chunk_ns(int32_t tile, int64_t length) const {
     const int64_t n = config_.tile(tile).n;
