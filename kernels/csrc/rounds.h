@@ -98,8 +98,8 @@ class Rounds {
     units_ = 0, parts_ = 0;
     for (const int32_t index : rows) {
       const RowTile& row = out_.rows[index];
-      const int64_t length = packing_.packs[row.pack].length(), pieces = std::max<int64_t>(1, (length + limit - 1) / limit);
-      const int64_t units = pieces * heads;
+      const int64_t length = packing_.packs[row.pack].length();
+      const int64_t pieces = std::max<int64_t>(1, (length + limit - 1) / limit), units = pieces * heads;
       runs.push_back({chunk_ns(tile, (length + pieces - 1) / pieces), units});
       units_ += units;
       parts_ += part_ns_ * static_cast<double>((pieces - 1) * row.count);
@@ -108,7 +108,8 @@ class Rounds {
     if (!std::is_sorted(runs.begin(), runs.end(), longer)) std::sort(runs.begin(), runs.end(), longer);
     // A processor's teams take a unit each before one takes a second.
     const int64_t teams = config_.teams(tile), round = teams * processors;
-    const double first = teams > 1 ? kAlone : 1, other = (static_cast<double>(teams) - first) / std::max(1., teams - 1.);
+    const double first = teams > 1 ? kAlone : 1;
+    const double other = (static_cast<double>(teams) - first) / std::max(1., static_cast<double>(teams) - 1);
     int64_t at = turn_, dealt = 0, team = 0;
     for (const auto& [cost, units] : runs) {
       const int64_t whole = units / round;
@@ -139,7 +140,8 @@ class Rounds {
   const Packing& packing_;
   Schedule& out_;
   RoundsScratch& scratch_;
-  // ns of all processors: of tails; of a part of all KV heads; of other single warps and settled parts; of parts at hand
+  // ns of all processors: of tails; of a part of all KV heads; of other single warps and settled parts; of parts of the
+  // tile at hand
   double tails_ns_ = 0, part_ns_ = 0, extra_ = 0, parts_ = 0;
   int64_t tails_ = 0, units_ = 0, turn_ = 0, next_turn_ = 0;
 };
