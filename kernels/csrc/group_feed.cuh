@@ -21,7 +21,7 @@ struct GroupRing {
   };
   static __device__ void init(Control& control, int thread) {
     if (thread >= 2 * kStages) return;
-    // Full: every copying thread, once its copies have landed, and who announces the stage. Empty: every computing thread.
+    // Full: every copying thread, once its copies have landed, and who announces the stage. Empty: all that compute.
     barrier_init(thread < kStages ? control.full + thread : control.empty + thread - kStages,
                  thread < kStages ? 2 * kGroups * kWarp + 1 : 4 * kGroups * kWarp);
   }
