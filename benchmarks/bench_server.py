@@ -39,7 +39,17 @@ from feather_sglang.errors import FeatherError
 from feather_sglang.live.cases import Case, Request, parse_case, probes
 from feather_sglang.live.client import HttpError, call_all, drive
 from feather_sglang.live.machine import Clocks, machine
-from feather_sglang.live.process import COMMON_FLAGS, Configuration, Server, ServerFailed, parse_server, read_log
+from feather_sglang.live.process import (
+    COMMON_FLAGS,
+    Configuration,
+    Server,
+    ServerFailed,
+    in_turns,
+    parse_server,
+    read_log,
+    shown,
+    switch_flags,
+)
 from feather_sglang.live.stats import overall, steady
 
 LEAST_CASE, RESERVE = 10.0, 5.0  # seconds that a case must have, and that are kept for the end
@@ -99,9 +109,8 @@ def plan(
     groups: list[Sequence[Configuration]] = [servers[i : i + together] for i in range(0, len(servers), together)]
     if one_server:
         groups = [list(group) for _, group in groupby(servers, lambda server: server.server_flags)]
-    for number in range(1, rounds + 1):
-        for group in groups if number % 2 else groups[::-1]:
-            yield number, group if number % 2 else group[::-1]
+    for number, group in in_turns(groups, rounds):
+        yield number, group if number % 2 else group[::-1]
 
 
 class Bench:
@@ -171,8 +180,7 @@ class Bench:
 
     def launch(self, configuration: Configuration) -> Server:
         flags = shlex.split(self.options.common) + shlex.split(self.options.flags)
-        if self.key:
-            flags += ["--feather-allow-switch", "--admin-api-key", self.key]
+        flags += switch_flags(self.key) if self.key else []
         command = [self.options.python, "-m", "sglang.launch_server", "--model-path", str(self.options.model), *flags]
         return Server(configuration, command, self.logs / f"{configuration.name.replace('/', '_')}.log", self.key)
 
@@ -189,7 +197,7 @@ class Bench:
             self.give_up(server, describe(problem))
             return
         entry["start_seconds"].append(server.start_seconds)
-        entry["command"] = shlex.join("KEY" if word == self.key else word for word in server.command)
+        entry["command"] = shown(server.command, self.key)
         entry |= {"kv_tokens": server.kv_tokens, "max_running": server.max_running}
         entry["probes"] = entry["probes"] or [answer["output_ids"] for answer in answers]
         self.say(f"{name} is up after {server.start_seconds:.0f} s, {server.kv_tokens} KV tokens")

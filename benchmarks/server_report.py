@@ -9,10 +9,10 @@ from typing import Any
 
 from decode_cases import grid
 
+from feather_sglang.live.result import CLIENT_BOUND
 from feather_sglang.live.stats import agreeing
 
 Record = dict[str, Any]
-CLIENT_BOUND = 0.7  # share of a processor from which on the client, not the server, may set the pace
 MARKS = {
     "!": f"the client used {CLIENT_BOUND:.0%} of a processor or more: the server may be faster",
     "~": "cut by a time limit: throughput up to the cut",

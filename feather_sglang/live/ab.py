@@ -24,7 +24,16 @@ from feather_sglang.live.bench_serving import read_results
 from feather_sglang.live.cases import Case, Request, probes
 from feather_sglang.live.client import HttpError, call_all, drive
 from feather_sglang.live.machine import Clocks, machine
-from feather_sglang.live.process import BACKENDS, Configuration, Server, ServerFailed
+from feather_sglang.live.process import (
+    BACKENDS,
+    POLICY_FLAG,
+    Configuration,
+    Server,
+    ServerFailed,
+    in_turns,
+    shown,
+    switch_flags,
+)
 from feather_sglang.live.result import Admission, Seen, notes, summarize, together
 from feather_sglang.live.watch import Watch
 from feather_sglang.policy_names import FEATHER
@@ -35,7 +44,6 @@ from feather_sglang.report.summary import RunSummary
 from feather_sglang.report.tables import SERVER_FIGURES, comparison
 
 LEAST_RUN = 10.0  # seconds that must be left for another start
-KEY = "KEY"  # what stands for the admin key wherever a command is shown
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _PROBLEMS = (ServerFailed, HttpError, OSError, EOFError, asyncio.TimeoutError)
 
@@ -50,7 +58,6 @@ class Choice(Configuration):
     server : the flags that no running server can change, where configurations differ in them.
     """
 
-    policy: str = "fcfs"
     options: dict[str, Any] = field(default_factory=dict)
     server: tuple[str, ...] = ()
 
@@ -125,11 +132,11 @@ def configurations(args: argparse.Namespace, policies: Sequence[str]) -> list[Ch
         decode = tuple(BACKENDS.get(backend, "").split())
         for policy in policies:
             taken = options[policy] if policy in FEATHER else {}
-            flags = (*decode, "--schedule-policy", policy, *feather_flags(taken), *given)
+            flags = (*decode, POLICY_FLAG, policy, *feather_flags(taken), *given)
             told = {"policy_file": None, **taken} if policy in FEATHER else {}
             told = {option: value for option, value in told.items() if option not in overruled}
             name = f"{backend}+{policy}" if len(backends) > 1 else policy
-            found.append(Choice(name, flags, policy, told, decode))
+            found.append(Choice(name, flags, told, decode))
     return found
 
 
@@ -156,13 +163,6 @@ def common_flags(args: argparse.Namespace) -> list[str]:
 def dummy_weights(model: str) -> bool:
     """Whether the folder holds a configuration alone."""
     return not any(next(Path(model).glob(pattern), None) for pattern in WEIGHTS)
-
-
-def in_turns(chosen: Sequence[Choice], rounds: int) -> Iterator[tuple[int, Choice]]:
-    """(round, configuration) in order: every other round backwards, so that drift meets all alike."""
-    for number in range(1, rounds + 1):
-        for configuration in chosen if number % 2 else chosen[::-1]:
-            yield number, configuration
 
 
 class Comparison:
@@ -244,10 +244,10 @@ class Comparison:
         record["log"] = str(log)
         self.say(f"starting {choice.name}")
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", self.args.model]
-        command += [*common_flags(self.args), "--feather-allow-switch", "--admin-api-key", self.key]
+        command += [*common_flags(self.args), *switch_flags(self.key)]
         self.server = server = Server(choice, command, log, self.key)
         self.shared = choice.server
-        record["command"] = shlex.join(KEY if word == self.key else word for word in server.command)
+        record["command"] = shown(server.command, self.key)
         server.wait(time.monotonic() + min(self.args.start_timeout, self.remaining()))
         record["start_seconds"] = server.start_seconds
         self.say(f"{choice.name} is up after {server.start_seconds:.0f} s, {server.kv_tokens} KV tokens")

@@ -12,11 +12,11 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from feather_sglang.adapter.ports import free_port
 from feather_sglang.live.client import Address, HttpError, call
@@ -33,6 +33,7 @@ BACKENDS = {
     "triton": "--attention-backend triton",
     "pat": "--attention-backend fa3 --decode-attention-backend pat",
 }
+T = TypeVar("T")
 POLICY_FLAG = "--schedule-policy"
 END_SECONDS = 30.0  # in which a killed server's processes must be gone, and with them its GPU memory
 _PDEATHSIG = 1
@@ -88,6 +89,23 @@ def parse_server(text: str) -> Configuration:
             known = ", ".join((*BACKENDS, *STOCK, *FEATHER))
             raise ValueError(f"{text}: give NAME=FLAGS, or names joined by +, of {known}")
     return Configuration(text, tuple(parts))
+
+
+def in_turns(items: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
+    """(round, item) in order: every other round backwards, so that drift meets all alike."""
+    for number in range(1, rounds + 1):
+        for item in items if number % 2 else items[::-1]:
+            yield number, item
+
+
+def switch_flags(key: str) -> list[str]:
+    """With these a server's policy can be switched by whoever has the key."""
+    return ["--feather-allow-switch", "--admin-api-key", key]
+
+
+def shown(command: Sequence[str], key: str | None) -> str:
+    """A server's command without its admin key."""
+    return shlex.join("KEY" if word == key else word for word in command)
 
 
 class Server:

@@ -16,7 +16,7 @@ from feather_sglang.live import ab
 from feather_sglang.live.bench_serving import read_results
 from feather_sglang.live.cases import Case
 from feather_sglang.live.client import Driven
-from feather_sglang.live.process import ServerFailed
+from feather_sglang.live.process import ServerFailed, in_turns
 from feather_sglang.live.result import Admission, decode_steps, notes, summarize, together
 from feather_sglang.live.stats import Stream, token_gaps
 from feather_sglang.live.watch import Line, read_lines, scheduler_cpu
@@ -115,7 +115,7 @@ class TestCommandLine:
 
     def test_every_other_round_goes_backwards(self):
         chosen = ab.configurations(arguments(), ["fcfs", "lpm"])
-        order = [(number, one.name) for number, one in ab.in_turns(chosen, 2)]
+        order = [(number, one.name) for number, one in in_turns(chosen, 2)]
         assert order == [(1, "fcfs"), (1, "lpm"), (2, "lpm"), (2, "fcfs")]
 
     def test_dummy_weights_where_there_are_none(self, model):
