@@ -1,9 +1,10 @@
-"""The FINDBEST -> policy -> ADD loop, the fairness bound, and the row order of the running batch.
+"""The FINDBEST -> policy -> ADD loop, prefixes that wait, the fairness bound, and the row order of the running batch.
 
 One ``BatchBuilder`` serves one scheduler. It knows requests by id only and never touches SGLang: the adapter asks
 ``propose`` for the next request, tries to admit it, and reports back with ``admitted`` or ``skipped``.
 
-Source: Feather, algorithm 7. The fairness bound, the row order and the way back from a mixed batch are ours.
+Source: Feather, algorithm 7. Prefixes that wait, the fairness bound, the row order and the way back from a mixed batch
+are ours.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from collections.abc import Callable, Hashable, KeysView, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from feather_sglang.cht import ChunkedHashTree
+from feather_sglang.cht import Candidate, ChunkedHashTree
+from feather_sglang.gathering import LEAST_TOKENS, Gathering
 from feather_sglang.policies import Action, PolicyState, StopPolicy
 
 # Waiting for a prefix that is being computed pays from here on: less, and the batch had better be filled. More than a
 # page and a chunk, which two equal prompts always compute anew.
 _WORTH_WAITING = 256
+_MOST_ASKED = 8  # prefixes made to wait in one round: SGLang looks each of them up in its cache first
+_MOST_POSTPONED = 16  # prefixes that wait at a time: each is weighed again in every round, and nobody behind them
 
 
 class Arrival(NamedTuple):
@@ -44,6 +48,8 @@ class BatchBuilder:
         The same bound in admission rounds.
     group_of
         Gives a request's prefix group; only the oracle policy, an upper reference for evaluation, reads it.
+    gathering
+        Lets prefixes wait for more requests where memory is short. ``None``: they never do.
     """
 
     def __init__(
@@ -53,15 +59,18 @@ class BatchBuilder:
         max_wait: float = 120.0,
         max_wait_rounds: int = 20_000,
         group_of: Callable[[Hashable], Hashable] | None = None,
+        gathering: Gathering | None = None,
     ) -> None:
         self.cht = cht
         self.policy = policy
         self.max_wait = max_wait
         self.max_wait_rounds = max_wait_rounds
         self.group_of = group_of
+        self.gathering = gathering
         self.round = 0
         self.stops = 0
         self.overdue_admissions = 0
+        self.postponements = 0
         self.longest_wait = 0.0
         self._now = 0.0
         self._stopped = False  # in this round, for everybody outside the main branch
@@ -69,13 +78,43 @@ class BatchBuilder:
         self._arrivals: dict[Hashable, Arrival] = {}
         self._undone: Hashable | None = None  # the last ADD, until the scheduler has carried it out
         self._computing: dict[Hashable, int] = {}  # in prefill: depth from which sharing its prompt is worth a wait
+        self._overdue_id: Hashable | None = None  # proposed for its age
+        self._postponed: dict[Hashable, tuple[int, int]] = {}  # depth as above, and tokens to be computed
+        self._staying = 0  # waiting requests that are postponed
+        self._frozen: tuple[StopPolicy, bool] | None = None  # who may not explore, and whether it does otherwise
+        self._asked = 0  # prefixes postponed in this round for the first time
 
     # Life cycle -----------------------------------------------------------------------------------------------
 
-    def arrive(self, request_id: Hashable, token_ids: Any, *, extra_key: Any = None, priority: int = 0) -> None:
-        """Enter a new waiting request (prompt tokens as any int buffer; smaller ``priority`` goes first)."""
+    def arrive(
+        self,
+        request_id: Hashable,
+        token_ids: Any,
+        *,
+        extra_key: Any = None,
+        priority: int = 0,
+        most_tokens: int = 0,
+    ) -> None:
+        """Enter a new waiting request.
+
+        Parameters
+        ----------
+        token_ids
+            Prompt, any int buffer.
+        extra_key
+            Requests of different keys share nothing.
+        priority
+            Smaller goes first.
+        most_tokens
+            That it may generate.
+        """
         self.cht.insert(request_id, token_ids, extra_key, priority)
         self._unseen[request_id] = priority
+        if self.gathering is not None:
+            missing, depth = self.cht.missing_count(request_id), self.cht.depth(request_id)
+            computes = missing * self.cht.chunk_size >= LEAST_TOKENS
+            met = self.cht.sharing(request_id, depth - missing // 2) > 1 if computes else None
+            self.gathering.arrived(most_tokens, met)
 
     def requeue(self, request_id: Hashable, token_ids: Any) -> None:
         """Put a retracted or preempted request back among the waiting, at its original age."""
@@ -85,27 +124,50 @@ class BatchBuilder:
     def leave_queue(self, request_id: Hashable) -> None:
         """Forget a waiting request that was aborted or timed out."""
         self.cht.remove(request_id)
+        self._postponed.pop(request_id, None)
         self._unseen.pop(request_id, None)
         self._arrivals.pop(request_id, None)
 
-    def leave_batch(self, request_id: Hashable) -> None:
-        """Forget a running request that finished or was aborted."""
+    def leave_batch(self, request_id: Hashable, output_tokens: int = 0) -> None:
+        """Forget a running request that finished or was aborted, after so many tokens."""
+        if self.gathering is not None and output_tokens:
+            self.gathering.finished(output_tokens)
         self.cht.finish(request_id)
         self._computing.pop(request_id, None)
         del self._arrivals[request_id]
 
     # One admission round --------------------------------------------------------------------------------------
 
-    def begin_round(self, now: float, reward: float | None) -> None:
-        """Open an admission round at ``now`` (s); ``reward`` is the decode tokens/s since the last one, if measured."""
+    def begin_round(self, now: float, reward: float | None, prefill_seconds: float | None = None) -> None:
+        """Open an admission round.
+
+        Parameters
+        ----------
+        now
+            Seconds.
+        reward
+            Decode tokens/s since the last round, if measured.
+        prefill_seconds
+            What a token of prefill takes, if known.
+        """
+        if self.gathering is not None:
+            self.gathering.seconds_per_token = prefill_seconds
+        self._explore(not self._memory_is_short())
         self.round += 1
         self._stopped = False
         self._now = now
+        self._overdue_id = None
+        self._staying = self._asked = 0
         for request_id, priority in self._unseen.items():
             self._arrivals[request_id] = Arrival(now, self.round, priority)
         self._unseen.clear()
         for request_id, depth in self._computing.items():
             self.cht.defer(request_id, depth)
+        for request_id, (depth, missing) in list(self._postponed.items()):
+            if self._still_waits(request_id, depth, missing):
+                self._stay(request_id, depth)
+            else:
+                del self._postponed[request_id]
         if reward is not None and self.policy is not None:
             self.policy.observe(reward)
 
@@ -127,8 +189,9 @@ class BatchBuilder:
         overdue = self._overdue(best and best.request_id)
         if overdue is not None:
             self.overdue_admissions += 1
+            self._overdue_id = overdue
             return overdue
-        if best is None:
+        if best is None or self._is_one_too_many(best):
             return None
         if self._stopped:
             return self._inside_branch()
@@ -136,7 +199,7 @@ class BatchBuilder:
             return best.request_id
         loss = max(self.cht.shared_tip - best.tip_after, self.cht.branch_loss(best.request_id), 0)
         # The deferred will join as soon as their prefix is computed: the batch is as good as theirs.
-        state = PolicyState(batch_size + self.cht.deferred, loss, best.peers, headroom)
+        state = PolicyState(batch_size + max(0, self.cht.deferred - self._staying), loss, best.peers, headroom)
         if self.group_of is not None:
             batch_groups = frozenset(map(self.group_of, self.cht.active))
             state = state._replace(group=(self.group_of(best.request_id), batch_groups))
@@ -150,7 +213,12 @@ class BatchBuilder:
     def _inside_branch(self) -> Hashable | None:
         """After STOP a mixed batch may still grow in its main branch: that costs nothing and lets it become pure."""
         inside = self.cht.best_in_branch()
-        return None if inside is None else inside.request_id
+        return None if inside is None or self._is_one_too_many(inside) else inside.request_id
+
+    def _is_one_too_many(self, best: Candidate) -> bool:
+        """Whether it might have to wait where enough do: then nobody behind it is admitted either."""
+        full = self._asked >= _MOST_ASKED or len(self._postponed) >= _MOST_POSTPONED
+        return full and best.missing_chunks * self.cht.chunk_size >= LEAST_TOKENS
 
     def admitted(self, request_id: Hashable, cached_tokens: int | None = None) -> None:
         """The scheduler took the proposed request into the batch and will compute all but its cached tokens.
@@ -160,12 +228,80 @@ class BatchBuilder:
         to compute.
         """
         self.cht.add_to_batch(request_id)
-        depth = 0 if cached_tokens is None else -(-(cached_tokens + _WORTH_WAITING) // self.cht.chunk_size)
+        depth = 0 if cached_tokens is None else self._depth_worth_waiting(cached_tokens)
         if 0 < depth <= self.cht.depth(request_id):
             self._computing[request_id] = depth
             self.cht.defer(request_id, depth)
         self._undone = None
         self.longest_wait = max(self.longest_wait, self._now - self._arrivals[request_id].time)
+
+    def postpones(self, request_id: Hashable, cached_tokens: int, missing_tokens: int) -> bool:
+        """Whether the proposed request, and all that share what it would compute, had better wait (``Gathering``).
+
+        They are passed over in this round, and in the next ones for as long as that holds.
+
+        Parameters
+        ----------
+        cached_tokens, missing_tokens
+            Of its prompt: found in the prefix cache, and to be computed.
+        """
+        depth = self._depth_worth_waiting(cached_tokens)
+        if request_id == self._overdue_id or not self._still_waits(request_id, depth, missing_tokens):
+            return False
+        self._cancel_undone()
+        self._postponed[request_id] = depth, missing_tokens
+        self._stay(request_id, depth)
+        self._asked += 1
+        self.postponements += 1
+        return True
+
+    def _still_waits(self, request_id: Hashable, depth: int, missing_tokens: int) -> bool:
+        tree = self.cht
+        if not self._memory_is_short() or request_id not in tree.waiting or depth > tree.depth(request_id):
+            return False
+        assert self.gathering is not None
+        arrival = self._arrivals[request_id]
+        if self._is_late(arrival):
+            return False
+        if tree.depth(request_id) - tree.missing_count(request_id) >= depth:
+            return False  # another one computes it, or has
+        return self.gathering.waits(
+            missing_tokens,
+            tree.sharing(request_id, depth),
+            self._now - arrival.time,
+            len(tree.active),
+        )
+
+    def _explore(self, allowed: bool) -> None:
+        """No trials of STOP while memory is short: their reward would not see the prefixes that are lost by it."""
+        if self._frozen is not None and (allowed or self._frozen[0] is not self.policy):
+            policy, explores = self._frozen
+            policy.explore, self._frozen = explores, None
+        if not allowed and self._frozen is None and self.policy is not None:
+            self.policy.end_episode()
+            self._frozen, self.policy.explore = (self.policy, self.policy.explore), False
+
+    def _memory_is_short(self) -> bool:
+        tree = self.cht
+        return self.gathering is not None and self.gathering.short(
+            tree.distinct_chunks * tree.chunk_size, len(tree.active)
+        )
+
+    def _stay(self, request_id: Hashable, depth: int) -> None:
+        if self.cht.sharing(request_id, depth) == 1:
+            self.cht.hold(request_id)
+            return
+        before = self.cht.deferred
+        self.cht.defer(request_id, depth)
+        self._staying += self.cht.deferred - before
+
+    def _depth_worth_waiting(self, cached_tokens: int) -> int:
+        return -(-(cached_tokens + _WORTH_WAITING) // self.cht.chunk_size)
+
+    @property
+    def postponed(self) -> KeysView[Hashable]:
+        """Waiting requests for whose prefix it is too early, one for each."""
+        return self._postponed.keys()
 
     @property
     def computing(self) -> KeysView[Hashable]:
@@ -199,9 +335,12 @@ class BatchBuilder:
         if oldest is None:
             return None
         arrival = self._arrivals[oldest]
-        if self._now - arrival.time < self.max_wait and self.round - arrival.round < self.max_wait_rounds:
+        if not self._is_late(arrival):
             return None
         return oldest if best is None or arrival.priority <= self._arrivals[best].priority else None
+
+    def _is_late(self, arrival: Arrival) -> bool:
+        return self._now - arrival.time >= self.max_wait or self.round - arrival.round >= self.max_wait_rounds
 
     # Row order ------------------------------------------------------------------------------------------------
 
@@ -224,6 +363,7 @@ class BatchBuilder:
             "rounds": self.round,
             "stops": self.stops,
             "overdue_admissions": self.overdue_admissions,
+            "postponements": self.postponements,
             "longest_wait_s": self.longest_wait,
             "waiting": len(self.cht.waiting),
             "active": len(self.cht.active),

@@ -18,7 +18,7 @@ from operator import attrgetter, index
 from typing import NamedTuple
 
 from feather_sglang.chunk_hash import DIGEST, PROCESS_SEED, TokenIds, hash_vector
-from feather_sglang.prefix_trie import SLACK, Node, Request, agree, attach, check, detach, mute, shift
+from feather_sglang.prefix_trie import SLACK, Member, Node, Request, agree, attach, check, detach, mute, shift
 
 _SMALLEST_BRANCH = 64  # a main branch holds at least one in so many of the active requests
 
@@ -82,6 +82,7 @@ class ChunkedHashTree:
         self._ages: deque[Request] = deque()  # the waiting requests by age, with some that have left ...
         self._returned: list[tuple[int, Request]] = []  # ... and a heap of those that came back into their midst
         self._arrivals = 0
+        self._chunks = 0  # of all edges
         self._muted: list[Node] = []  # above the deferred requests
         self._best: Candidate | None = None
         self._tip: Node | None = None  # the deepest node on every active request's path; None: to be found again
@@ -107,7 +108,7 @@ class ChunkedHashTree:
         self.resume()
         request = Request(request_id, vector, extra_key, index(priority), self._arrivals)
         self._arrivals += 1
-        attach(self._root, request)
+        self._attach(request)
         self._wait(request)
 
     def add_to_batch(self, request_id: Hashable) -> None:
@@ -125,7 +126,7 @@ class ChunkedHashTree:
         request = self._get(request_id, self._active)
         self.resume()
         self._leave_batch(request)
-        detach(request)
+        self._detach(request)
 
     def remove(self, request_id: Hashable) -> None:
         """Forget a waiting or held request."""
@@ -133,7 +134,7 @@ class ChunkedHashTree:
         self.resume()
         self._leave_queue(request)
         self._held.pop(request_id, None)
-        detach(request)
+        self._detach(request)
 
     def hold(self, request_id: Hashable) -> None:
         """Hide a waiting request from ``find_best`` and ``peers`` until it is requeued."""
@@ -151,19 +152,19 @@ class ChunkedHashTree:
         if self._held.pop(request_id, None) is None:
             self._leave_batch(request)
         if vector is not request.vector:
-            detach(request)
+            self._detach(request)
             request.vector, request.depth = vector, len(vector) // DIGEST
-            attach(self._root, request)
+            self._attach(request)
         self._wait(request)
 
     def defer(self, request_id: Hashable, depth: int) -> None:
-        """Pass over the waiting requests that share at least ``depth`` chunks with an active one.
+        """Pass over the waiting requests that share at least ``depth`` chunks with an active or waiting one.
 
-        For a prefix that the active request is about to compute: who comes after it finds it in the cache. Deferred
-        requests still wait: ``peers``, the tips and ``oldest`` count them. Lasts until ``resume``, or until a request
-        enters or leaves the tree.
+        For a prefix that the active request is about to compute: who comes after it finds it in the cache. Or for one
+        that had better be computed later. Deferred requests still wait: ``peers``, the tips and ``oldest`` count them.
+        Lasts until ``resume``, or until a request enters or leaves the tree.
         """
-        request = self._get(request_id, self._active)
+        request = self._get(request_id, self._active, self._waiting)
         if not 1 <= depth:
             raise ValueError(f"depth must be at least 1, got {depth}")
         top = None
@@ -236,6 +237,18 @@ class ChunkedHashTree:
         request = self._get(request_id, self._waiting, self._active, self._held)
         return 0 if request.active else request.depth - self._matched(request).depth
 
+    def sharing(self, request_id: Hashable, depth: int) -> int:
+        """Return how many waiting requests share the first ``depth`` chunks of a request, itself included."""
+        member: Member = self._get(request_id, self._waiting, self._active, self._held)
+        while member.parent.depth >= max(depth, 1):
+            member = member.parent
+        return member.waiting
+
+    @property
+    def distinct_chunks(self) -> int:
+        """Chunks of all requests in the tree, those that several share counted once."""
+        return self._chunks
+
     def depth(self, request_id: Hashable) -> int:
         """Return the length of a request's prompt in chunks."""
         return self._get(request_id, self._waiting, self._active, self._held).depth
@@ -284,6 +297,14 @@ class ChunkedHashTree:
         return request_id in self._waiting or request_id in self._active or request_id in self._held
 
     # -- the trie ----------------------------------------------------------------------------------------------
+
+    def _attach(self, request: Request) -> None:
+        attach(self._root, request)
+        self._chunks += request.depth - request.parent.depth
+
+    def _detach(self, request: Request) -> None:
+        self._chunks -= request.depth - request.parent.depth
+        detach(request)
 
     def _shift(self, request: Request, waiting: int, active: int) -> None:
         """Change the counts on a request's path; every change of state passes here."""
@@ -394,6 +415,7 @@ class ChunkedHashTree:
                 assert requests.pop(id(request)) is request and request.id == request_id
                 assert (request.waiting, request.active) == (state is self._waiting, state is self._active)
         assert not requests, "a request in the trie and in no state"
+        assert self._chunks == sum(m.depth - m.parent.depth for m in members if m is not self._root)
         common = [m for m in members if m.active == len(self._active)] if self._active else [self._root]
         assert self.tip == max(member.depth for member in common), "the tip is not the deepest common point"
         oldest = min(self._waiting.values(), key=attrgetter("seq"), default=None)

@@ -1,8 +1,8 @@
 """What the ranks of one tensor-parallel group must agree on before they form a batch.
 
 Each rank runs its own scheduler and all must form the same batch. Decisions are functions of the request stream,
-which SGLang broadcasts, of a seed, and of two readings that differ between ranks: the clock and the reward. Rank
-0's readings hold for all.
+which SGLang broadcasts, of a seed, and of readings that differ between ranks: the clock and what it measured. Rank 0's
+readings hold for all.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Agreement:
         dist.all_reduce(value, dist.ReduceOp.MIN, self.group)
         return bool(value.item())
 
-    def readings(self, now: float, reward: float | None) -> tuple[float, float | None]:
-        """Rank 0's clock (s) and reward (tokens/s, or None)."""
+    def readings(self, now: float, *measured: float | None) -> tuple[Any, ...]:
+        """Rank 0's clock (s), and what it has measured by it: figures of at least 0, or None."""
         if self.ranks == 1:
-            return now, reward
-        value = torch.tensor([now, -1.0 if reward is None else reward], dtype=torch.float64)
+            return now, *measured
+        value = torch.tensor([now, *(-1.0 if figure is None else figure for figure in measured)], dtype=torch.float64)
         dist.broadcast(value, self._first_rank(), self.group)
-        now, reward = value.tolist()
-        return now, None if reward < 0 else reward
+        now, *others = value.tolist()
+        return now, *(None if figure < 0 else figure for figure in others)

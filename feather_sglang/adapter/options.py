@@ -87,6 +87,9 @@ class FeatherOptions:
     row_order: bool = _option(
         True, _switch, "on|off", "Keep the rows of the running batch in depth-first prefix order."
     )
+    gather: bool = _option(
+        True, _switch, "on|off", "Where memory is short, let a prefix wait for more of the requests that share it."
+    )
     features: str = _option(
         "paper", _features, "paper|headroom", "State the learner sees: the paper's, or with memory."
     )

@@ -17,10 +17,11 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Hashable, Iterator
+from itertools import chain
 from typing import Any
 
 from prometheus_client import Counter
-from sglang.srt.managers.schedule_policy import PrefillAdder
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from feather_sglang.adapter.agreement import Agreement
 from feather_sglang.adapter.options import FeatherOptions
@@ -29,7 +30,9 @@ from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.batch_builder import BatchBuilder
 from feather_sglang.cht import ChunkedHashTree
 from feather_sglang.errors import FeatherError
+from feather_sglang.gathering import Gathering
 from feather_sglang.policies import StopPolicy, load_policy, make_policy
+from feather_sglang.prefill_meter import PrefillMeter
 from feather_sglang.reward import DecodeMeter
 
 logger = logging.getLogger(__name__)
@@ -114,7 +117,7 @@ class FeatherScheduler:
         self.permutation_seconds = 0.0
         self._requests: dict[Hashable, Any] = {}  # every request the tree knows, by id
         self._ordered: list[Any] | None = None  # the row list last seen in order
-        self._meter = DecodeMeter()
+        self._meter, self._prefill_meter = DecodeMeter(), PrefillMeter()
         self._adder: Any = None
         self._running_rows = 0
         self._outputs: dict[Hashable, int] = {}  # tokens that requests in prefill had when they were admitted
@@ -125,6 +128,7 @@ class FeatherScheduler:
             policy,
             max_wait=options.max_wait,
             max_wait_rounds=options.max_wait_rounds,
+            gathering=Gathering(scheduler.max_total_num_tokens) if _may_gather(scheduler, options) else None,
         )
 
     @property
@@ -179,6 +183,7 @@ class FeatherScheduler:
                 priority=(req.priority or 0) * self.scheduler.policy.priority_sign
                 if self.scheduler.enable_priority_scheduling
                 else 0,
+                most_tokens=req.sampling_params.max_new_tokens or 0,
             )
         self._requests[req.rid] = req
 
@@ -192,8 +197,7 @@ class FeatherScheduler:
         if chunked is not None and not chunked.finished():
             alive.add(chunked.rid)
         for rid in [rid for rid in builder.cht.active if rid not in alive]:
-            builder.leave_batch(rid)
-            del self._requests[rid]
+            builder.leave_batch(rid, len(self._requests.pop(rid).output_ids))
         queue = self.scheduler.waiting_queue
         if len(builder.cht.waiting) != len(queue):
             queued = {req.rid for req in list.__iter__(queue)}
@@ -220,7 +224,8 @@ class FeatherScheduler:
                 self._running_rows = len(running_batch.reqs)
                 self._synchronise(running_batch.reqs)
                 self._note_computed()
-                self.builder.begin_round(*self._agreement.readings(self.clock(), self._meter.take()))
+                readings = self.clock(), self._meter.take(), self._prefill_meter.seconds_per_token
+                self.builder.begin_round(*self._agreement.readings(*readings))
                 if self.policy is not None:
                     self.scheduler.waiting_queue = AdmissionQueue(waiting_queue, self._admissions, self._loop_code)
                     return
@@ -237,7 +242,7 @@ class FeatherScheduler:
                 if rid is None:
                     return
                 yield self._requests[rid]
-                if rid not in tree.active:
+                if rid not in tree.active and rid not in self.builder.postponed:
                     self.builder.skipped(rid)
         yield from [req for req in list.__iter__(scheduler.waiting_queue) if req not in self._taken()]
 
@@ -253,13 +258,24 @@ class FeatherScheduler:
             tokens = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
         return max(0.0, tokens / scheduler.max_total_num_tokens)
 
+    def postpones(self, adder: Any, req: Any) -> bool:
+        """Whether a proposed request is to wait for others that share its prefix, instead of being judged by the adder.
+
+        Not where it was retracted: what it has generated is lost to others.
+        """
+        self._adder = adder
+        if not self.failed and self.policy is not None and not req.output_ids:
+            with self._guard("whether a prefix should wait could not be decided"):
+                cached = _cached_tokens(req)
+                return self.builder.postpones(req.rid, cached, len(req.origin_input_ids) - cached)
+        return False
+
     def after_add(self, adder: Any, req: Any) -> None:
         """SGLang's adder has judged ``req``: note whether it is in."""
         self._adder = adder
         if not self.failed and adder.can_run_list and adder.can_run_list[-1] is req:
             with self._guard("an admission could not be noted"):
-                cached = req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices)  # since 0.5.23
-                self.builder.admitted(req.rid, cached)
+                self.builder.admitted(req.rid, _cached_tokens(req))
                 self._outputs[req.rid] = len(req.output_ids)
 
     def _get_new_batch_prefill_raw(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -311,7 +327,12 @@ class FeatherScheduler:
         is_decode = batch.forward_mode.is_decode()
         tokens = sum(not req.finished() for req in batch.reqs) if is_decode else 0
         result = original(batch, *args, **kwargs)
-        self._meter.step(self.clock(), tokens, is_decode)
+        now = self.clock()
+        self._meter.step(now, tokens, is_decode)
+        self._prefill_meter.step(now, 0 if is_decode else sum(batch.extend_lens or ()))
+        # SGLang drops what has finished from the running batch when it forms the next one.
+        if all(req.finished() for req in chain(batch.reqs, self.scheduler.running_batch.reqs)):
+            self._prefill_meter.idle()
         return result
 
     # Never worse than off -------------------------------------------------------------------------------------
@@ -381,6 +402,15 @@ class _Guard:
         return False
 
 
+def _cached_tokens(req: Any) -> int:
+    return int(req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices))  # since 0.5.23
+
+
+def _may_gather(scheduler: Any, options: FeatherOptions) -> bool:
+    # Looking up a prefix in the cache of a model with recurrent state takes one of the few places for such states.
+    return options.gather and not getattr(scheduler, "is_hybrid_ssm", False)
+
+
 _admitting: FeatherScheduler | None = None  # the scheduler inside an admission round, for the adder it has made
 
 
@@ -396,6 +426,8 @@ def _watch_adder() -> None:
 
     @functools.wraps(original)
     def add_one_req(adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        if _admitting is not None and _admitting.postpones(adder, req):
+            return AddReqResult.CONTINUE
         result = original(adder, req, *args, **kwargs)
         if _admitting is not None:
             _admitting.after_add(adder, req)

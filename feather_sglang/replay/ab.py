@@ -102,6 +102,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     policy = parser.add_argument_group("feather policies")
     policy.add_argument("--feather-chunk-size", type=int, default=64, metavar="TOKENS")
     policy.add_argument("--feather-max-wait", type=float, default=120.0, metavar="SECONDS")
+    policy.add_argument("--feather-gather", choices=("on", "off"), default="on", help="let prefixes wait (on)")
     parser.add_argument("--out", type=Path, default=Path("feather-ab-results"), help="folder for results and plots")
 
 
@@ -340,6 +341,7 @@ def options_of(args: argparse.Namespace, policies: list[str]) -> dict[str, dict[
         "chunk_size": args.feather_chunk_size,
         "max_wait": args.feather_max_wait,
         "explore": args.feather_explore == "on",
+        "gather": args.feather_gather == "on",
     }
     by_policy = {name: dict(options) for name in policies}
     if args.feather_policy_file:

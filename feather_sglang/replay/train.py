@@ -114,7 +114,12 @@ def run(args: argparse.Namespace) -> int:
         ab.check_fits(part, settings["kv_tokens"])
     folder = ab.make_folder(args.out.parent / f"{args.out.stem}-training")
     name = f"feather-{args.policy}"
-    options = {"seed": args.seed, "chunk_size": args.feather_chunk_size, "max_wait": args.feather_max_wait}
+    options = {
+        "seed": args.seed,
+        "chunk_size": args.feather_chunk_size,
+        "max_wait": args.feather_max_wait,
+        "gather": args.feather_gather == "on",
+    }
     console = Console()
     console.print(f"training {name} on {len(first.requests):,} requests of {first.name}, {args.profile}")
     job = TrainJob(name, first, model, settings, options, "training", rounds=args.rounds, out=str(args.out.absolute()))

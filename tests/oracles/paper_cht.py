@@ -12,7 +12,8 @@ Where the pseudocode contradicts the prose, the prose is followed:
 - algorithm 4, line 7, skips when the set `active` is not empty; meant is a request that is active;
 - algorithm 6 returns at lines 13 and 17 before it cleans up (line 27); here it always cleans up.
 
-A serving system adds what the paper leaves out: `requeue`, `hold`, `defer`, priorities, `extra_key`, ties by age.
+A serving system adds what the paper leaves out: `requeue`, `hold`, `defer`, `sharing`, `distinct_chunks`, priorities,
+`extra_key`, ties by age.
 """
 
 import heapq
@@ -90,9 +91,9 @@ class PaperTree:
         self.held.add(request)
 
     def defer(self, request, depth):
-        stem = self.request_hashes[request][:depth]
-        if len(stem) == depth:
-            self.deferred |= {other for other in self.waiting_requests if self.request_hashes[other][:depth] == stem}
+        alike = self._sharers(request, depth)
+        if len(alike) > 1:  # one alone shares with nobody
+            self.deferred |= alike & self.waiting_requests
 
     def resume(self):
         self.deferred = set()
@@ -109,8 +110,20 @@ class PaperTree:
     def missing_count(self, request):
         return sum(chunk not in self.working_set for chunk in self.request_hashes[request])
 
+    def sharing(self, request, depth):
+        return len(({request} | self._sharers(request, depth)) & self.waiting_requests)
+
+    @property
+    def distinct_chunks(self):
+        return len({chunk for hashes in self.request_hashes.values() for chunk in hashes})
+
     def oldest(self):
         return min(self.waiting_requests, key=self.age.get, default=None)
+
+    def _sharers(self, request, depth):
+        """All requests that share a request's first `depth` chunks; nobody where it has fewer."""
+        stem = self.request_hashes[request][:depth]
+        return {other for other, hashes in self.request_hashes.items() if len(stem) == depth and hashes[:depth] == stem}
 
     def _shared_depth(self, hashes):
         """The deepest level, not below the tip, at which the request agrees with the active ones."""

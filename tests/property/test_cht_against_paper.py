@@ -52,10 +52,10 @@ class TreeAgainstPaper(RuleBasedStateMachine):
     def requeue(self, data, tokens):
         self.both("requeue", data.draw(st.sampled_from(sorted(self.paper.active | self.paper.held))), tokens)
 
-    @precondition(lambda self: self.paper.active)
+    @precondition(lambda self: self.paper.active | self.paper.waiting_requests)
     @rule(data=st.data(), depth=st.integers(1, 6))
     def defer(self, data, depth):
-        self.both("defer", data.draw(st.sampled_from(sorted(self.paper.active))), depth)
+        self.both("defer", data.draw(st.sampled_from(sorted(self.paper.active | self.paper.waiting_requests))), depth)
 
     @rule()
     def resume(self):
@@ -73,9 +73,12 @@ class TreeAgainstPaper(RuleBasedStateMachine):
         assert tree.deferred == len(paper.deferred & paper.waiting_requests)
         assert tree.oldest() == paper.oldest()
         assert len(tree) == len(paper.request_hashes)
+        assert tree.distinct_chunks == paper.distinct_chunks
         for request in paper.request_hashes:
             assert request in tree
             assert tree.missing_count(request) == paper.missing_count(request)
+            for depth in range(1, 7):
+                assert tree.sharing(request, depth) == paper.sharing(request, depth)
         for request in paper.waiting_requests:
             assert tree.candidate(request) == paper.candidate(request)
 

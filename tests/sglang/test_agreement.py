@@ -1,4 +1,4 @@
-"""All ranks form the same batch although their clocks and rewards differ."""
+"""All ranks form the same batch although their clocks and what they measure differ."""
 
 import random
 from array import array
@@ -9,25 +9,43 @@ import torch.multiprocessing as mp
 from feather_sglang.adapter.agreement import Agreement
 from feather_sglang.batch_builder import BatchBuilder
 from feather_sglang.cht import ChunkedHashTree
+from feather_sglang.gathering import Gathering
 from feather_sglang.policies import make_policy
 
 
+class SometimesShort(Gathering):
+    """The real rule, where memory is short whenever prompts of more than five prefixes wait or run."""
+
+    def short(self, demand_tokens, running):
+        return demand_tokens > 3000
+
+
 def serve(rank, store, results, agree):
-    """One rank's scheduler: the shared request stream, but a clock and rewards of its own."""
+    """One rank's scheduler: the shared request stream, but a clock, rewards and prefill times of its own."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     agreement = Agreement(dist.group.WORLD if agree else None)
     assert agreement.all(True) and agreement.all(rank == 0) == (rank == 0 and not agree)
+    if agree:
+        assert agreement.readings(rank + 1.5) == (1.5,)
+        assert agreement.readings(rank + 1.5, None if rank == 0 else 2.0, rank + 3.0) == (1.5, None, 3.0)
+        assert agreement.readings(1.5, rank + 2.0, 0.0 if rank == 0 else None) == (1.5, 2.0, 0.0)
     builder = BatchBuilder(
-        ChunkedHashTree(4, seed=agreement.secret()), make_policy("bandit", seed=0), max_wait=0.5, max_wait_rounds=40
+        ChunkedHashTree(4, seed=agreement.secret()),
+        make_policy("bandit", seed=0),
+        max_wait=9.0,
+        max_wait_rounds=40,
+        gathering=SometimesShort(0),
     )
     stream, clock = random.Random(7), random.Random(rank)
     decisions, running = [], []
     for step in range(300):
         for i in range(stream.randrange(4)):
-            group = stream.randrange(4)
-            builder.arrive((step, i), array("q", [group] * 40 + [step]))
-        builder.begin_round(*agreement.readings(clock.random() * step, clock.random() * 1000))
+            group = stream.randrange(8)
+            builder.arrive((step, i), array("q", [group] * 600 + [step]), most_tokens=1)
+        builder.begin_round(*agreement.readings(step + clock.random(), clock.random() * 1000, clock.random() * 0.01))
         while len(running) < 12 and (r := builder.propose(len(running), 1.0)) is not None:
+            if builder.postpones(r, 0, 601):
+                continue
             builder.admitted(r)
             running.append(r)
         builder.end_round()
@@ -36,7 +54,7 @@ def serve(rank, store, results, agree):
         decisions.append(tuple(running))
         while running and stream.random() < 0.7:
             builder.leave_batch(running.pop(stream.randrange(len(running))))
-    results[rank] = decisions
+    results[rank] = decisions, builder.postponements
     dist.destroy_process_group()
 
 
@@ -50,7 +68,8 @@ def decisions_of_two_ranks(tmp_path, agree):
 def test_two_ranks_agree_on_every_batch(tmp_path):
     first, second = decisions_of_two_ranks(tmp_path, agree=True)
     assert first == second
-    assert len(set(first)) > 100
+    decisions, postponements = first
+    assert len(set(decisions)) > 100 and postponements > 20
 
 
 def test_without_agreement_they_part(tmp_path):
@@ -60,4 +79,4 @@ def test_without_agreement_they_part(tmp_path):
 
 def test_one_rank_needs_no_communication():
     assert Agreement(None).readings(1.5, 10.0) == (1.5, 10.0)
-    assert Agreement(None).readings(1.5, None) == (1.5, None)
+    assert Agreement(None).readings(1.5, None, 2e-4) == (1.5, None, 2e-4)

@@ -10,6 +10,7 @@ from harness import Server
 
 from feather_sglang.adapter import plugin
 from feather_sglang.adapter import scheduler as feather_scheduler
+from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.errors import FeatherError
 from feather_sglang.policies import make_policy
 
@@ -117,7 +118,9 @@ def test_a_policy_file_of_another_kind_is_refused(server, monkeypatch, tmp_path)
 # Never worse than off -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("broken", ["propose", "begin_round", "admitted", "end_round", "arrive", "row_order"])
+@pytest.mark.parametrize(
+    "broken", ["propose", "begin_round", "postpones", "admitted", "end_round", "arrive", "row_order"]
+)
 def test_a_failure_is_logged_once_counted_and_served_as_fcfs(server, monkeypatch, caplog, broken):
     one = server()
     counter = feather_scheduler.failure_counter()
@@ -262,3 +265,168 @@ def test_a_prefix_that_arrives_many_times_at_once_is_computed_once(server):
     once = 2 * 500 + 6 * 4
     assert once <= computed_tokens(server, "feather-bandit") < once + 6 * 4
     assert computed_tokens(server, "feather-order") > 2 * once
+
+
+# Prefixes that wait ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gathering_server(server, monkeypatch):
+    """Checked after every step, on a clock that tests set, under a policy that never stops."""
+
+    def make(gather="on", **overrides):
+        monkeypatch.setenv("FEATHER_DEBUG_CHECK", "1")
+        monkeypatch.setenv("FEATHER_OPTIONS", f'{{"gather": "{gather}"}}')
+        one = server("feather-heuristic", **overrides)
+        one.feather.builder.policy = make_policy("always-add")
+        one.now = 0.0
+        one.feather.clock = lambda: one.now
+        return one
+
+    return make
+
+
+def long_prompt(group, unique=0):
+    return [2 + group] * 1200 + [100 + unique] * 4
+
+
+def run_on_clock(one, seconds_per_token):
+    """A step takes a second, and so much for each prompt token in it."""
+    forward = one.scheduler.run_batch
+
+    def run_batch(batch, *args, **kwargs):
+        one.now += 1.0 + (0 if batch.forward_mode.is_decode() else seconds_per_token * sum(batch.extend_lens))
+        return forward(batch, *args, **kwargs)
+
+    one.scheduler.run_batch = run_batch
+
+
+def tokens_computed_for_three_waves(one):
+    """Beside a large batch of one prefix, one request of each of five others comes three times; two of these fit."""
+    run_on_clock(one, 0.002)
+    due = [(0.0, "tiny", [9] * 9, 1)] + [(1.0, f"large{i}", long_prompt(0, i), 110) for i in range(30)]
+    due += [(6.0 + 25 * i, f"wave{i} {group}", long_prompt(group, i), 1) for i in range(3) for group in range(1, 6)]
+    expected = {rid: outputs for _, rid, _, outputs in due}
+    while due or one.scheduler.waiting_queue:
+        while due and due[0][0] <= one.now:
+            _, rid, tokens, outputs = due.pop(0)
+            assert one.submit(rid, tokens, max_new_tokens=outputs)
+        if one.step() is None:
+            one.now += 1.0
+    one.drain()
+    assert {rid: len(tokens) for rid, tokens in one.outputs().items()} == expected
+    one.assert_nothing_left()
+    return sum(len(req.origin_input_ids) - req.cached_tokens for req in one.requests.values())
+
+
+def test_prefixes_that_wait_are_computed_less_often(gathering_server):
+    one = gathering_server("on", max_total_tokens=6000)
+    on = tokens_computed_for_three_waves(one)
+    assert one.feather.builder.postponements > 0 and one.feather.builder.overdue_admissions == 0
+    one = gathering_server("off", max_total_tokens=6000)
+    assert one.feather.builder.gathering is None
+    assert on < 0.7 * tokens_computed_for_three_waves(one)
+    assert one.feather.builder.postponements == 0
+
+
+def waiting(one):
+    return {req.rid for req in one.scheduler.waiting_queue}
+
+
+def let_gather(one, monkeypatch, enough):
+    """Memory is short, and prefixes wait for so many."""
+    gathering = one.feather.builder.gathering
+    monkeypatch.setattr(gathering, "short", lambda demand_tokens, running: True)
+    monkeypatch.setattr(gathering, "waits", lambda missing, together, waited, running: together < enough)
+
+
+def test_postponed_requests_stay_in_the_queue_while_others_run(gathering_server, monkeypatch):
+    one = gathering_server()
+    let_gather(one, monkeypatch, enough=3)
+    for rid in ("a0", "a1", "b0", "b1", "b2", "c0"):
+        one.submit(rid, long_prompt(ord(rid[0]) - ord("a"), int(rid[1])))
+    one.step()
+    assert waiting(one) == {"a0", "a1", "b1", "b2", "c0"}  # b's come as soon as their prefix is computed
+    for _ in range(4):
+        one.step()
+        assert waiting(one) == {"a0", "a1", "c0"} and set(one.feather.builder.postponed) == {"a0", "c0"}
+    one.abort("c0")
+    one.abort("a0")
+    one.submit("a2", long_prompt(0, 2))
+    one.step()
+    assert waiting(one) == {"a1", "a2"}
+    one.submit("a3", long_prompt(0, 3))
+    one.step()
+    assert waiting(one) == {"a2", "a3"}
+    one.drain()
+    outputs = {rid: len(tokens) for rid, tokens in one.outputs().items()}
+    assert outputs == {"a0": 0, "c0": 0, **dict.fromkeys(("a1", "a2", "a3", "b0", "b1", "b2"), 8)}
+    one.assert_nothing_left()
+    assert not one.feather.builder.postponed
+
+
+def test_a_server_with_nothing_else_to_do_serves_the_overdue(gathering_server, monkeypatch):
+    one = gathering_server()
+    let_gather(one, monkeypatch, enough=1000)
+    one.feather.builder.max_wait = 30.0
+    one.submit("lone", long_prompt(1))
+    one.submit("short", [9] * 40)
+    assert one.step() is not None and waiting(one) == {"lone"}
+    for _ in range(12):
+        one.step()
+    assert waiting(one) == {"lone"} and one.requests["short"].finished()
+    one.now = 30.0
+    one.drain()
+    assert one.requests["lone"].finished() and one.feather.builder.overdue_admissions == 1
+    one.assert_nothing_left()
+
+
+def test_who_was_retracted_does_not_wait(gathering_server, monkeypatch):
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    one = gathering_server()
+    one.submit("a", long_prompt(0))
+    for _ in range(3):
+        one.step()
+    one.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+    one.scheduler.continue_generation(ContinueGenerationReqInput())
+    assert waiting(one) == {"a"} and one.requests["a"].output_ids
+    let_gather(one, monkeypatch, enough=1000)
+    monkeypatch.setattr(feather_scheduler, "_cached_tokens", lambda req: 0)  # as if it were evicted already
+    one.submit("b", long_prompt(1))
+    one.step()
+    assert waiting(one) == {"b"}
+    one.feather.builder.max_wait = 0.0
+    one.drain()
+    one.assert_nothing_left()
+
+
+def test_prefill_is_measured_where_the_scheduler_was_busy(gathering_server):
+    one = gathering_server()
+    run_on_clock(one, 0.01)
+    meter = one.feather._prefill_meter
+    one.submit("first", long_prompt(0), max_new_tokens=6)
+    one.step()
+    one.step()
+    assert meter.seconds_per_token is None  # since when the first one took, nobody knows
+    one.submit("second", long_prompt(1), max_new_tokens=1)
+    one.submit("little", [9] * 40, max_new_tokens=1)
+    one.step()
+    measured = 0.01 + 1 / 1244
+    assert meter.seconds_per_token == pytest.approx(measured)
+    one.drain()
+    for group in (2, 3):
+        one.now += 1000.0
+        one.submit(f"after {group}", long_prompt(group), max_new_tokens=group - 1)
+        one.drain()
+        assert meter.seconds_per_token == pytest.approx(measured)
+    assert one.feather.builder.gathering.seconds_per_token == pytest.approx(measured)
+    one.assert_nothing_left()
+
+
+def test_a_model_with_recurrent_state_does_not_gather(gathering_server, monkeypatch):
+    one = gathering_server()
+    for hybrid in (True, False):
+        monkeypatch.setattr(one.scheduler, "is_hybrid_ssm", hybrid)
+        feather = feather_scheduler.FeatherScheduler(one.scheduler, "feather-heuristic", FeatherOptions(), None)
+        assert (feather.builder.gathering is None) == hybrid

@@ -107,7 +107,13 @@ class TestCommandLine:
         fcfs, feather = ab.configurations(args, ["fcfs", "feather"])
         assert fcfs.options == {}
         # Null undoes the policy file of another policy; the chunk size is the user's on all servers.
-        assert feather.options == {"policy_file": None, "seed": 0, "max_wait": 9.0, "explore": True}
+        assert feather.options == {"policy_file": None, "seed": 0, "max_wait": 9.0, "explore": True, "gather": True}
+
+    @pytest.mark.parametrize("word", ["on", "off"])
+    def test_whether_prefixes_gather_reaches_servers_new_and_running(self, word):
+        fcfs, feather = ab.configurations(arguments("--feather-gather", word), ["fcfs", "feather"])
+        assert f"--feather-gather {word}" in " ".join(feather.flags) and "--feather-gather" not in fcfs.flags
+        assert feather.options["gather"] is (word == "on")
 
     def test_every_backend_with_every_policy(self):
         found = ab.configurations(arguments("--attention", "fa3,pat"), ["fcfs", "feather"])

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from feather_sglang import batch_builder
 from feather_sglang.batch_builder import BatchBuilder
 from feather_sglang.cht import ChunkedHashTree
+from feather_sglang.gathering import OFTEN, Gathering
 from feather_sglang.policies import Action, make_policy
 
 
@@ -15,6 +17,7 @@ class Scripted:
     """A policy that answers from a list and notes what it is told."""
 
     name = "scripted"
+    explore = True
 
     def __init__(self, *answers):
         self.answers = list(answers)
@@ -29,6 +32,9 @@ class Scripted:
 
     def cancel(self):
         self.cancelled += 1
+
+    def end_episode(self):
+        self.ended = True
 
 
 def builder(policy=None, **bounds):
@@ -323,3 +329,408 @@ def test_a_lone_request_guards_the_prefix_that_others_wait_to_share():
     b.arrive("a1", tokens("A", "A", "z"))
     assert run_round(b, batch_size=1) == ["a1"]
     assert set(b.cht.waiting) == {"b1"}
+
+
+# Prefixes that wait ---------------------------------------------------------------------------------------------
+
+
+class Told(Gathering):
+    """Memory is short when told so, and a prefix waits until as many as told have gathered."""
+
+    def __init__(self, enough=10**9, is_short=True):
+        super().__init__(0)
+        self.enough, self.is_short = enough, is_short
+        self.asked = []
+
+    def short(self, demand_tokens, running):
+        return self.is_short
+
+    def waits(self, missing_tokens, together, waited, running):
+        self.asked.append((missing_tokens, together, waited, running))
+        return together < self.enough
+
+
+def gathering_builder(enough=10**9, policy=None, **bounds):
+    return builder(policy, gathering=Told(enough), **bounds)
+
+
+PREFIX, PROMPT = 768, 772
+
+
+def prompt_of(name):
+    return long_prompt(*[ord(name[0])] * 3, tail=int(name[1:]))
+
+
+def arrive_all(b, *names):
+    """Group and number: a request of group "a" begins with PREFIX tokens like every other of group "a"."""
+    for name in names:
+        b.arrive(name, prompt_of(name))
+
+
+def round_of(b, now=0.0, cached=0, slots=1000):
+    """As the adapter does it: whoever is proposed may be made to wait. Those admitted are computed when it ends."""
+    b.begin_round(now, None)
+    admitted = []
+    while len(admitted) < slots and (r := b.propose(len(b.cht.active), 1.0)) is not None:
+        assert r in b.cht.waiting and len(admitted) < 1000
+        if not b.postpones(r, cached, PROMPT - cached):
+            b.admitted(r, cached)
+            admitted.append(r)
+        b.cht.check_invariants()
+    b.end_round()
+    b.cht.check_invariants()
+    assert not b.cht.held and not b.cht.deferred
+    for r in list(b.computing):
+        b.computed(r)
+    return admitted
+
+
+def test_a_prefix_waits_with_all_who_share_it_and_others_behind_it_do_not():
+    b = gathering_builder(3)
+    arrive_all(b, "a0", "a1", "b0", "b1", "b2", "c0")
+    assert round_of(b) == ["b0"]
+    assert set(b.postponed) == {"a0", "c0"} and b.postponements == 2
+    assert round_of(b, cached=PREFIX) == ["b1", "b2"]  # theirs is computed
+    arrive_all(b, "a2", "c1")
+    assert round_of(b) == ["a0"]  # three, so it is worth it
+    assert round_of(b, cached=PREFIX) == ["a1", "a2"]
+    assert set(b.postponed) == {"c0"} and set(b.cht.waiting) == {"c0", "c1"}
+    assert b.stats()["postponements"] == 2  # a wait of many rounds counts once
+
+
+def test_the_rule_is_told_who_waits_how_long_beside_how_many():
+    b = gathering_builder()
+    b.gathering.enough = 0
+    arrive_all(b, "x0")
+    assert round_of(b) == ["x0"]
+    b.gathering.enough, b.gathering.asked = 10**9, []
+    arrive_all(b, "a0", "a1")
+    assert round_of(b, now=2.0) == []
+    assert b.gathering.asked == [(PROMPT, 2, 0.0, 1)]
+    arrive_all(b, "a2")
+    assert round_of(b, now=7.0) == []
+    assert b.gathering.asked[1:] == [(PROMPT, 3, 5.0, 1)]
+
+
+def test_nothing_waits_where_memory_is_not_short():
+    b = gathering_builder()
+    b.gathering.is_short = False
+    arrive_all(b, "a0", "b0")
+    assert round_of(b) == ["a0", "b0"] and not b.gathering.asked
+    b.gathering.is_short = True
+    arrive_all(b, "c0", "d0")
+    assert round_of(b) == [] and set(b.postponed) == {"c0", "d0"}
+    b.gathering.is_short = False
+    assert round_of(b) == ["c0", "d0"] and not b.postponed
+
+
+def test_whose_prefix_runs_or_is_cached_never_waits():
+    b = gathering_builder(0)
+    arrive_all(b, "a0")
+    assert round_of(b) == ["a0"]
+    b.gathering.enough = 10**9
+    arrive_all(b, "a1", "a2", "b0", "c0")
+    b.begin_round(0.0, None)
+    assert b.propose(1, 1.0) == "a1"
+    assert not b.postpones("a1", 0, PROMPT)  # not even where the cache has not got it yet: another one computes it
+    assert not b.postpones("a1", PREFIX, 4)
+    b.admitted("a1", PREFIX)
+    assert b.propose(2, 1.0) == "a2"
+    assert not b.postpones("b0", PREFIX, 4) and b.postpones("c0", 0, PROMPT)
+    b.end_round()
+
+
+def test_a_group_stays_when_its_first_one_leaves_and_goes_on_when_another_computes_it():
+    b = gathering_builder()
+    arrive_all(b, "a0", "a1", "a2")
+    assert round_of(b) == []
+    b.leave_queue("a0")
+    assert round_of(b) == [] and len(b.postponed) == 1
+    b.gathering.enough = 0
+    assert round_of(b) == ["a1"]
+    b.gathering.enough = 10**9
+    assert round_of(b, cached=PREFIX) == ["a2"] and not b.postponed
+
+
+def test_a_lone_one_is_out_of_sight_for_the_round_only():
+    b = gathering_builder()
+    arrive_all(b, "a0")
+    for _ in range(3):
+        b.begin_round(0.0, None)
+        if b.propose(0, 1.0) == "a0":
+            assert b.postpones("a0", 0, PROMPT)
+        assert b.propose(0, 1.0) is None and b.postpones("a0", 0, PROMPT) is False
+        b.end_round()
+        b.cht.check_invariants()
+        assert set(b.cht.waiting) == {"a0"} and b.cht.find_best().request_id == b.cht.oldest() == "a0"
+    b.gathering.enough = 0
+    assert round_of(b) == ["a0"]
+
+
+@pytest.mark.parametrize("bounds", [{"max_wait": 5.0}, {"max_wait_rounds": 5}])
+def test_who_has_waited_too_long_is_admitted_whatever_the_rule_says(bounds):
+    b = gathering_builder(**{"max_wait": 1e9, "max_wait_rounds": 10**9, **bounds})
+    arrive_all(b, "a0", "b0", "b1", "b2")
+    assert [round_of(b, now=float(now)) for now in range(5)] == [[]] * 5
+    arrive_all(b, "c0")
+    assert round_of(b, now=5.0) == ["a0", "b0", "b1", "b2"]
+    assert b.longest_wait == 5.0 and b.overdue_admissions == 4
+    assert [round_of(b, now=float(now)) for now in range(6, 11)] == [[], [], [], [], ["c0"]]
+    assert not b.postponed
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=25), st.integers(0, 4), st.data())
+def test_nobody_starves_and_nothing_is_left(arrivals, enough, data):
+    """Rounds with arrivals of up to six groups under a rule that may never let them go, and random departures."""
+    b = gathering_builder(enough or 10**9, max_wait_rounds=6)
+    first_seen, step = {}, 0
+    while step < len(arrivals) or b.cht.waiting:
+        for group in arrivals[step] if step < len(arrivals) else ():
+            name = "abcdef"[group] + str(len(first_seen))
+            first_seen[name] = step
+            arrive_all(b, name)
+        if b.cht.waiting and data.draw(st.integers(0, 3)) == 0:
+            b.leave_queue(data.draw(st.sampled_from(sorted(b.cht.waiting))))
+        for r in round_of(b, now=float(step)):
+            assert step - first_seen[r] <= 6
+        for r in sorted(b.cht.active)[step % 3 :: 2]:
+            if data.draw(st.booleans()):
+                b.leave_batch(r, 8)
+            elif step < len(arrivals):
+                first_seen[r] = step + 6  # overdue as soon as it is back: at its original age
+                b.requeue(r, prompt_of(r))
+        assert all(step - first_seen[r] < 7 for r in b.cht.waiting)
+        step += 1
+    for r in list(b.cht.active):
+        b.leave_batch(r, 8)
+    round_of(b, now=float(step))
+    assert len(b.cht) == 0 and not b.postponed and not b._arrivals
+
+
+def test_few_are_asked_in_a_round_and_few_wait_at_a_time(monkeypatch):
+    monkeypatch.setattr(batch_builder, "_MOST_ASKED", 3)
+    monkeypatch.setattr(batch_builder, "_MOST_POSTPONED", 5)
+    b = gathering_builder(0)
+    arrive_all(b, "z0")
+    assert round_of(b) == ["z0"]
+    b.gathering.enough = 2
+    arrive_all(b, *(f"{group}0" for group in "abcdefghi"))
+    waits = []
+    for _ in range(4):
+        assert round_of(b) == []
+        waits.append(len(b.postponed))
+    assert waits == [3, 5, 5, 5]
+    arrive_all(b, "a1", "i1")
+    assert round_of(b)[0] == "a0" and "f0" in b.postponed  # its place went to the next in line
+    assert len(b.postponed) == 5
+
+
+def test_as_many_as_documented_are_asked_and_wait():
+    b = gathering_builder()
+    arrive_all(b, *(f"{chr(65 + group)}0" for group in range(30)))
+    waits = []
+    for _ in range(4):
+        assert round_of(b) == []
+        waits.append(len(b.postponed))
+    assert waits == [8, 16, 16, 16] and b.postponements == 16
+
+
+def test_those_of_a_running_prefix_are_not_held_up_by_the_many_that_wait():
+    b = gathering_builder(0)
+    arrive_all(b, "z0")
+    assert round_of(b) == ["z0"]
+    b.gathering.enough = 10**9
+    arrive_all(b, *(f"{chr(65 + group)}0" for group in range(20)))
+    for _ in range(3):
+        assert round_of(b) == []
+    arrive_all(b, "z1")
+    assert round_of(b, cached=PREFIX) == ["z1"]
+    b.arrive("short", tokens("A"))  # too short to wait, whatever is cached
+    assert "short" in round_of(b, cached=PREFIX)
+
+
+def test_what_leaves_takes_its_wait_along():
+    b = gathering_builder(max_wait=50.0)
+    arrive_all(b, "a0", "b0", "b1")
+    assert round_of(b) == [] and set(b.postponed) == {"a0", "b0"}
+    b.leave_queue("a0")
+    b.leave_queue("b0")
+    assert not b.postponed
+    b.arrive("a0", prompt_of("q1"))  # the id again, for another prompt
+    b.gathering.asked = []
+    b.gathering.enough = 1
+    assert round_of(b, now=9.0) == ["b1", "a0"]
+    assert b.gathering.asked == [(PROMPT, 1, 9.0, 0), (PROMPT, 1, 0.0, 1)]
+    b.requeue("a0", prompt_of("q1"))  # retracted
+    assert not b.postponed and round_of(b, now=60.0) == ["a0"]
+    for name in ("b1", "a0"):
+        b.leave_batch(name)
+    assert len(b.cht) == 0 and not b._arrivals and not b.postponed
+
+
+@pytest.mark.parametrize("explores", [True, False])
+@pytest.mark.parametrize("kind", ["bandit", "heuristic"])
+def test_stop_is_not_tried_while_memory_is_short(kind, explores):
+    policy = make_policy(kind, seed=0)
+    policy.explore = explores
+    b = gathering_builder(policy=policy)
+    found = []
+    for short in (False, True, True, False, False, True, False):
+        b.gathering.is_short = short
+        b.begin_round(0.0, None)
+        found.append(policy.explore)
+        b.end_round()
+    assert found == [explores and not short for short in (False, True, True, False, False, True, False)]
+
+
+def test_decisions_before_memory_became_short_get_no_reward():
+    policy = Scripted()
+    b = gathering_builder(policy=policy)
+    b.gathering.is_short = False
+    b.begin_round(0.0, None)
+    assert not hasattr(policy, "ended")
+    b.gathering.is_short = True
+    b.begin_round(1.0, None)
+    assert policy.ended
+
+
+def test_another_policy_does_not_inherit_whether_the_last_one_explored():
+    """Training sets one policy after the other into a builder."""
+    first, second = make_policy("bandit", seed=0), make_policy("bandit", seed=0)
+    second.explore = False
+    b = gathering_builder(policy=first)
+    b.begin_round(0.0, None)
+    b.policy = second
+    for short in (True, False):
+        b.gathering.is_short = short
+        b.begin_round(1.0, None)
+        assert not second.explore
+    assert first.explore
+
+
+def test_the_policy_does_not_count_on_those_who_stay():
+    policy = Scripted()
+    b = gathering_builder(3, policy=policy)
+    arrive_all(b, "z0", "z1", "z2")
+    assert round_of(b) == ["z0"] and round_of(b, cached=PREFIX) == ["z1", "z2"]
+    arrive_all(b, "a0", "a1", *(f"b{i}" for i in range(4)), "c0")
+    policy.states = []
+    assert round_of(b) == ["b0"]
+    # a0; b0, after a0 and a1 stay behind; c0, when three more of b join as soon as theirs is computed.
+    assert [state.batch_size for state in policy.states] == [3, 3, 4 + 3]
+    assert policy.cancelled == 2  # a0 and c0 were not carried out
+    policy.states = []
+    assert round_of(b, cached=PREFIX) == ["b1", "b2", "b3"]
+    assert [state.batch_size for state in policy.states] == [4, 5, 6]
+
+
+def test_a_preemption_within_the_round_does_not_make_the_batch_smaller_than_it_is():
+    policy = Scripted()
+    b = gathering_builder(4, policy=policy)
+    arrive_all(b, *(f"z{i}" for i in range(4)))
+    assert round_of(b) == ["z0"] and round_of(b, cached=PREFIX) == ["z1", "z2", "z3"]
+    arrive_all(b, "a0", "a1", "a2")
+    b.begin_round(0.0, None)
+    assert b.propose(4, 1.0) == "a0" and b.postpones("a0", 0, PROMPT)
+    b.requeue("z3", prompt_of("z3"))
+    policy.states = []
+    assert b.propose(3, 1.0) == "z3"
+    assert policy.states[0].batch_size == 3
+    b.end_round()
+    b.cht.check_invariants()
+
+
+def test_without_gathering_nothing_waits():
+    names = [f"{group}{i}" for i in range(3) for group in "abc"]
+    found = []
+    for gathering in (None, Gathering(10)):  # the second knows no prefill time
+        b = builder(gathering=gathering)
+        arrive_all(b, *names)
+        found.append([round_of(b), round_of(b, cached=PREFIX), b.stats()])
+        assert not b.postponed and b.postponements == 0 and b.policy.explore
+    assert found[0] == found[1] and found[0][0] == ["a0", "b0", "c0"]
+    assert not builder().postpones("nobody", 0, 10**6)
+
+
+# What gathering is told of the load -----------------------------------------------------------------------------
+
+
+def big_prompt(group, tail):
+    return array("q", [group] * 1000 + [1000 + tail] * 50)
+
+
+def test_arrivals_that_meet_another_one_waiting_for_their_prefix():
+    b = builder(gathering=Gathering(10**6))
+
+    def share(*prompts):
+        """The share noted for these arrivals, as a first reading of each."""
+        noted = []
+        for prompt in prompts:
+            b.gathering.often = 0.0
+            b.arrive(len(b.cht), prompt)
+            noted.append(b.gathering.often > 0)
+        return noted
+
+    assert share(big_prompt(1, 0), big_prompt(2, 0), big_prompt(1, 1), big_prompt(2, 1)) == [False, False, True, True]
+    assert share(array("q", [1] * 600 + [9] * 800)) == [False]  # less than half of it
+    assert share(array("q", [1] * 600 + [9] * 400)) == [True]
+    assert share(array("q", [3] * 100), array("q", [3] * 100)) == [False, False]  # too short to matter
+    b.begin_round(0.0, None)
+    b.admitted(0, 0)
+    b.end_round()
+    assert share(big_prompt(1, 7)) == [False]  # a running one has its prefix: nothing to compute, nothing to note
+
+
+def test_outputs_and_prefill_time_reach_the_rule():
+    b = builder(gathering=Gathering(10**6))
+    b.arrive("a", tokens("A"), most_tokens=500)
+    assert b.gathering.output_tokens == 500
+    b.begin_round(0.0, None, 2e-4)
+    assert b.gathering.seconds_per_token == 2e-4
+    b.admitted("a")
+    b.end_round()
+    b.leave_batch("a", 40)
+    assert b.gathering.output_tokens == 40
+    b.begin_round(0.0, None)
+    assert b.gathering.seconds_per_token is None
+
+
+def test_the_whole_rule_over_a_load_that_does_not_fit():
+    """A pool of three prefixes, eight groups: lone ones wait beside a large batch until they are several."""
+    b = builder(gathering=Gathering(3200), max_wait=1e9)
+    for group in range(8):
+        for i in range(8):
+            b.arrive((group, i), big_prompt(group, i), most_tokens=4)
+    assert b.gathering.often >= OFTEN
+    b.begin_round(0.0, None, 1e-4)
+    for r in [(group, i) for group in range(2) for i in range(8)]:
+        b.admitted(r)
+    b.end_round()
+    for group in range(2, 8):
+        for i in range(1, 8):
+            b.leave_queue((group, i))
+    # A lone prefix: 4 * 184 < 0.5 * 16 * 1050; its bound is 16 * 1050 * 1e-4 s.
+    assert big_round(b, 0.0) == [] and len(b.postponed) == 6
+    for i in range(10, 25):
+        b.arrive((3, i), big_prompt(3, i), most_tokens=4)
+    assert {r[0] for r in big_round(b, 0.1)} == {3}
+    assert {r[0] for r in big_round(b, 1.6)} == {3} and len(b.postponed) == 5
+    bound = len(b.cht.active) * 1050 * 1e-4
+    assert bound > 3 and big_round(b, bound - 0.1) == [] and len(b.postponed) == 5
+    assert {r[0] for r in big_round(b, bound + 0.1)} == {2}  # the batch is larger by one: the others wait on
+    assert {r[0] for r in big_round(b, 5.0)} == {4, 5, 6, 7}
+
+
+def big_round(b, now):
+    b.begin_round(now, None, 1e-4)
+    admitted = []
+    while (r := b.propose(len(b.cht.active), 1.0)) is not None:
+        covered = 2 * (b.cht.depth(r) - b.cht.missing_count(r))
+        if not b.postpones(r, covered, 1050 - covered):
+            b.admitted(r, covered)
+            admitted.append(r)
+    b.end_round()
+    b.cht.check_invariants()
+    for r in list(b.computing):
+        b.computed(r)
+    return admitted

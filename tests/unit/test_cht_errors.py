@@ -55,10 +55,22 @@ def test_unknown_id(tree, operation):
         ("hold", "held"),
         ("candidate", "active"),
         ("candidate", "held"),
+        ("defer", "held"),
     ],
 )
 def test_wrong_state(tree, operation, state):
-    assert_refused(tree, RequestStateError, f"request '{state}' is {state}: ", operation, state)
+    depth = [1] * (operation == "defer")
+    assert_refused(tree, RequestStateError, f"request '{state}' is {state}: ", operation, state, *depth)
+
+
+@pytest.mark.parametrize("operation", ["defer", "sharing"])
+def test_unknown_id_at_a_depth(tree, operation):
+    assert_refused(tree, UnknownRequestError, "^request 'nobody' is not in the tree$", operation, "nobody", 1)
+
+
+@pytest.mark.parametrize("depth", [0, -1])
+def test_all_requests_cannot_be_deferred(tree, depth):
+    assert_refused(tree, ValueError, f"depth must be at least 1, got {depth}", "defer", "waiting", depth)
 
 
 @pytest.mark.parametrize("state", ["waiting", "active", "held"])

@@ -125,6 +125,42 @@ def test_a_partial_last_chunk_counts_and_matches_only_its_equal():
     assert [tree.missing_count(name) for name in ("whole", "part", "same", "more")] == [1, 0, 0, 2]
 
 
+def test_sharing_counts_those_who_wait_for_the_same_first_chunks():
+    tree = tree_of(one="abcd", two="abce", three="abX", other="Q")
+    assert [tree.sharing("one", depth) for depth in range(1, 6)] == [3, 3, 2, 1, 1]
+    tree.add_to_batch("two")  # asked of whom it may be, it counts who waits
+    tree.hold("three")
+    assert [tree.sharing("one", depth) for depth in (2, 3, 4)] == [1, 1, 1]
+    assert [tree.sharing("two", depth) for depth in (2, 3, 4)] == [1, 1, 0]
+    assert [tree.sharing("three", depth) for depth in (2, 3)] == [1, 0]
+    tree.check_invariants()
+
+
+def test_distinct_chunks_counts_a_shared_prefix_once_whoever_has_it():
+    tree = tree_of(one="abcd", two="abce", twin="abcd", other="Q", none="")
+    assert tree.distinct_chunks == len("abcdeQ")
+    tree.add_to_batch("one")
+    tree.hold("two")
+    assert tree.distinct_chunks == 6
+    tree.requeue("one", [ord(letter) for letter in "abcdef"])
+    assert tree.distinct_chunks == 8
+    for name, left in (("twin", 8), ("one", 5), ("two", 1), ("other", 0), ("none", 0)):
+        tree.remove(name)
+        assert tree.distinct_chunks == left
+        tree.check_invariants()
+
+
+def test_waiting_requests_defer_each_other_but_not_a_lone_one():
+    tree = tree_of(one="abcd", two="abce", other="QRSTUV")
+    tree.defer("one", 3)
+    assert tree.deferred == 2 and tree.find_best().request_id == "other" and tree.oldest() == "one"
+    tree.defer("other", 2)  # shares with nobody
+    assert tree.deferred == 2 and tree.find_best().request_id == "other"
+    tree.check_invariants()
+    tree.resume()
+    assert tree.deferred == 0 and tree.find_best().request_id == "one"
+
+
 def test_empty_prompts_miss_nothing_and_share_nothing():
     tree = tree_of(one="", two="", other="ab")
     assert tree.find_best() == Candidate("one", 0, 0, 0, 2)

@@ -25,7 +25,9 @@ def test_unset_and_empty_give_the_defaults():
 
 
 def test_round_trip_through_the_environment():
-    options = FeatherOptions(chunk_size=16, max_wait=2.5, seed=7, explore=False, row_order=False, features="headroom")
+    options = FeatherOptions(
+        chunk_size=16, max_wait=2.5, seed=7, explore=False, row_order=False, gather=False, features="headroom"
+    )
     environment: dict[str, str] = {}
     options.to_environment(environment)
     assert FeatherOptions.from_environment(environment) == options
@@ -43,6 +45,7 @@ def test_round_trip_through_the_environment():
         ('{"max_wait": -1}', "max_wait=-1"),
         ('{"max_wait": NaN}', "max_wait=nan"),
         ('{"explore": "maybe"}', "explore='maybe': expected on or off"),
+        ('{"gather": 1}', "gather=1: expected on or off"),
         ('{"features": "all"}', "expected paper or headroom"),
         ('{"policy_file": "/no/such/file.json"}', "no such file"),
         ('{"record_plan": "/no/such/folder"}', "no such directory: create it first"),
@@ -62,6 +65,14 @@ def test_flags_reach_the_processes_started_next(monkeypatch):
     assert FeatherOptions.from_environment() == FeatherOptions(chunk_size=128, seed=3, explore=False)
 
 
+def test_prefixes_gather_unless_told_not_to():
+    assert FeatherOptions().gather
+    for word in ("off", "on"):
+        parse("--feather-gather", word)
+        assert FeatherOptions.from_environment().gather == (word == "on")
+    assert not FeatherOptions().updated({"gather": "off"}).gather  # may change while a server runs
+
+
 def test_without_flags_the_variable_is_left_alone(monkeypatch):
     monkeypatch.setenv(VARIABLE, '{"seed": 3}')
     parse()
@@ -75,6 +86,7 @@ def test_without_flags_the_variable_is_left_alone(monkeypatch):
         ("--feather-max-wait", "-3", "expected seconds"),
         ("--feather-policy-file", "/no/such/file.json", "no such file"),
         ("--feather-row-order", "yes", "expected on or off"),
+        ("--feather-gather", "no", "expected on or off"),
         ("--feather-record-plan", "/no/such/folder", "no such directory"),
     ],
 )
@@ -98,7 +110,7 @@ def test_help_lists_every_flag_with_its_default():
     parser = argparse.ArgumentParser()
     add_flags(parser)
     text = " ".join(parser.format_help().split())
-    for name in ("policy-file", "chunk-size", "max-wait", "max-wait-rounds", "seed", "explore", "row-order"):
+    for name in ("policy-file", "chunk-size", "max-wait", "max-wait-rounds", "seed", "explore", "row-order", "gather"):
         assert f"--feather-{name}" in text
     assert "Default: 64." in text and "Default: on." in text
 

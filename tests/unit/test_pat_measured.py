@@ -73,6 +73,47 @@ def test_pat_is_ahead_of_every_stock_backend_that_was_measured(name):
         assert all(measured["pat"] > value for server, value in measured.items() if server != "pat")
 
 
+DECODE_RUNS = ("server_h200_decode.json", "server_h200_decode_flashinfer.json", "server_h200_decode_triton.json")
+SERVERS = ("pat", "flashinfer", "fa3", "triton")
+
+
+def decode_case(name):
+    form = r"(\d+) requests(?:, (\d+) groups?)? x (\d+)K(?:, none shared)?"
+    batch, groups, tokens = re.fullmatch(form, name).groups()
+    return f"decode:{batch},{groups or 0},{tokens}000,64"
+
+
+def decode_throughput(case):
+    """By server; of two runs of one server the later."""
+    measured = {}
+    for name in DECODE_RUNS:
+        measured |= {server: value for server, value in throughput(name, case).items() if value is not None}
+    return measured
+
+
+def test_the_table_of_batches_that_only_decode_holds_what_was_measured():
+    lines = TEXT[TEXT.index("**Batches that only decode**") :].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("|")) + 2
+    table = [line for line in lines[start : start + 40] if line.startswith("|")]
+    assert len(table) == 29
+    behind = []
+    for line in table:
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        measured = decode_throughput(decode_case(name))
+        values = [measured.get(server) for server in SERVERS]
+        assert cells[:-1] == [f"{value:,.0f}" if value else "" for value in values], name
+        stock = [value for value in values[1:] if value]
+        assert cells[-1] == (f"{measured['pat'] / max(stock):.2f}x" if stock and values[0] else ""), name
+        if stock and values[0] and measured["pat"] < max(stock):
+            behind.append((name, measured["pat"] / max(stock)))
+    assert len(behind) == 3 and min(ratio for _, ratio in behind) > 0.94
+    assert all(name.startswith("32 requests") for name, _ in behind)
+    one = decode_throughput("decode:500,5,5000,64")
+    text = " ".join(TEXT.split())
+    assert f"is {one['pat'] / one['fa3']:.2f}x as fast as with fa3 and {one['pat'] / one['flashinfer']:.2f}x as" in text
+    assert one["pat"] > 3 * one["fa3"] and one["pat"] > 2.5 * one["flashinfer"]
+
+
 def test_readme_says_the_same():
     for case, servers in (("W1", 3), ("W3", 3), ("W5:1200", 2)):
         pat, *others = list(throughput("server_h200.json", case).items())[:servers]

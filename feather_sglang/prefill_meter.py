@@ -1,0 +1,29 @@
+"""What a token of prefill takes, measured between results."""
+
+from __future__ import annotations
+
+LEAST_TOKENS = 1024  # of a step from which on its length says what a token takes
+_MEMORY = 64  # steps that the mean follows
+
+
+class PrefillMeter:
+    """Seconds per prompt token of prefill, a moving mean.
+
+    The time between two results is the duration of the later step, whether results are processed at once or one step
+    late, unless nothing ran in between: then `idle` is due.
+    """
+
+    def __init__(self) -> None:
+        self.seconds_per_token: float | None = None
+        self._previous: float | None = None  # when the previous result arrived
+
+    def step(self, now: float, prompt_tokens: int) -> None:
+        """Take the result of a step that computed so many prompt tokens, at `now` (s, any monotonic clock)."""
+        if prompt_tokens >= LEAST_TOKENS and self._previous is not None and now > self._previous:
+            measured, mean = (now - self._previous) / prompt_tokens, self.seconds_per_token
+            self.seconds_per_token = measured if mean is None else mean + (measured - mean) / _MEMORY
+        self._previous = now
+
+    def idle(self) -> None:
+        """Nothing runs any more: the time until the next result says nothing."""
+        self._previous = None

@@ -1,0 +1,73 @@
+"""Time per token of prefill: only what a large step took counts."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from feather_sglang.prefill_meter import LEAST_TOKENS, PrefillMeter
+
+
+def measured(*steps):
+    """Steps as (time, prompt tokens); None is an idle spell."""
+    meter = PrefillMeter()
+    for step in steps:
+        meter.idle() if step is None else meter.step(*step)
+    return meter.seconds_per_token
+
+
+def test_a_step_takes_the_time_since_the_result_before():
+    assert measured((10.0, 0), (12.0, 2000)) == pytest.approx(1e-3)
+    assert measured((10.0, 2000), (12.0, 4000)) == pytest.approx(5e-4)
+
+
+def test_nothing_is_measured_before_two_results():
+    assert measured() is None
+    assert measured((5.0, 8000)) is None
+
+
+def test_decode_and_small_prefill_are_not_measured():
+    small = LEAST_TOKENS - 1
+    assert measured((0.0, 0), (1.0, 0), (2.0, small), (3.0, 0)) is None
+    assert measured((0.0, 0), (5.0, small), (7.0, LEAST_TOKENS)) == pytest.approx(2.0 / LEAST_TOKENS)
+
+
+def test_idle_time_is_nobodys():
+    assert measured((0.0, 2000), None, (500.0, 2000)) is None
+    assert measured((0.0, 0), (2.0, 2000), None, (500.0, 2000)) == pytest.approx(1e-3)
+    assert measured(None, (0.0, 0), (2.0, 2000)) == pytest.approx(1e-3)
+
+
+def test_a_clock_that_stands_still_or_steps_back_measures_nothing():
+    assert measured((5.0, 0), (5.0, 2000), (4.0, 2000)) is None
+    assert measured((5.0, 0), (4.0, 2000), (6.0, 2000)) == pytest.approx(1e-3)
+
+
+def test_the_mean_follows_the_machine():
+    steps = [(float(t), 2000) for t in range(100)]
+    assert measured(*steps) == pytest.approx(5e-4)
+    assert measured(*steps, (103.0, 2000)) == pytest.approx(5e-4, rel=0.2)  # one slow step says little
+    slower = [(100.0 + 3 * t, 2000) for t in range(500)]
+    assert measured(*steps, *slower) == pytest.approx(1.5e-3, rel=0.01)
+
+
+steps = st.lists(st.tuples(st.floats(0.001, 2.0), st.integers(0, 3 * LEAST_TOKENS)), max_size=40)
+
+
+@given(steps)
+def test_the_mean_lies_among_the_large_steps(steps):
+    now, made = 0.0, [(0.0, 0)]
+    for duration, tokens in steps:
+        made.append((now := now + duration, tokens))
+    large = [duration / tokens for duration, tokens in steps if tokens >= LEAST_TOKENS]
+    found = measured(*made)
+    assert (found is None) == (not large)
+    assert not large or min(large) * 0.999 <= found <= max(large) * 1.001
+
+
+@given(steps)
+def test_results_that_arrive_late_measure_the_same(steps):
+    now, made = 0.0, []
+    for duration, tokens in steps:
+        made.append((now := now + duration, tokens))
+    one, other = measured(*made), measured(*[(when + 0.75, tokens) for when, tokens in made])
+    assert (one is None and other is None) or one == pytest.approx(other)
