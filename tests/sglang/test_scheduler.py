@@ -424,6 +424,21 @@ def test_prefill_is_measured_where_the_scheduler_was_busy(gathering_server):
     one.assert_nothing_left()
 
 
+def test_output_lengths_are_learnt(gathering_server):
+    one = gathering_server()
+    gathering = one.feather.builder.gathering
+    one.submit("long", prompt(0), max_new_tokens=20)
+    assert gathering.output_tokens == 20  # so many it may have
+    one.submit("short", prompt(1), max_new_tokens=7)
+    while not one.requests["short"].finished():
+        one.step()
+    one.step()
+    assert gathering.output_tokens == 7
+    one.drain()
+    assert 7 < gathering.output_tokens < 20
+    one.assert_nothing_left()
+
+
 def test_a_model_with_recurrent_state_does_not_gather(gathering_server, monkeypatch):
     one = gathering_server()
     for hybrid in (True, False):

@@ -594,18 +594,19 @@ def test_decisions_before_memory_became_short_get_no_reward():
     assert policy.ended
 
 
-def test_another_policy_does_not_inherit_whether_the_last_one_explored():
+@pytest.mark.parametrize("explores", [True, False])
+def test_another_policy_does_not_inherit_whether_the_last_one_explored(explores):
     """Training sets one policy after the other into a builder."""
     first, second = make_policy("bandit", seed=0), make_policy("bandit", seed=0)
-    second.explore = False
+    second.explore = explores
     b = gathering_builder(policy=first)
     b.begin_round(0.0, None)
     b.policy = second
     for short in (True, False):
         b.gathering.is_short = short
         b.begin_round(1.0, None)
-        assert not second.explore
-    assert first.explore
+        assert second.explore == (explores and not short)
+        assert first.explore
 
 
 def test_the_policy_does_not_count_on_those_who_stay():
