@@ -285,6 +285,12 @@ class Watchdog:
         """The step that begins now, and how long it may take at most."""
         self._what, self._deadline = what, time.monotonic() + seconds
 
+    def __enter__(self) -> Watchdog:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
     def stop(self) -> None:
         self._deadline = float("inf")
 

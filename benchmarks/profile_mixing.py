@@ -173,47 +173,46 @@ def measure(options: argparse.Namespace, content: dict[str, Any]) -> None:
     from decode_systems import reference
     from decode_timing import machine, measure_in_turn
 
-    begun, watchdog = time.monotonic(), Watchdog()
-    watchdog.on_stall = lambda: write(options.json, content)
-    watchdog.expect(CASE_SECONDS, "K and V")
-    chosen, pools = set_up(options)
-    content["machine"] = machine() | {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "when": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "heads": str(options.heads), "head_dim": HEAD_DIM, "dtype": DTYPE, "prefix": options.prefix,
-        "tail": options.tail, "rounds": options.rounds, "runs": options.runs, "seed": options.seed,
-    }  # fmt: skip
-    for batch, case in cases(options):
-        label = f"{batch.requests} requests, {batch.groups}, {batch.order}"
-        watchdog.expect(CASE_SECONDS, label)
-        inputs = pools.inputs(case)
-        sample = np.linspace(0, case.n_requests - 1, min(CHECKED, case.n_requests)).astype(int).tolist()
-        checked = reference(inputs, sample), sample
-        results: dict[str, Any] = {}
-        record = {**batch._asdict(), "kv_bytes": case.kv_bytes, "systems": results}
-        captured = {}
-        for name, system in chosen.items():
-            watchdog.expect(BUILD_SECONDS, f"{label}, {name}")
-            ready, results[name] = prepare(name, system, inputs, checked, TOLERANCE[DTYPE])
-            if ready is not None:
-                captured[name] = ready
-        watchdog.expect(CASE_SECONDS, f"{label}, timing")
-        for name, times in measure_in_turn(captured, options.rounds, None).items():
-            results[name] |= times.summary()
-        content["records"].append(record)
-    watchdog.stop()
+    begun = time.monotonic()
+    with Watchdog() as watchdog:
+        watchdog.on_stall = lambda: write(options.json, content)
+        watchdog.expect(CASE_SECONDS, "K and V")
+        chosen, pools = set_up(options)
+        content["machine"] = machine() | {
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "when": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "heads": str(options.heads), "head_dim": HEAD_DIM, "dtype": DTYPE, "prefix": options.prefix,
+            "tail": options.tail, "rounds": options.rounds, "runs": options.runs, "seed": options.seed,
+        }  # fmt: skip
+        for batch, case in cases(options):
+            label = f"{batch.requests} requests, {batch.groups}, {batch.order}"
+            watchdog.expect(CASE_SECONDS, label)
+            inputs = pools.inputs(case)
+            sample = np.linspace(0, case.n_requests - 1, min(CHECKED, case.n_requests)).astype(int).tolist()
+            checked = reference(inputs, sample), sample
+            results: dict[str, Any] = {}
+            record = {**batch._asdict(), "kv_bytes": case.kv_bytes, "systems": results}
+            captured = {}
+            for name, system in chosen.items():
+                watchdog.expect(BUILD_SECONDS, f"{label}, {name}")
+                ready, results[name] = prepare(name, system, inputs, checked, TOLERANCE[DTYPE])
+                if ready is not None:
+                    captured[name] = ready
+            watchdog.expect(CASE_SECONDS, f"{label}, timing")
+            for name, times in measure_in_turn(captured, options.rounds, None).items():
+                results[name] |= times.summary()
+            content["records"].append(record)
     content["machine"]["seconds"] = round(time.monotonic() - begun, 1)
 
 
 def counted(options: argparse.Namespace) -> None:
     """What ncu runs: a mark and then the counted calls, for every batch and system."""
-    watchdog = Watchdog()
-    watchdog.expect(NCU_SECONDS, "the counted run")
-    chosen, pools = set_up(options)
-    for _, case in cases(options):
-        inputs = pools.inputs(case)
-        for system in chosen.values():
-            count(system, inputs, options.runs)
-    watchdog.stop()
+    with Watchdog() as watchdog:
+        watchdog.expect(NCU_SECONDS, "the counted run")
+        chosen, pools = set_up(options)
+        for _, case in cases(options):
+            inputs = pools.inputs(case)
+            for system in chosen.values():
+                count(system, inputs, options.runs)
 
 
 def count(system: Any, inputs: Any, runs: int) -> None:

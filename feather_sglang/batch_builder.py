@@ -78,7 +78,6 @@ class BatchBuilder:
         self._arrivals: dict[Hashable, Arrival] = {}
         self._undone: Hashable | None = None  # the last ADD, until the scheduler has carried it out
         self._computing: dict[Hashable, int] = {}  # in prefill: depth from which sharing its prompt is worth a wait
-        self._overdue_id: Hashable | None = None  # proposed for its age
         self._postponed: dict[Hashable, tuple[int, int]] = {}  # depth as above, and tokens to be computed
         self._staying = 0  # waiting requests that are postponed
         self._frozen: tuple[StopPolicy, bool] | None = None  # who may not explore, and whether it does otherwise
@@ -156,7 +155,6 @@ class BatchBuilder:
         self.round += 1
         self._stopped = False
         self._now = now
-        self._overdue_id = None
         self._staying = self._asked = 0
         for request_id, priority in self._unseen.items():
             self._arrivals[request_id] = Arrival(now, self.round, priority)
@@ -189,7 +187,6 @@ class BatchBuilder:
         overdue = self._overdue(best and best.request_id)
         if overdue is not None:
             self.overdue_admissions += 1
-            self._overdue_id = overdue
             return overdue
         if best is None or self._is_one_too_many(best):
             return None
@@ -246,7 +243,7 @@ class BatchBuilder:
             Of its prompt: found in the prefix cache, and to be computed.
         """
         depth = self._depth_worth_waiting(cached_tokens)
-        if request_id == self._overdue_id or not self._still_waits(request_id, depth, missing_tokens):
+        if not self._still_waits(request_id, depth, missing_tokens):
             return False
         self._cancel_undone()
         self._postponed[request_id] = depth, missing_tokens

@@ -161,7 +161,8 @@ class ChunkedHashTree:
         """Pass over the waiting requests that share at least ``depth`` chunks with an active or waiting one.
 
         For a prefix that the active request is about to compute: who comes after it finds it in the cache. Or for one
-        that had better be computed later. Deferred requests still wait: ``peers``, the tips and ``oldest`` count them.
+        that had better be computed later; a waiting request that shares so much with nobody is not passed over itself
+        (see ``hold``). Deferred requests still wait: ``peers``, the tips and ``oldest`` count them.
         Lasts until ``resume``, or until a request enters or leaves the tree.
         """
         request = self._get(request_id, self._active, self._waiting)

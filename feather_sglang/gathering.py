@@ -83,7 +83,7 @@ class Gathering:
         ----------
         missing_tokens : to be computed.
         together : requests that wait for this prefix.
-        waited : seconds that the longest of them has waited.
+        waited : seconds that the first of them to be proposed has waited.
         running : requests in the batch.
         """
         if missing_tokens < LEAST_TOKENS or not self.seconds_per_token:

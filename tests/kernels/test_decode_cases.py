@@ -1,6 +1,7 @@
 """The batches that the decode benchmarks measure: their floor by hand, and one KV set seen by every system."""
 
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from decode_cases import TREE_SETS, Case, Heads, choose_trees, parse_heads, tree_case
+from decode_cases import TREE_SETS, Case, Heads, Watchdog, choose_trees, parse_heads, tree_case
 
 from feather_kernels.forest import Forest
 from feather_kernels.trees import PAT_TREES, forest_table, random_forest
@@ -110,3 +111,10 @@ def test_arguments():
     for text in ("0", "21", "x", "3-x"):
         with pytest.raises(ValueError, match="trees"):
             choose_trees(text)
+
+
+def test_a_watchdog_lets_go_of_what_failed():
+    with pytest.raises(KeyError), Watchdog(poll=0.01) as watchdog:
+        watchdog.expect(0.1, "a step")
+        raise KeyError
+    time.sleep(0.3)  # it would have ended this process
