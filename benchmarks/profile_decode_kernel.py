@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import sys
 from collections import defaultdict
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from statistics import median
 
@@ -41,21 +43,35 @@ UNITS = {
 }  # fmt: skip
 
 
-def parse(text: str) -> str:
-    """ncu's CSV as a table: a line a kernel, medians over its launches."""
+def counted(text: str, metrics: Collection[str]) -> Iterator[tuple[dict[str, str], float | None]]:
+    """The rows of ncu's CSV that hold one of the metrics, each with its value in SI units; None for "n/a".
+
+    Raises
+    ------
+    ValueError
+        No CSV among what ncu printed.
+    """
     lines = text.splitlines()
     first = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), None)
     if first is None:
         raise ValueError("no CSV of ncu in this file: run ncu with --csv, and look at its messages")
+    for row in csv.DictReader(line for line in lines[first:] if line.startswith('"')):
+        if row.get("Metric Name") not in metrics:
+            continue
+        try:
+            value = float(row["Metric Value"].replace(",", "")) * UNITS.get(row["Metric Unit"], 1.0)
+        except ValueError:
+            value = math.nan
+        yield row, value if math.isfinite(value) else None
+
+
+def parse(text: str) -> str:
+    """ncu's CSV as a table: a line a kernel, medians over its launches."""
     values: dict[tuple[str, str, str], dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    for row in csv.DictReader(lines[first:]):
-        if row.get("Metric Name") in METRICS:
-            try:
-                number = float(row["Metric Value"].replace(",", ""))
-            except ValueError:
-                continue  # "n/a"
+    for row, value in counted(text, METRICS):
+        if value is not None:
             kernel = row["Kernel Name"], row.get("Grid Size", ""), row.get("Block Size", "")
-            values[kernel][row["Metric Name"]][row["ID"]] = number * UNITS.get(row["Metric Unit"], 1.0)
+            values[kernel][row["Metric Name"]][row["ID"]] = value
     rows = [["kernel", "n", "grid", "block", *(column for column, _, _ in METRICS.values())]]
     for (name, blocks, threads), metrics in values.items():
         launches = max(len(launch) for launch in metrics.values())

@@ -17,9 +17,7 @@ mixing.csv`` joins the two again. Exit status: 0, 1 if something could not be me
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import math
 import re
 import shlex
 import shutil
@@ -33,9 +31,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import profile_decode_kernel
 from bench_decode_kernel import BUILD_SECONDS, CASE_SECONDS, CHECKED, TOLERANCE, LostDevice, prepare, write
 from decode_cases import Case, Heads, Ints, Watchdog, parse_heads
-from profile_decode_kernel import UNITS, short
+from profile_decode_kernel import short
 
 from feather_kernels.forest import Forest
 from feather_kernels.trees import forest_table
@@ -268,21 +267,14 @@ def run_ncu(ncu: str, arguments: Sequence[str], log: Path) -> str:
 
 def segments(text: str) -> list[list[dict[str, Any]]]:
     """ncu's CSV as the kernels after each mark, each with its name (``kernel``) and what was counted, in SI units."""
-    lines = text.splitlines()
-    head = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if head is None:
-        raise NoCounters("no CSV of ncu in this file")
     launches: dict[int, dict[str, Any]] = {}
-    for row in csv.DictReader(line for line in lines[head:] if line.startswith('"')):
-        if row.get("Metric Name") not in METRICS:
-            continue
-        launch = launches.setdefault(int(row["ID"]), {"kernel": row["Kernel Name"]})
-        try:
-            value = float(row["Metric Value"].replace(",", "")) * UNITS.get(row["Metric Unit"], 1.0)
-        except ValueError:
-            continue  # "n/a"
-        if math.isfinite(value):
-            launch[row["Metric Name"]] = value
+    try:
+        for row, value in profile_decode_kernel.counted(text, METRICS):
+            launch = launches.setdefault(int(row["ID"]), {"kernel": row["Kernel Name"]})
+            if value is not None:
+                launch[row["Metric Name"]] = value
+    except ValueError as error:
+        raise NoCounters(str(error)) from None
     found: list[list[dict[str, Any]]] = []
     for _, launch in sorted(launches.items()):
         if MARK in launch["kernel"]:

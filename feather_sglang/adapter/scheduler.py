@@ -128,7 +128,7 @@ class FeatherScheduler:
             policy,
             max_wait=options.max_wait,
             max_wait_rounds=options.max_wait_rounds,
-            gathering=Gathering(scheduler.max_total_num_tokens) if _may_gather(scheduler, options) else None,
+            gathering=_make_gathering(scheduler, options) if policy is not None else None,
         )
 
     @property
@@ -406,9 +406,11 @@ def _cached_tokens(req: Any) -> int:
     return int(req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices))  # since 0.5.23
 
 
-def _may_gather(scheduler: Any, options: FeatherOptions) -> bool:
+def _make_gathering(scheduler: Any, options: FeatherOptions) -> Gathering | None:
     # Looking up a prefix in the cache of a model with recurrent state takes one of the few places for such states.
-    return options.gather and not getattr(scheduler, "is_hybrid_ssm", False)
+    if not options.gather or getattr(scheduler, "is_hybrid_ssm", False):
+        return None
+    return Gathering(scheduler.max_total_num_tokens)
 
 
 _admitting: FeatherScheduler | None = None  # the scheduler inside an admission round, for the adder it has made

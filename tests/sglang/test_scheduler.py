@@ -443,5 +443,8 @@ def test_a_model_with_recurrent_state_does_not_gather(gathering_server, monkeypa
     one = gathering_server()
     for hybrid in (True, False):
         monkeypatch.setattr(one.scheduler, "is_hybrid_ssm", hybrid)
-        feather = feather_scheduler.FeatherScheduler(one.scheduler, "feather-heuristic", FeatherOptions(), None)
+        policy = make_policy("heuristic")
+        feather = feather_scheduler.FeatherScheduler(one.scheduler, "feather-heuristic", FeatherOptions(), policy)
         assert (feather.builder.gathering is None) == hybrid
+    order = feather_scheduler.FeatherScheduler(one.scheduler, "feather-order", FeatherOptions(), None)
+    assert order.builder.gathering is None  # it leaves admission to SGLang
