@@ -12,7 +12,8 @@ Servers run one after the other; one that does not come up, or ends, is left out
 ``--overlap-starts N`` N servers start at once, before anything is measured, stay up and take turns case by case,
 if the GPU's memory holds them all. With ``--one-server`` neighbours that differ in the policy alone are one server,
 whose policy is switched before each case. The JSON file is whole after every measurement; at ``--time-limit`` what is
-missing is named. ``--from server.json`` prints a finished run again.
+missing is named. ``--from server.json`` prints a finished run again, several files as one: runs at the same time on
+GPUs of their own (``CUDA_VISIBLE_DEVICES``), say.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from server_report import plot, progress, report
+from server_report import merged, plot, progress, report
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.live.cases import Case, Request, parse_case, probes
@@ -50,6 +51,7 @@ from feather_sglang.live.process import (
     shown,
     switch_flags,
 )
+from feather_sglang.live.result import Admission
 from feather_sglang.live.stats import overall, steady
 
 LEAST_CASE, RESERVE = 10.0, 5.0  # seconds that a case must have, and that are kept for the end
@@ -78,7 +80,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write everything here, anew after each measurement")
     parser.add_argument("--plot", type=Path, help="write bars of output tokens/s here")
     parser.add_argument("--logs", type=Path, help="folder for the servers' output (default: a temporary one)")
-    parser.add_argument("--from", dest="source", type=Path, metavar="JSON", help="print a finished run")
+    parser.add_argument(
+        "--from", dest="source", type=Path, nargs="+", metavar="JSON", help="print finished runs as one"
+    )
     options = parser.parse_args(argv)
     if options.source:
         return options
@@ -232,12 +236,15 @@ class Bench:
             server.switch(policy, {})
         requests, prefixes = self.requests(case)
         asyncio.run(call_all(server.address, prefixes, limit))
+        before = server.counters() if policy is not None else None
         mark = server.printed_bytes()
         with Clocks() as clocks:
             rest = limit - (time.monotonic() - begun)
             driven = asyncio.run(drive(server.address, requests, rest, case.steady, server.alive))
+        admission = Admission.between(before, server.counters()) if policy is not None else None
         return {
             "overall": overall(driven.streams, driven.end),
+            "admission": admission and admission._asdict(),
             "steady": steady(driven.streams) if case.steady else None,
             "log": read_log(server.printed(mark), case.batch if case.steady else None),
             "client_cpu": round(driven.cpu_share, 3), "held": driven.held, "clocks": clocks.summary,
@@ -321,7 +328,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, or read a finished run; print its report. The status is 1 where something is missing."""
     options = arguments(argv)
     if options.source:
-        content = json.loads(options.source.read_text())
+        try:
+            content = merged([json.loads(path.read_text()) for path in options.source])
+        except ValueError as error:
+            raise SystemExit(f"--from {' '.join(map(str, options.source))}: {error}") from None
         print(report(content))
     else:
         signal.signal(signal.SIGTERM, end_on_signal)

@@ -21,6 +21,40 @@ MARKS = {
 }
 
 
+def merged(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Several runs as one: a server's further runs count as further rounds.
+
+    Raises
+    ------
+    ValueError
+        Runs of different models, GPUs or releases: their figures must not stand side by side.
+    """
+    first = contents[0]
+    for other in contents[1:]:
+        for what, ours, theirs in (
+            ("model", first["model"], other["model"]),
+            ("GPU", first["machine"]["gpu"], other["machine"]["gpu"]),
+            ("SGLang", first["machine"]["versions"].get("sglang"), other["machine"]["versions"].get("sglang")),
+        ):
+            if ours != theirs:
+                raise ValueError(f"the files differ in {what}: {str(ours)[:60]} and {str(theirs)[:60]}")
+    whole = {**first, "servers": {}, "records": [], "order": [], "missing": [], "seconds": 0.0}
+    for content in contents:
+        rounds = {name: max((r["round"] for r in whole["records"] if r["server"] == name), default=0)
+                  for name in content["servers"]}  # fmt: skip
+        for name, server in content["servers"].items():
+            known = whole["servers"].setdefault(name, {**server, "start_seconds": []})
+            known["start_seconds"] = known["start_seconds"] + server["start_seconds"]
+            known["error"] = known["error"] or server["error"]
+        whole["records"] += [{**r, "round": r["round"] + rounds[r["server"]]} for r in content["records"]]
+        whole["order"] += content["order"]
+        whole["seconds"] += content.get("seconds", 0.0)
+        whole["missing"] += content["missing"]
+    tried = {f"{record['server']} {record['case']}" for record in whole["records"]}
+    whole["missing"] = [text for text in whole["missing"] if text.split(" (round")[0] not in tried]
+    return whole
+
+
 def tok_s(record: Record) -> float | None:
     """Output tokens a second: of the steady window where the case has one, else over the whole run."""
     return _counted(record).get("tok_s")
@@ -98,7 +132,7 @@ def details(records: Sequence[Record]) -> str:
     """A line a case and server: latencies, cache hits, and how far the rounds lie apart."""
     rows = [[
         "case", "server", "TTFT s", "p99", "e2e s", "p99", "TPOT p50", "p99", "hit", "done", "failed", "peak", "client",
-        "rounds +-",
+        "admission ms/round", "stops", "rounds +-",
     ]]  # fmt: skip
     for case in _in_order(records, "case"):
         for server in _in_order(records, "server"):
@@ -114,6 +148,7 @@ def details(records: Sequence[Record]) -> str:
             for key in ("finished", "failed", "peak_running"):
                 row.append(_figure(_mean(r["overall"][key] for r in found), 0))
             row.append(f"{max(r['client_cpu'] for r in found):.0%}")
+            row += _admission([a for r in found if (a := r.get("admission"))])
             row.append(_apart([rate for r in found if (rate := tok_s(r))]))
             rows.append(row)
     return grid(rows)
@@ -212,6 +247,15 @@ def _figure(value: float | None, digits: int) -> str:
 
 def _spread(spread: dict[str, float] | None, unit: str) -> str:
     return f"{spread['mean']:.4g} {unit} (p99 {spread['p99']:.4g})" if spread else "-"
+
+
+def _admission(counts: Sequence[dict[str, Any]]) -> list[str]:
+    """Mean processor time of an admission round, and decisions to stop in all rounds."""
+    rounds = sum(count["rounds"] for count in counts)
+    if not rounds:
+        return ["-", "-"]
+    seconds = sum(count["seconds"] for count in counts)
+    return [f"{1e3 * seconds / rounds:.3f}", f"{sum(count['stops'] for count in counts):,}"]
 
 
 def _apart(values: Sequence[float]) -> str:

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +17,13 @@ PACKAGES = (
     "sglang", "sglang-kernel", "sgl-kernel", "flashinfer-python", "triton", "torch", "transformers", "feather-sglang",
 )  # fmt: skip
 _SAMPLED = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "watt": "power.draw", "celsius": "temperature.gpu"}
-_FIXED = {"gpu": "name", "driver": "driver_version", "memory_mib": "memory.total", "max_sm_mhz": "clocks.max.sm"}
+_FIXED = {
+    "gpu": "name",
+    "gpu_index": "index",
+    "driver": "driver_version",
+    "memory_mib": "memory.total",
+    "max_sm_mhz": "clocks.max.sm",
+}
 _VERSIONS = """
 import json, sys
 from importlib import metadata
@@ -33,7 +40,7 @@ print(json.dumps(found))
 def machine(python: str) -> dict[str, Any]:
     """GPU, processor count and the versions that `python` would import."""
     facts: dict[str, Any] = {"gpu": None, "processors": os.cpu_count(), "kernel": platform.release()}
-    values = _ask(["nvidia-smi", "--id=0", f"--query-gpu={','.join(_FIXED.values())}", "--format=csv,noheader,nounits"])
+    values = _ask(_query(_FIXED))
     if values:
         facts |= dict(zip(_FIXED, values.splitlines()[0].split(", "), strict=False))
     versions = _ask([python, "-c", _VERSIONS, *PACKAGES])
@@ -48,10 +55,7 @@ class Clocks:
 
     def __init__(self, interval_ms: int = 500) -> None:
         self.summary: dict[str, Any] | None = None
-        self._command = [
-            "nvidia-smi", "--id=0", f"--query-gpu={','.join(_SAMPLED.values())}", "--format=csv,noheader,nounits",
-            f"--loop-ms={interval_ms}",
-        ]  # fmt: skip
+        self._command = [*_query(_SAMPLED), f"--loop-ms={interval_ms}"]
 
     def __enter__(self) -> Clocks:
         self._output = tempfile.TemporaryFile("w+")
@@ -91,6 +95,12 @@ def summarize_clocks(text: str) -> dict[str, Any] | None:
         name: {"mean": round(float(column.mean()), 1), "min": float(column.min())}
         for name, column in zip(_SAMPLED, data.T, strict=True)
     }
+
+
+def _query(columns: Mapping[str, str]) -> list[str]:
+    """nvidia-smi about the first GPU that servers started from here see."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    return ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(columns.values())}", "--format=csv,noheader,nounits"]
 
 
 def _ask(command: list[str]) -> str:

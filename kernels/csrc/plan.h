@@ -190,7 +190,7 @@ struct Schedule {
   int64_t n_cut;             // items with KV
   int64_t n_items, n_members, n_parts, n_closing, widened;
   int32_t head_pack;          // KV heads to a unit of the tail tile's queue
-  std::vector<uint64_t> tails;  // scratch, rows of the tail tile: tokens << 32 | ~row; what is longer is larger
+  std::vector<uint64_t> queue;  // scratch, rows of a tile: tokens << 32 | ~row; what is longer is larger
 };
 
 #define FEATHER_REQUIRE(condition, message)        \

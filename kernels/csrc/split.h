@@ -84,49 +84,59 @@ inline int32_t choose_head_pack(const Config& config) {
   return config[kHeadDim] <= 128 ? 2 : 1;  // beyond, a warp's ring would have one slot
 }
 
-// Cuts the last tails, and only them. Warps take tails longest first: as many of the longest as make whole rounds stay
-// whole, unless much longer than a warp's even share of all tokens. The rest is cut as short as gives every warp one
-// chunk more, or less, but not shorter than the tile's least (even pieces of a tail may be).
-inline void balance_tails(const Config& config, const Packing& packing, Schedule& out) {
-  const int32_t tail = config.tail_tile(), step = config.tile(tail).n;
-  const int64_t least = least_chunk(config, tail);
+// Cuts the last packs of a tile whose units single warps take, and only them. They take them longest first: as many of
+// the longest as make whole rounds of `warps` stay whole, unless much longer than a warp's even share of all tokens. The
+// rest is cut as short as gives every warp one chunk more, or less, but not shorter than the tile's least (even pieces
+// of a pack may be). An item is `units` units.
+inline void balance_warps(const Config& config, const Packing& packing, int32_t tile, int64_t warps, int64_t units,
+                          Schedule& out) {
+  const int32_t step = config.tile(tile).n;
+  const int64_t least = least_chunk(config, tile);
   auto length = [](uint64_t key) { return static_cast<int64_t>(key >> 32); };
   auto row = [&](uint64_t key) -> RowTile& { return out.rows[UINT32_MAX - static_cast<uint32_t>(key)]; };
   int64_t left = 0, with_tokens = 0;
-  out.tails.clear();
+  auto& queue = out.queue;
+  queue.clear();
   for (size_t i = 0; i < out.rows.size(); ++i) {
     const Pack& pack = packing.packs[out.rows[i].pack];
-    if (out.rows[i].tile != tail || pack.chunk) continue;
+    if (out.rows[i].tile != tile || pack.chunk) continue;
     const int64_t tokens = pack.length();
-    out.tails.push_back(static_cast<uint64_t>(tokens) << 32 | (UINT32_MAX - static_cast<uint32_t>(i)));
+    queue.push_back(static_cast<uint64_t>(tokens) << 32 | (UINT32_MAX - static_cast<uint32_t>(i)));
     left += tokens;
     with_tokens += tokens > 0;
   }
-  const int64_t warps = config[kProcessors] * config[kTailWarps], units = config[kKvHeads] / out.head_pack;
   const size_t first = static_cast<size_t>(with_tokens * units / warps * warps / units);  // in whole rounds
   if (first > 0) {
     const int64_t even = round_up(std::max(least, left * units / warps * 5 / 4), step);
-    if (first < out.tails.size()) {
-      std::nth_element(out.tails.begin(), out.tails.begin() + first, out.tails.end(), std::greater<>());
-    }
+    if (first < queue.size()) std::nth_element(queue.begin(), queue.begin() + first, queue.end(), std::greater<>());
     for (size_t i = 0; i < first; ++i) {
-      row(out.tails[i]).longest = static_cast<int32_t>(std::min<int64_t>(even, INT32_MAX));
-      left -= length(out.tails[i]);
-      with_tokens -= length(out.tails[i]) > 0;
+      row(queue[i]).longest = static_cast<int32_t>(std::min<int64_t>(even, INT32_MAX));
+      left -= length(queue[i]);
+      with_tokens -= length(queue[i]) > 0;
     }
   }
   const int64_t most = warps / units;
   auto too_many = [&](int64_t chunk) {
     int64_t chunks = with_tokens > most ? with_tokens : 0;
-    for (size_t i = first; i < out.tails.size() && chunks <= most; ++i) {
-      chunks += (length(out.tails[i]) + chunk - 1) / chunk;
+    for (size_t i = first; i < queue.size() && chunks <= most; ++i) {
+      chunks += (length(queue[i]) + chunk - 1) / chunk;
     }
     return chunks > most;
   };
   int64_t chunk = round_up(std::max(least, left * units / warps), step);
   for (int tries = 0; tries < 8 && too_many(chunk); ++tries) chunk = round_up(chunk + chunk / 4, step);
-  for (size_t i = first; i < out.tails.size(); ++i) {
-    row(out.tails[i]).longest = static_cast<int32_t>(std::min<int64_t>(chunk, INT32_MAX));
+  for (size_t i = first; i < queue.size(); ++i) {
+    row(queue[i]).longest = static_cast<int32_t>(std::min<int64_t>(chunk, INT32_MAX));
+  }
+}
+
+// Single warps take the units of the smallest tiles: tails, and what a few requests share.
+inline void balance_single_warps(const Config& config, const Packing& packing, Schedule& out) {
+  const int32_t tail = config.tail_tile();
+  for (int32_t tile = 0; tile < config.n_tiles() && config.tile(tile).m <= kWarpRows; ++tile) {
+    const bool tails = tile == tail;
+    const int64_t warps = config[kProcessors] * (tails ? config[kTailWarps] : config.teams(tile));
+    balance_warps(config, packing, tile, warps, config[kKvHeads] / (tails ? out.head_pack : 1), out);
   }
 }
 
@@ -185,8 +195,7 @@ inline void schedule(const Config& config, const Forest& forest, const Packing& 
   }
   out.head_pack = choose_head_pack(config);
   if (config[kSplit] == kSplitRounds) Rounds(config, packing, out, scratch).settle(least_chunk);
-  const bool by_warps = config.tile(config.tail_tile()).m <= kWarpRows;
-  if (config.balances() && by_warps) balance_tails(config, packing, out);
+  if (config.balances()) balance_single_warps(config, packing, out);
   out.widened = 0;
   for (double widen = 1;; widen *= 1.25) {
     cut(config, packing, widen, out);

@@ -75,9 +75,9 @@ class Planner:
         A key of ``pack.MERGES``: who combines the parts of a request.
     alpha : sequence of float, optional
         Of each tile, one over a processor's teams. For ``split`` "balanced", and for "rounds" to begin with, chunks are
-        no longer than ``alpha * (token-heads of that tile) / n_sm``. Items of the tail tile are cut otherwise where it
-        has at most 16 rows: the longest, as many as fill whole rounds of the warps, only where they exceed 5/4 of a
-        warp's even share of the tail tile's tokens; the others so that their chunks are one round.
+        no longer than ``alpha * (token-heads of that tile) / n_sm``. Items of tiles of at most 16 rows, whose units
+        single warps take, are cut otherwise: the longest, as many as fill whole rounds of the warps, only where they
+        exceed 5/4 of a warp's even share of the tile's tokens; the others so that their chunks are one round.
     min_chunk : int
         ... but the limit is no lower than this many tokens, nor than eight steps of its tile. Chunks of a pack are
         even, so shorter than their limit, by up to half.
@@ -340,8 +340,8 @@ class PackPlan:
         """int32 [n_tiles + 1]: queue q holds the items of tile ``n_tiles - 1 - q`` (largest m first), longest first.
 
         With ``merge="fused"``, the last queue with work, that of the smallest m >= G, has three such runs: items that
-        neither wait for an item of this queue nor are waited for; those that others wait for; and closing items that
-        wait for those, or have no tokens. So an item waits for earlier ones only.
+        others of it wait for, and which wait for nobody; items that neither wait for one of this queue nor are waited
+        for; and closing items that wait for the first, or have no tokens. So an item waits for earlier ones only.
         """
         return self.buffer[_QUEUE : _QUEUE + len(self.tiles) + 1]
 

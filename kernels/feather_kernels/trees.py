@@ -41,6 +41,14 @@ SERVING_TREES = tuple(
     for tokens in (1000, 5000, 10000)
 )
 
+# Few requests, and from one and a half to eight of them to a prompt: where packs are small.
+SMALL_TREES = tuple(
+    f"{round(requests / sharers)},{requests}_{tokens},60"
+    for requests in (8, 24, 48, 96)
+    for sharers in (1.5, 2, 4, 8)
+    for tokens in (300, 2000, 6000)
+)
+
 
 def parse_tree(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """``"1,10_4096,416"`` as ((1, 10), (4096, 416)): nodes and tokens per level."""

@@ -15,7 +15,7 @@ from feather_kernels.pack import MERGES, STRATEGIES
 from feather_kernels.plan import DEFAULT_ALPHA
 from feather_kernels.tiles import TILES
 from feather_kernels.trees import tree_forest
-from oracles.splitting import Processors, head_pack, least_chunk, pieces, tail_limits, tile_limit
+from oracles.splitting import Processors, head_pack, least_chunk, limits_of_warps, pieces, tile_limit
 
 WITHOUT_CHUNKS = sorted(STRATEGIES.keys() - {"two-phase"})  # whose packs have no chunk of their own
 
@@ -38,13 +38,15 @@ def rule(rows, arguments, widen=1.0):
     tiles, kv_heads, n_sm = arguments["tiles"], arguments["num_kv_heads"], arguments["n_sm"]
     group = arguments["num_qo_heads"] // kv_heads
     tail = next(t for t, (m, _) in enumerate(tiles) if m >= group)
-    tails = sorted((stop - start for tile, start, stop, _ in rows if tile == tail), reverse=True)
-    (rows_of_tail, step), warps = tiles[tail], n_sm * arguments["tail_warps"]
-    pack = head_pack(group, kv_heads, HEADS["head_dim"]) if rows_of_tail == 8 else 1
-    cut, balances = [], rows_of_tail <= 16
-    if balances:
-        limits = tail_limits(tails, kv_heads // pack, warps, least_chunk(arguments["min_chunk"], step), step)
-        cut = [(tail, length, longest) for length, longest in zip(tails, limits, strict=True)]
+    pack = head_pack(group, kv_heads, HEADS["head_dim"]) if tiles[tail][0] == 8 else 1
+    cut, of_warps = [], [tile for tile, (m, _) in enumerate(tiles) if m <= 16]
+    for tile in of_warps:
+        m, step = tiles[tile]
+        longest_first = sorted((stop - start for of, start, stop, _ in rows if of == tile), reverse=True)
+        warps = n_sm * (arguments["tail_warps"] if tile == tail else round(1 / DEFAULT_ALPHA[m]))
+        units, least = kv_heads // (pack if tile == tail else 1), least_chunk(arguments["min_chunk"], step)
+        limits = limits_of_warps(longest_first, units, warps, least, step)
+        cut += [(tile, length, longest) for length, longest in zip(longest_first, limits, strict=True)]
     lengths = [[stop - start for of, start, stop, _ in rows if of == tile] for tile in range(len(tiles))]
     limits = [
         tile_limit(some, DEFAULT_ALPHA[m], kv_heads, n_sm, least_chunk(arguments["min_chunk"], n), n)
@@ -52,7 +54,7 @@ def rule(rows, arguments, widen=1.0):
     ]
     if arguments["split"] == "rounds":
         settle_rounds(rows, arguments, tail, pack, limits)
-    cut += [(tile, stop - start, limits[tile]) for tile, start, stop, _ in rows if tile != tail or not balances]
+    cut += [(tile, stop - start, limits[tile]) for tile, start, stop, _ in rows if tile not in of_warps]
     chunks = [(tile, size, pieces(size, int(longest * widen), tiles[tile][1])) for tile, size, longest in cut]
     return Counter(chunks), pack
 

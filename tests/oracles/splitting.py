@@ -34,27 +34,27 @@ def head_pack(group_size, kv_heads, head_dim):
     return 2 if 2 * group_size <= 8 and kv_heads % 2 == 0 and head_dim <= 128 else 1
 
 
-def tail_limits(tails, units, warps, least, step):
-    """The longest chunk of each tail, for tails from the longest to the shortest.
+def limits_of_warps(packs, units, warps, least, step):
+    """The longest chunk of each pack in a tile of single warps, for packs from the longest to the shortest.
 
-    A tail is so many units, a chunk of it as many. The longest tails, as many as fill whole rounds of the warps, are
+    A pack is so many units, a chunk of it as many. The longest packs, as many as fill whole rounds of the warps, are
     cut only where they exceed five quarters of a warp's even share of all tokens; the others so that their chunks are
     no more than one round, where up to eight longer tries reach that.
     """
-    rounds = sum(length > 0 for length in tails) * units // warps
+    rounds = sum(length > 0 for length in packs) * units // warps
     whole = rounds * warps // units
-    last = tails[whole:]
+    last = packs[whole:]
     chunk = up(max(least, share(last, units, warps)), step)
     for _ in range(8):
         if units * sum(up(length, chunk) // chunk for length in last) <= warps:
             break
         chunk = up(chunk * 5 // 4, step)
-    return [up(max(least, share(tails, units, warps) * 5 // 4), step)] * whole + [chunk] * len(last)
+    return [up(max(least, share(packs, units, warps) * 5 // 4), step)] * whole + [chunk] * len(last)
 
 
-def share(tails, units, warps):
+def share(packs, units, warps):
     """Tokens that fall to each warp."""
-    return sum(tails) * units // warps
+    return sum(packs) * units // warps
 
 
 def least_promoted(lengths, kv_heads, n_sm):

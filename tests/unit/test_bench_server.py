@@ -18,7 +18,7 @@ import server_report as report
 
 from feather_sglang.live.cases import fold, generate_body, parse_case, probes
 from feather_sglang.live.client import Address, HttpError, call, drive
-from feather_sglang.live.machine import summarize_clocks
+from feather_sglang.live.machine import Clocks, machine, summarize_clocks
 from feather_sglang.live.process import Configuration, group_alive, parse_server, read_log
 from feather_sglang.live.stats import Stream, agreeing, overall, peak_running, spread, steady
 
@@ -263,6 +263,64 @@ class TestReport:
         content["servers"] = {name: server | {"probes": [[1, 2, 3], [4, 5]], "start_seconds": [3.0]} for name in "ab"}
         content["records"] = [record("a", "W1", 100.0)]
         assert "b: 3 2 (together 5 of 5)" in report.report(json.loads(json.dumps(content)))
+
+    def test_several_files_are_one_report(self):
+        server = {"stock": True, "error": None, "start_seconds": [9.0], "probes": []}
+        machine = {"gpu": "H200", "versions": {"sglang": "0.5.17"}}
+        base = {"model": {"vocab_size": 9}, "machine": machine, "compare_tokens": False, "seconds": 5.0}
+        first = base | {
+            "servers": {"fa3": server, "pat": server}, "order": ["fa3", "pat"], "missing": ["pat W1", "pat W2"],
+            "records": [record("fa3", "W1", 100.0), record("fa3", "W1", 300.0, round=2)],
+        }  # fmt: skip
+        second = base | {
+            "servers": {"fa3": server, "pat": server | {"error": "gone"}}, "order": ["pat", "fa3"], "missing": [],
+            "records": [record("pat", "W1", 500.0), record("fa3", "W1", 200.0)],
+        }  # fmt: skip
+        whole = report.merged([first, second])
+        assert [(r["server"], r["round"]) for r in whole["records"]] == [("fa3", 1), ("fa3", 2), ("pat", 1), ("fa3", 3)]
+        assert whole["missing"] == ["pat W2"] and whole["seconds"] == 10
+        assert whole["servers"]["fa3"]["start_seconds"] == [9.0, 9.0] and whole["servers"]["pat"]["error"] == "gone"
+        assert report.comparison(whole["records"], ["fa3"]).splitlines()[1].split()[1] == "200"
+        assert len(first["records"]) == 2 and first["servers"]["fa3"] is server  # as they were
+
+    @pytest.mark.parametrize(
+        "change, word",
+        [
+            ({"model": {"vocab_size": 8}}, "model"), ({"machine": {"gpu": "A100", "versions": {}}}, "GPU"),
+            ({"machine": {"gpu": "H200", "versions": {"sglang": "0.5.21"}}}, "SGLang"),
+        ],
+    )  # fmt: skip
+    def test_files_of_different_machines_are_refused(self, change, word, tmp_path):
+        content = {
+            "model": {"vocab_size": 9}, "machine": {"gpu": "H200", "versions": {"sglang": "0.5.17"}}, "servers": {},
+            "order": [], "records": [], "missing": [],
+        }  # fmt: skip
+        paths = [tmp_path / "one.json", tmp_path / "two.json"]
+        for path, one in zip(paths, (content, content | change), strict=True):
+            path.write_text(json.dumps(one))
+        with pytest.raises(SystemExit, match=f"differ in {word}"):
+            bench.main(["--from", *map(str, paths)])
+
+    def test_what_admission_took(self):
+        counted = {"rounds": 200, "seconds": 0.05, "stops": 1234}
+        (row,) = report.details([record("fa3", "W1", 100.0, admission=counted)]).splitlines()[1:]
+        assert row.split()[-2:] == ["0.250", "1,234"]
+        (row,) = report.details([record("fa3", "W1", 100.0)]).splitlines()[1:]
+        assert row.split()[-2:] == ["-", "-"]
+
+
+class TestClocks:
+    @pytest.mark.parametrize("seen, index", [(None, "0"), ("", "0"), ("2", "2"), ("GPU-7,1", "GPU-7")])
+    def test_they_are_those_of_the_gpu_that_the_servers_have(self, seen, index, monkeypatch, tmp_path):
+        smi = tmp_path / "nvidia-smi"
+        smi.write_text('#!/bin/sh\ncase "$*" in *loop*) ;; *) echo "$1, 1, 2, 3, 4" ;; esac\n')
+        smi.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if seen is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+        assert machine(sys.executable)["gpu"] == f"--id={index}"
+        assert Clocks()._command[1] == f"--id={index}"
 
 
 class TestClient:
