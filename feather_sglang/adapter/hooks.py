@@ -72,7 +72,12 @@ HOOKS = (
     Hook(
         _SCHEDULER + "process_batch_result", "scheduler", ("self", "batch", "result"), "decode throughput, the reward"
     ),
-    Hook(_SCHEDULER + "get_next_batch_to_run", "scheduler", ("self", "running_batch", "last_batch"), "the debug check"),
+    Hook(
+        _SCHEDULER + "get_next_batch_to_run",
+        "scheduler",
+        ("self", "running_batch", "last_batch"),
+        "the debug check, the decision log",
+    ),
     Hook(_SCHEDULER + "get_num_allocatable_reqs", "calls", ("self", "running_bs"), "free slots of the batch"),
     Hook(_BATCH + "filter_batch", "calls", ("self",), "permutes all state that SGLang keeps per row", ("reqs",)),
     Hook(_SCHEDULER + "set_internal_state", "switch", ("self", "recv_req"), "takes the order to switch", part="switch"),

@@ -18,12 +18,15 @@ import time
 from array import array
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import Counter
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.runtime_context import get_parallel
 
 from feather_sglang.adapter.agreement import Agreement
+from feather_sglang.adapter.decision_log import DecisionLog, log_file
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.row_order import permute_rows
 from feather_sglang.adapter.wrapping import Wrappings
@@ -122,6 +125,7 @@ class FeatherScheduler:
         self._running_rows = 0
         self._outputs: dict[Hashable, int] = {}  # tokens that requests in prefill had when they were admitted
         self._agreement = Agreement(scheduler.tp_cpu_group)
+        self._decisions: DecisionLog | None = None
         self._wrappings = Wrappings()
         self.builder = BatchBuilder(
             ChunkedHashTree(options.chunk_size, seed=self._agreement.secret()),
@@ -149,12 +153,17 @@ class FeatherScheduler:
             self._wrappings.wrap(owner, method, wrapper)
         if os.environ.get(DEBUG_CHECK) == "1":
             self._wrappings.wrap(scheduler, "get_next_batch_to_run", self._checked)
+        if (file := _decision_file(scheduler)) is not None:
+            self._decisions = DecisionLog(file, self.name)
+            self._wrappings.wrap(scheduler, "get_next_batch_to_run", self._logged)
         _watch_adder()
 
     def uninstall(self) -> None:
         """Leave scheduler and adder as SGLang made them."""
         self._wrappings.undo()
         _leave_adder()
+        if self._decisions is not None:
+            self._decisions.close()
 
     # Life cycle -----------------------------------------------------------------------------------------------
 
@@ -357,7 +366,14 @@ class FeatherScheduler:
             "failed": self.failed,
         }
 
-    # Debug check ----------------------------------------------------------------------------------------------
+    # Debug check and decision log -----------------------------------------------------------------------------
+
+    def _logged(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        plan = original(*args, **kwargs)
+        if plan.batch_to_run is not None and self._decisions is not None and not self.failed:
+            with self._guard("a decision could not be logged"):
+                self._decisions.note(plan.batch_to_run, self.stats())
+        return plan
 
     def _checked(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         plan = original(*args, **kwargs)
@@ -404,6 +420,12 @@ class _Guard:
 
 def _cached_tokens(req: Any) -> int:
     return int(req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices))  # since 0.5.23
+
+
+def _decision_file(scheduler: Any) -> Path | None:
+    """Where this rank's decisions go, if anywhere; raises ``FeatherError`` if they cannot."""
+    ranks = getattr(scheduler, "ps", None) or get_parallel()  # since 0.5.21
+    return log_file(ranks.tp_rank, ranks.dp_rank)
 
 
 def _make_gathering(scheduler: Any, options: FeatherOptions) -> Gathering | None:
@@ -457,6 +479,7 @@ def refuse_unsupported(scheduler: Any, name: str) -> None:
     ):
         if unsupported:
             raise FeatherError(f"--schedule-policy {name} does not support {flag}; drop it or choose another policy")
+    _decision_file(scheduler)  # before anything is changed
 
 
 def take_over(scheduler: Any, name: str, options: FeatherOptions, policy: StopPolicy | None) -> FeatherScheduler:

@@ -79,9 +79,9 @@ inline int32_t part_entry(const Schedule& schedule, const int32_t* part_begin, i
 constexpr int32_t kNoRow = -1;  // an entry without a row tile: its `chunk` is the request that it closes
 
 // Lists the items, sorted: queue by queue, the longest first. With the fused merge, the tail tile's queue, which is the
-// last with work, has first the items that others of this queue wait for, and which wait for nobody; then those that
-// neither wait for one of this queue nor are waited for; then those that wait for the first, or have no tokens. Work is
-// taken in this order, so an item waits only for items that were taken before, and those wait for nobody.
+// last with work, has first the items that neither wait for one of this queue nor are waited for, then those that
+// others wait for, then those that wait for them, or have no tokens. Work is taken in this order, so an item waits only
+// for items that were taken before, and those wait for nobody.
 inline void sort_items(const Config& config, const Packing& packing, const Schedule& schedule,
                        const int32_t* part_begin, EmitScratch& scratch, int32_t* queue_begin) {
   const int32_t n_tiles = config.n_tiles(), tail = config.tail_tile(), tail_queue = n_tiles - 1 - tail;
@@ -109,7 +109,7 @@ inline void sort_items(const Config& config, const Packing& packing, const Sched
     }
   }
   // The queues after the tail tile's are empty: their numbers order its items.
-  const int32_t apart = n_tiles, waits = n_tiles + 1;
+  const int32_t deposits = n_tiles, waits = n_tiles + 1;
   entries.clear();
   std::fill_n(queue_begin, n_tiles + 1, 0);
   for (size_t i = 0; i < schedule.rows.size(); ++i) {
@@ -125,8 +125,7 @@ inline void sort_items(const Config& config, const Packing& packing, const Sched
     for (int32_t chunk = 0; chunk < row.n_chunks; ++chunk) {
       const int32_t size = std::min(row.chunk, length - chunk * row.chunk);
       const bool last = closing && chunk + 1 == row.n_chunks;
-      const int32_t run = row.tile != tail ? queue : !awaits ? apart : last ? waits : queue;
-      entries.push_back({key(run, size), static_cast<int32_t>(i), chunk});
+      entries.push_back({key(!awaits ? queue : last ? waits : deposits, size), static_cast<int32_t>(i), chunk});
     }
   }
   for (size_t r = 0; r < schedule.parts.size(); ++r) {

@@ -55,7 +55,7 @@ COMMON = (
     "--max-running-requests {running}"
 )
 DEVICES = {
-    "cuda": "--dtype bfloat16 --context-length 8192 --cuda-graph-max-bs 64 --mem-fraction-static 0.6 "
+    "cuda": "--dtype bfloat16 --context-length 8192 --cuda-graph-max-bs-decode 64 --mem-fraction-static 0.6 "
     "--max-total-tokens 60000 --disable-prefill-cuda-graph",
     "cpu": "--device cpu --dtype float32 --disable-cuda-graph --mem-fraction-static 0.3 --max-total-tokens 20000 "
     "--grammar-backend llguidance --sleep-on-idle",

@@ -171,7 +171,7 @@ def check_queues(plan):
 
 
 def classes(plan, members):
-    """Of each item of the last queue with work: 0 if others of it wait for it, 2 if it waits for those, or 1.
+    """Of each item of the last queue with work: 0, or 1 if others of it wait for it, or 2 if it waits for those.
 
     A closing item without tokens is always of the last class.
     """
@@ -180,7 +180,7 @@ def classes(plan, members):
     bare = without_tokens(plan)[plan.n_items - len(members) :]
     awaited = {request for mine in members for request, part in mine if part >= 0}
     return [
-        (2 if mine[0][1] == CLOSES else 0) if nothing or any(request in awaited for request, _ in mine) else 1
+        (2 if mine[0][1] == CLOSES else 1) if nothing or any(request in awaited for request, _ in mine) else 0
         for mine, nothing in zip(members, bare, strict=True)
     ]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from feather_sglang.adapter.decision_log import compare
 from server.cases import REFERENCE, ROOMY, FeatherServer, newest_only
 from server.sglang_server import SGLangServer, run_to_end
 from server.workload import Answer, Request, stream_all
@@ -111,11 +112,13 @@ def test_the_log_tells_of_no_failure(feather_server: FeatherServer) -> None:
 
 @newest_only
 def test_two_ranks_form_the_same_batches(
-    model: Path, logs: Path, requests: list[Request], fcfs: list[dict[str, Answer]]
+    model: Path, logs: Path, tmp_path: Path, requests: list[Request], fcfs: list[dict[str, Answer]]
 ) -> None:
     # Batches that differ between the ranks hang in the next collective operation, or mix the rows of the answers.
     flags = ("--tp", "2", "--schedule-policy", "feather-bandit", *ROOMY)
-    environment = {"FEATHER_DEBUG_CHECK": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    environment = {
+        "FEATHER_DEBUG_CHECK": "1", "FEATHER_DECISION_LOG": str(tmp_path), "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    }  # fmt: skip
     with SGLangServer(model, logs / "ranks.txt", *flags, **environment) as server:
         answers = stream_all(server.url, requests)
         server.wait_until_idle()
@@ -125,6 +128,10 @@ def test_two_ranks_form_the_same_batches(
     }
     assert log.count("feather-bandit is active") == 2
     assert "Traceback" not in log
+    decided = compare([tmp_path / "rank0.log", tmp_path / "rank1.log"])
+    assert decided.difference is None
+    assert decided.rows["prefill"] >= len(requests) and decided.rows["decode"] > 16 * len(requests)
+    assert 0 < decided.adds + decided.stops
 
 
 def test_engine_takes_a_policy_its_options_and_pat(

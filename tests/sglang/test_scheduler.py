@@ -1,4 +1,4 @@
-"""What a feather policy promises beyond scheduling: activation, off, failure, reward, fairness, no regret."""
+"""What a feather policy promises beyond scheduling: activation, off, failure, reward, fairness, no regret, its log."""
 
 import logging
 import os
@@ -10,6 +10,7 @@ from harness import Server
 
 from feather_sglang.adapter import plugin
 from feather_sglang.adapter import scheduler as feather_scheduler
+from feather_sglang.adapter.decision_log import digest
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.errors import FeatherError
 from feather_sglang.policies import make_policy
@@ -250,6 +251,66 @@ def test_the_debug_check_finds_a_difference(server, monkeypatch):
     one.feather.fail("on purpose", RuntimeError())
     with pytest.raises(AssertionError, match="went on as fcfs"):
         one.step()
+
+
+# The decision log -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEATHER_DECISION_LOG", str(tmp_path / "decisions"))
+    return tmp_path / "decisions"
+
+
+@pytest.mark.parametrize("policy", ["feather", "feather-order"])
+def test_the_decision_log_has_every_batch_that_ran(server, log_folder, policy):
+    one = server(policy, chunked_prefill_size=128, enable_mixed_chunk=True)
+    ran = []
+
+    def step():
+        """Note what SGLang is about to run; afterwards it changes the batch."""
+        forward = one.scheduler.run_batch
+        one.scheduler.run_batch = lambda batch: ran.append(described(batch)) or forward(batch)
+        batch = one.step()
+        one.scheduler.run_batch = forward
+        return batch
+
+    def described(batch):
+        mode = batch.forward_mode
+        name = "decode" if mode.is_decode() else "mixed" if mode.is_mixed() else "prefill"
+        return name, [req.rid for req in batch.reqs], () if mode.is_decode() else list(batch.extend_lens)
+
+    for i in range(12):
+        one.submit(f"r{i:02}", prompt(i % 3, i), max_new_tokens=4 + i)
+        step()
+    while step() is not None:
+        pass
+    head, *lines = (log_folder / "rank0.log").read_text().splitlines()
+    assert head.endswith(f": {policy}")
+    assert [line.split()[:4] for line in lines] == [
+        [str(step), mode, str(len(rids)), digest(rids, extends)] for step, (mode, rids, extends) in enumerate(ran)
+    ]
+    assert {mode for mode, _, _ in ran} == {"decode", "mixed", "prefill"}
+    stats = one.feather.policy.stats() if one.feather.policy else {"adds": 0, "stops": 0}
+    assert lines[-1].split()[4:] == [str(stats["adds"]), str(stats["stops"]), "0"]
+    assert bool(stats["adds"]) == (policy == "feather")
+    one.feather.uninstall()
+    assert "get_next_batch_to_run" not in vars(one.scheduler)
+
+
+def test_a_decision_log_that_cannot_be_written_ends_start_up(server, log_folder):
+    log_folder.write_text("a file")
+    with pytest.raises(FeatherError, match=r"rank0\.log cannot be written"):
+        server()
+
+
+def test_a_decision_that_cannot_be_described_is_a_failure_like_others(server, log_folder, monkeypatch):
+    one = server()
+    monkeypatch.setattr(one.feather._decisions, "note", lambda *args: 1 / 0)
+    one.submit("a", prompt(0))
+    one.drain()
+    assert one.feather.failed and one.requests["a"].finished()
+    assert (log_folder / "rank0.log").read_text().count("\n") == 1
 
 
 def computed_tokens(server, policy):

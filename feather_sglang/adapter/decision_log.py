@@ -1,0 +1,213 @@
+"""What a rank decided to run, on file: one line a batch, and the comparison of the files of several ranks.
+
+Under tensor parallelism every rank forms its batches itself, and all must form the same. With the variable
+``FEATHER_DECISION_LOG`` naming a folder each rank writes there what it decided; nothing in a line depends on the rank,
+so the files are to be equal. Each line is written at once: that is a system call of two microseconds, and what a
+killed rank decided last is the line that matters most.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from feather_sglang.errors import FeatherError
+
+logger = logging.getLogger(__name__)
+
+DECISION_LOG = "FEATHER_DECISION_LOG"
+HEAD = "# step mode rows digest adds stops postponed"  # begins what one scheduler wrote under one policy
+# A rank decides at most two batches more than another has: one in flight, whose collective operations wait for the
+# other rank, and with the overlap scheduler the next one.
+AHEAD = 2
+_MODES = {"EXTEND": "prefill"}  # SGLang's names that are not said here as they are there
+
+
+class Decision(NamedTuple):
+    """A line.
+
+    Attributes
+    ----------
+    step : number of the batch.
+    mode : prefill, decode, mixed.
+    digest : of the rows, see ``digest``.
+    adds, stops : how often the policy had said ADD and STOP by then.
+    postponed : prefixes that had been made to wait by then.
+    """
+
+    step: int
+    mode: str
+    rows: int
+    digest: str
+    adds: int
+    stops: int
+    postponed: int
+
+
+def digest(request_ids: Sequence[str], extends: Sequence[int]) -> str:
+    """64 bits of the ids in the order of the rows, and of the tokens that each row is extended by (none to decode)."""
+    ids = "\0".join(request_ids).encode(errors="surrogatepass")  # a client may send any string as an id
+    return xxhash.xxh3_64_hexdigest(ids + b"\n" + array("q", extends).tobytes())
+
+
+def log_file(tp_rank: int, dp_rank: int | None) -> Path | None:
+    """Where this rank of this replica writes; None where nobody asked for it.
+
+    Raises ``FeatherError`` if it cannot.
+    """
+    folder = os.environ.get(DECISION_LOG)
+    if not folder:
+        return None
+    file = Path(folder, f"rank{tp_rank}.log" if dp_rank is None else f"dp{dp_rank}-rank{tp_rank}.log")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("ab").close()
+    except OSError as error:
+        raise FeatherError(
+            f"{DECISION_LOG}={folder}: {file} cannot be written ({error.strerror}); name another folder"
+        ) from None
+    return file
+
+
+class DecisionLog:
+    """Appends a rank's decisions to its file.
+
+    Parameters
+    ----------
+    file : from ``log_file``.
+    policy : name of the schedule policy.
+    """
+
+    def __init__(self, file: Path, policy: str) -> None:
+        self._file = file
+        self._stream: Any = file.open("ab", buffering=0)
+        self._step = 0
+        self._write(f"{HEAD}: {policy}\n")
+
+    def note(self, batch: Any, stats: dict[str, Any]) -> None:
+        """Write down a batch of SGLang's, with what ``FeatherScheduler.stats`` has counted."""
+        if self._stream is None:
+            return
+        mode = batch.forward_mode.name
+        extends = () if mode == "DECODE" else batch.extend_lens or ()
+        policy = stats["policy"] or {"adds": 0, "stops": 0}
+        line = Decision(
+            self._step,
+            _MODES.get(mode, mode.lower()),
+            len(batch.reqs),
+            digest([req.rid for req in batch.reqs], extends),
+            policy["adds"],
+            policy["stops"],
+            stats["postponements"],
+        )
+        self._write(" ".join(map(str, line)) + "\n")
+        self._step += 1
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _write(self, line: str) -> None:
+        """A log that cannot be written any more ends; the policy goes on, as it does on the other ranks."""
+        rest = line.encode()
+        try:
+            while rest:
+                rest = rest[self._stream.write(rest) :]
+        except OSError as error:
+            logger.warning("feather: decisions are no longer logged: %s: %s", self._file, error.strerror)
+            self.close()
+
+
+# Comparison -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Comparison:
+    """What several ranks' files have in common.
+
+    Attributes
+    ----------
+    difference : the first one, or None; what follows it was not read.
+    batches, rows : by mode, up to there.
+    adds, stops, postponed : by the last batch before that; of all policies, if a file holds several.
+    """
+
+    difference: str | None = None
+    batches: Counter[str] = field(default_factory=Counter)
+    rows: Counter[str] = field(default_factory=Counter)
+    adds: int = 0
+    stops: int = 0
+    postponed: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        return {**vars(self), "batches": dict(self.batches), "rows": dict(self.rows)}
+
+
+def compare(files: Sequence[Path], killed: bool = False) -> Comparison:
+    """Compare the files of the ranks of one replica, line by line, until they differ.
+
+    They are equal if all lines are, byte by byte, and no file has more than another. After the server was `killed`, a
+    line that was not finished counts as not written, and the longest file may have up to ``AHEAD`` lines more than the
+    shortest.
+
+    Raises ``FeatherError`` for a file that is missing or is no such log.
+    """
+    may_end = False
+    if killed:
+        lengths = [sum(1 for _ in _lines(file, killed)) for file in files]
+        may_end = max(lengths) - min(lengths) <= AHEAD
+    found = Comparison()
+    before = [0, 0, 0]  # counted by the policies before the present one
+    last: Decision | None = None
+    for number, lines in enumerate(zip_longest(*(_lines(file, killed) for file in files)), start=1):
+        if len({line for line in lines if line is not None or not may_end}) > 1:
+            found.difference = f"line {number}: " + ", ".join(
+                f"{file.name} {'ends' if line is None else f'has {_shown(line)}'}"
+                for file, line in zip(files, lines, strict=True)
+            )
+            break
+        if None in lines:
+            continue
+        if lines[0].startswith(HEAD.encode()):
+            before, last = _added(before, last), None
+            continue
+        last = _decision(lines[0], files[0], number)
+        found.batches[last.mode] += 1
+        found.rows[last.mode] += last.rows
+    found.adds, found.stops, found.postponed = _added(before, last)
+    return found
+
+
+def _lines(file: Path, killed: bool) -> Iterator[bytes]:
+    try:
+        with file.open("rb") as stream:
+            yield from (line for line in stream if line.endswith(b"\n") or not killed)
+    except OSError as error:
+        raise FeatherError(f"{file}: {error.strerror}; was the server started with {DECISION_LOG}?") from None
+
+
+def _shown(line: bytes) -> str:
+    return repr(line.decode(errors="replace"))
+
+
+def _decision(line: bytes, file: Path, number: int) -> Decision:
+    try:
+        step, mode, rows, digested, *counts = line.decode().split()
+        return Decision(int(step), mode, int(rows), digested, *map(int, counts))
+    except (ValueError, TypeError):
+        raise FeatherError(f"{file}: line {number} is no decision: {_shown(line)}") from None
+
+
+def _added(counts: Sequence[int], last: Decision | None) -> list[int]:
+    return [count + more for count, more in zip(counts, last[4:] if last else (0, 0, 0), strict=True)]
