@@ -24,7 +24,7 @@ from feather_sglang.policy_names import FEATHER, STOCK, SWITCH_PATH
 
 COMMON_FLAGS = (
     "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --max-total-tokens 200000 "
-    "--max-running-requests 500 --cuda-graph-max-bs 512 --context-length 32768 --mem-fraction-static 0.8 "
+    "--max-running-requests 500 --cuda-graph-max-bs-decode 512 --context-length 32768 --mem-fraction-static 0.8 "
     "--disable-prefill-cuda-graph"
 )
 BACKENDS = {

@@ -340,8 +340,9 @@ class PackPlan:
         """int32 [n_tiles + 1]: queue q holds the items of tile ``n_tiles - 1 - q`` (largest m first), longest first.
 
         With ``merge="fused"``, the last queue with work, that of the smallest m >= G, has three such runs: items that
-        others of it wait for, and which wait for nobody; items that neither wait for one of this queue nor are waited
-        for; and closing items that wait for the first, or have no tokens. So an item waits for earlier ones only.
+        neither wait for an item of this queue nor are waited for; those that others wait for; and closing items that
+        wait for those, or have no tokens. So an item waits for earlier ones only. Nothing may stand between the last
+        two runs: a warp that still owes a part passes over slots of its ring from there on (`csrc/tail.cuh`).
         """
         return self.buffer[_QUEUE : _QUEUE + len(self.tiles) + 1]
 

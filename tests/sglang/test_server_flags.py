@@ -1,0 +1,40 @@
+"""The flags that our benchmarks and checks give to servers, read by SGLang's own parser: names change with releases."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from sglang.srt.server_args import ServerArgs
+
+from feather_sglang.live.process import BACKENDS, COMMON_FLAGS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+
+import check_pat_server
+import check_ranks
+
+FLAGS = {
+    "bench_server": COMMON_FLAGS,
+    **{f"attention {name}": flags for name, flags in BACKENDS.items()},
+    **{f"check_pat_server, {device}": flags for device, flags in check_pat_server.DEVICES.items()},
+    "check_pat_server, all": check_pat_server.COMMON.format(running=8),
+    **{f"variant {name}": variant.flags for name, variant in check_pat_server.VARIANTS.items()},
+    **{f"check_ranks, {device}": flags for device, flags in check_ranks.DEVICES.items()},
+}
+
+
+@pytest.mark.parametrize("whose", FLAGS)
+def test_sglang_knows_them(whose):
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    ServerArgs.add_cli_args(parser)
+    flags = [word.replace("feather", "fcfs").replace("pat", "triton") for word in shlex.split(FLAGS[whose])]
+    parser.parse_args(["--model-path", "m", *flags])
+
+
+def test_a_flag_that_sglang_has_dropped_is_noticed():
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    ServerArgs.add_cli_args(parser)
+    with pytest.raises((argparse.ArgumentError, SystemExit)):
+        parser.parse_args(["--model-path", "m", "--no-such-flag", "1"])
