@@ -140,7 +140,7 @@ class Churn:
 
     async def _send(self, job: Job) -> None:
         await asyncio.sleep(job.due)
-        rid = f"churn-{next(_ids)}"
+        rid = f"churn-{next(_ids):09}"  # of one length: SGLang aborts all ids that begin with the one given
         request = body(self.prompts[job.prompt], job.tokens, rid, stream=job.fate == "hang up")
         if job.fate == "hang up":
             self.fates[await self._hang_up(request, job.after)] += 1

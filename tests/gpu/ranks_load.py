@@ -163,7 +163,8 @@ class Load:
         self._last_end = time.monotonic() if not self.open else self._last_end
         self.open += 1
         try:
-            fate = await self._fate(job, f"ranks-{next(self._ids)}")
+            # All ids of one length: SGLang aborts every request whose id begins with the one that is given.
+            fate = await self._fate(job, f"ranks-{next(self._ids):09}")
         finally:
             self.open -= 1
         self.fates[fate] += 1

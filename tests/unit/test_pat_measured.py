@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,7 @@ def decode_throughput(case):
 def test_the_table_of_batches_that_only_decode_holds_what_was_measured():
     lines = TEXT[TEXT.index("**Batches that only decode**") :].splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("|")) + 2
-    table = [line for line in lines[start : start + 40] if line.startswith("|")]
+    table = list(takewhile(lambda line: line.startswith("|"), lines[start:]))
     assert len(table) == 29
     behind = []
     for line in table:
@@ -112,6 +113,32 @@ def test_the_table_of_batches_that_only_decode_holds_what_was_measured():
     text = " ".join(TEXT.split())
     assert f"is {one['pat'] / one['fa3']:.2f}x as fast as with fa3 and {one['pat'] / one['flashinfer']:.2f}x as" in text
     assert one["pat"] > 3 * one["fa3"] and one["pat"] > 2.5 * one["flashinfer"]
+
+
+def test_two_servers_in_turn():
+    records = json.loads((ROOT / "docs" / "measured" / "server_h200_pair.json").read_text())["records"]
+    lines = TEXT[TEXT.index("**In turn, on one GPU.**") :].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("|")) + 2
+    table = list(takewhile(lambda line: line.startswith("|"), lines[start:]))
+    told = {}
+    for line in table:
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        batch = decode_case(name).rpartition(",")[0]
+        rates = {
+            record["server"]: record["steady"]["tok_s"]
+            for record in records
+            if record["case"].startswith(f"{batch},") and record["round"] == 1 and record["steady"]
+        }
+        told[batch] = rates
+        ratio = f"{rates['pat'] / rates['fa3']:.2f}x" if len(rates) == 2 else ""
+        assert cells == [*(f"{rates[server]:,.0f}" if server in rates else "" for server in ("pat", "fa3")), ratio]
+    measured = {record["case"].rpartition(",")[0] for record in records if record["steady"]}
+    assert set(told) == measured
+    for batch, rates in told.items():
+        alone = decode_throughput(f"{batch},64")
+        for server, rate in rates.items():
+            if server in alone and not (server == "pat" and batch in ("decode:500,20,5000", "decode:500,1,5000")):
+                assert rate == pytest.approx(alone[server], rel=0.07)
 
 
 def test_readme_says_the_same():

@@ -112,6 +112,7 @@ def test_so_many_requests_are_open_and_all_are_accounted_for():
     load = None
     asyncio.run(run())
     assert load.open == 0 and load.ended == 200 == len(set(seen))
+    assert len(set(map(len, seen))) == 1  # SGLang aborts all whose ids begin with the one that is given
     assert 10 < max(together) <= 20
     assert load.fates["answered"] > 150 and load.lost == ["4 requests lost (IncompleteReadError)"]
 
@@ -227,3 +228,28 @@ def test_ranks_that_part_are_wrong(check, tmp_path):
     check.judge_decisions(False)
     assert "the ranks decided differently: line 3: rank0.log has" in check.problems[0]
     assert "too little was decided" in check.problems[1]
+
+
+def test_the_docs_say_what_was_measured():
+    docs = Path(__file__).parents[2] / "docs"
+    text = " ".join((docs / "ranks.md").read_text().split())
+    found = json.loads((docs / "measured" / "ranks_h200.json").read_text())
+    decisions, fates, samples = found["decisions"], found["fates"], found["samples"]
+    batches, rows = decisions["batches"], decisions["rows"]
+    lost = sum(count for fate, count in fates.items() if fate.startswith("lost"))
+    grown = [one for one in found["growths"] if one["name"].startswith("scheduler")]
+    assert sum(fates.values()) == 50_000 and decisions["difference"] is None and found["problems"]
+    for part in (
+        f"short requests in {found['short']['seconds']:.0f} s, {50_000 / found['short']['seconds']:.0f} a second",
+        f"up to {max(one['running'] for one in samples)} running and "
+        f"{max(one['waiting'] for one in samples):,} waiting",
+        f"{sum(batches.values()):,} batches were the same** ({batches['prefill']} prefill batches of "
+        f"{rows['prefill']:,} rows, {batches['decode']} decode batches of {rows['decode']:,} rows; "
+        f"{decisions['adds']:,} ADD, no STOP",
+        f"grew by {grown[0]['kib'] / 1024:.1f} and {grown[1]['kib'] / 1024:.1f} MiB over the last "
+        f"{grown[0]['requests']:,} requests, "
+        f"{grown[0]['kib'] * 1024 / grown[0]['requests']:.0f} and "
+        f"{grown[1]['kib'] * 1024 / grown[1]['requests']:.0f} bytes",
+        f"{lost} requests came back aborted",
+    ):
+        assert part in text, part

@@ -20,6 +20,7 @@ def records(name):
 OLD, FA3, SECOND, PAT, LARGE = (
     records(f"policies_h200{suffix}.json") for suffix in ("", "_fa3", "_fa3_w6", "_pat", "_420k")
 )
+ALL_FA3, ALL_PAT = (records(f"policies_h200_all_{backend}.json") for backend in ("fa3", "pat"))
 MIXING = {
     (record["requests"], record["groups"], record["order"]): record
     for record in json.loads((MEASURED / "mixing_h200.json").read_text())["records"]
@@ -52,6 +53,22 @@ def rows(run, case, note=""):
             *waits, f"{record['log']['retractions']}",
         ]  # fmt: skip
         lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in cells))
+    return lines
+
+
+def admission_rows(run, case):
+    """The lines of one workload in the table of all policies: as above, and what admission took."""
+    lines = []
+    for line, (server, record) in zip(
+        rows(run, case, f", {case}"), [(server, one) for (server, its), one in run.items() if its == case], strict=True
+    ):
+        assert line.startswith(f"| `{server.partition('+')[0]}`")
+        took, whole = record["admission"], record["overall"]["seconds"]
+        cells = [
+            f"{1e3 * took['seconds'] / took['rounds']:.2f}", f"{100 * took['seconds'] / whole:.1f}%",
+            f"{took['stops']:,}",
+        ]  # fmt: skip
+        lines.append(f"{line} {' | '.join(cells)} |")
     return lines
 
 
@@ -93,6 +110,7 @@ TABLES = {
     "W2": rows(FA3, "W2") + rows(PAT, "W2"),
     "W6": rows(FA3, "W6") + rows(SECOND, "W6", ", second server") + rows(PAT, "W6"),
     "W7": rows(OLD, "W7"),
+    "all policies": admission_rows(ALL_FA3, "W2") + admission_rows(ALL_FA3, "W6") + admission_rows(ALL_PAT, "W2"),
     "420,000 tokens": large_rows(),
     "mixing": mixing_rows(500),
 }
@@ -159,6 +177,30 @@ def test_what_is_said_of_w6_follows():
     ):
         assert part in SENTENCES, part
     assert ("fa3+feather-qlearning", "W6") not in FA3
+
+
+def test_what_is_said_of_all_policies_follows():
+    dfs = {case: gain(ALL_FA3, "fa3+feather-bandit", case, "fa3+dfs-weight") for case in ("W2", "W6")}
+    p99 = {key: one["overall"]["ttft_s"]["p99"] for key, one in ALL_FA3.items()}
+    heuristic = {case: gain(ALL_FA3, "fa3+feather-heuristic", case, "fa3+dfs-weight") for case in ("W2", "W6")}
+    ms = {key: 1e3 * one["admission"]["seconds"] / one["admission"]["rounds"] for key, one in ALL_FA3.items()}
+    bandit, other, stock = "fa3+feather-bandit", "fa3+dfs-weight", "fa3"
+    assert all(one["admission"]["stops"] == 0 for key, one in (ALL_FA3 | ALL_PAT).items() if "heuristic" not in key[0])
+    for part in (
+        f"feather-bandit {dfs['W2']:.2f}x dfs-weight and {gain(ALL_FA3, bandit, 'W2', stock):.2f}x fcfs, p99 of the "
+        f"time to the first token {p99[bandit, 'W2']:.1f} s for {p99[other, 'W2']:.1f} s",
+        f"W6: {dfs['W6']:.2f}x, with p99 {p99[bandit, 'W6']:.1f} s for {p99[other, 'W6']:.1f} s",
+        f"On `pat` W2 is {gain(ALL_PAT, 'pat+feather-bandit', 'W2', 'pat+dfs-weight'):.2f}x dfs-weight, at "
+        f"{tok_s(ALL_PAT, 'pat+feather-bandit', 'W2'):,.0f} tok/s",
+        f"{heuristic['W2']:.2f}x dfs-weight on W2, {heuristic['W6']:.2f}x on W6",
+        f"({ALL_FA3['fa3+feather-heuristic', 'W2']['admission']['stops']:,} times), so "
+        f"{ALL_FA3['fa3+feather-heuristic', 'W2']['log']['peak_running']} requests run where "
+        f"{ALL_FA3[bandit, 'W2']['log']['peak_running']} could",
+        f"{ms[bandit, 'W2']:.1f} ms a round for {ms[other, 'W2']:.1f} ms on W2, {ms[bandit, 'W6']:.1f} for "
+        f"{ms[other, 'W6']:.1f} on W6",
+        f"fcfs takes {ms[stock, 'W2']:.1f} and {ms[stock, 'W6']:.1f} ms",
+    ):
+        assert part in SENTENCES, part
 
 
 def test_what_is_said_where_prefixes_fit_follows():
