@@ -38,8 +38,9 @@ from typing import Any
 import pat_compare
 import pat_model
 import pat_prompts
-from pat_churn import Churn, body
+from pat_churn import Churn
 from pat_compare import Answer, Answers, Spread, Tolerance
+from sending import body
 
 from feather_sglang.live.client import HttpError, call
 from feather_sglang.live.process import Configuration, Server, ServerFailed

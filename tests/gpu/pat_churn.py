@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
 import time
 from collections import Counter
@@ -14,12 +13,12 @@ from typing import Any, NamedTuple
 
 import pat_compare
 from pat_compare import Answers, Divergence, Spread, Tolerance, Verdict
+from sending import outcome, reason_of, send
 
 from feather_sglang.live.client import Address, HttpError, call
 
 FATES = {"finish": 0.7, "abort": 0.15, "hang up": 0.15}
 LOST_SECONDS = 120.0  # after which a request that has no answer is lost
-_ids = itertools.count()
 
 
 class Job(NamedTuple):
@@ -62,20 +61,6 @@ def waves(prompts: Sequence[str], most_tokens: int, most_jobs: int, pace: float,
                 Job(rng.uniform(0, seconds), rng.choice(chosen), tokens, fate, rng.choice((0.02, 1.0, 3.0)) * pace)
             )
         yield Wave(tuple(sorted(jobs)), seconds + rng.choice((0.0, 0.5, 2.0)) * pace, number % 5 == 2)
-
-
-def body(tokens: Sequence[int], count: int, rid: str | None = None, logprobs: int = 0, stream: bool = False) -> bytes:
-    """A request for so many greedy tokens to ``/generate``."""
-    content: dict[str, Any] = {
-        "input_ids": list(tokens),
-        "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True},
-        # SGLang aborts a stream's id again some time after its end, so no id is used twice.
-        "rid": rid or f"check-{next(_ids)}",
-        "stream": stream,
-    }
-    if logprobs:
-        content |= {"return_logprob": True, "top_logprobs_num": logprobs}
-    return json.dumps(content).encode()
 
 
 @dataclass
@@ -140,49 +125,16 @@ class Churn:
 
     async def _send(self, job: Job) -> None:
         await asyncio.sleep(job.due)
-        rid = f"churn-{next(_ids):09}"  # of one length: SGLang aborts all ids that begin with the one given
-        request = body(self.prompts[job.prompt], job.tokens, rid, stream=job.fate == "hang up")
-        if job.fate == "hang up":
-            self.fates[await self._hang_up(request, job.after)] += 1
-            return
-        giving_up = asyncio.create_task(self._abort(rid, job.after)) if job.fate == "abort" else None
-        try:
-            answer = await call(self.address, "/generate", request, LOST_SECONDS)
-            self.fates[self._outcome(job, answer)] += 1
-        except HttpError as problem:
-            # An abort is answered with an error where the request had not begun.
-            self.fates["aborted" if job.fate == "abort" else f"lost ({problem})"[:100]] += 1
-        except (OSError, EOFError, asyncio.TimeoutError) as problem:
-            self.fates[f"lost ({type(problem).__name__})"] += 1
-        if giving_up is not None:
-            giving_up.cancel()
-            await asyncio.gather(giving_up, return_exceptions=True)
-
-    async def _hang_up(self, request: bytes, after: float) -> str:
-        """Close the connection after so many seconds, whatever has come by then."""
-        try:
-            await call(self.address, "/generate", request, after)
-            return "over before it was given up"
-        except asyncio.TimeoutError:
-            return "hung up"
-        except (OSError, EOFError, HttpError) as problem:
-            return f"lost ({type(problem).__name__})"
-
-    async def _abort(self, rid: str, after: float) -> None:
-        await asyncio.sleep(after)
-        await call(self.address, "/abort_request", json.dumps({"rid": rid, "abort_all": False}).encode())
+        answer = await send(self.address, self.prompts[job.prompt], job.tokens, job.fate, job.after, LOST_SECONDS)
+        self.fates[answer if isinstance(answer, str) else self._outcome(job, answer)] += 1
 
     def _outcome(self, job: Job, answer: dict[str, Any]) -> str:
         """What became of a request that was answered; its tokens go into the verdict."""
-        reason = (answer["meta_info"]["finish_reason"] or {}).get("type")
         tokens = answer.get("output_ids") or []
         found: Divergence | None = pat_compare.divergence(job.prompt, tokens, self.expected[job.prompt])
         if found is not None and not pat_compare.accept(found, self.tolerance, self.verdict):
             return "wrong"
-        if reason == "abort" and job.fate == "abort":
-            return "aborted"
-        if reason != "length" or len(tokens) != job.tokens:
-            return f"lost (ended by {reason} after {len(tokens)} of {job.tokens} tokens)"
-        if job.fate == "abort":
-            return "over before it was given up"
+        says = outcome(job.fate, job.tokens, len(tokens), reason_of(answer))
+        if says != "answered":
+            return says
         return "equal" if found is None else "near tie"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import math
 import random
 import time
@@ -12,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pat_churn import body
+from sending import outcome, reason_of, send
 
-from feather_sglang.live.client import Address, HttpError, call
+from feather_sglang.live.client import Address
 
 LOST_SECONDS = 300.0  # a request without an end after so long hangs; a policy may let one wait for 120 s
 STALL_SECONDS = 90.0  # or where none of the open ones ends in such a time
@@ -116,7 +114,6 @@ class Load:
         self.address = address
         self.fates: Counter[str] = Counter()
         self.open = 0
-        self._ids = itertools.count()
         self._last_end = time.monotonic()
 
     @property
@@ -163,46 +160,12 @@ class Load:
         self._last_end = time.monotonic() if not self.open else self._last_end
         self.open += 1
         try:
-            # All ids of one length: SGLang aborts every request whose id begins with the one that is given.
-            fate = await self._fate(job, f"ranks-{next(self._ids):09}")
+            answer = await send(self.address, job.prompt, job.tokens, job.fate, job.after, LOST_SECONDS)
         finally:
             self.open -= 1
-        self.fates[fate] += 1
+        if isinstance(answer, str):
+            self.fates[answer] += 1
+        else:
+            made = answer["meta_info"]["completion_tokens"]
+            self.fates[outcome(job.fate, job.tokens, made, reason_of(answer))] += 1
         self._last_end = time.monotonic()
-
-    async def _fate(self, job: Job, rid: str) -> str:
-        """Send one request; what became of it."""
-        hangs_up = job.fate == "hang up"
-        request = body(job.prompt, job.tokens, rid, stream=hangs_up)
-        giving_up = asyncio.create_task(self._abort(rid, job.after)) if job.fate == "abort" else None
-        try:
-            answer = await call(self.address, "/generate", request, job.after if hangs_up else LOST_SECONDS)
-        except HttpError as problem:
-            # An abort is answered with an error where the request had not begun.
-            return "aborted" if job.fate == "abort" else f"lost ({problem})"[:120]
-        except asyncio.TimeoutError:
-            return "hung up" if hangs_up else f"lost (no end in {LOST_SECONDS:.0f} s)"
-        except (OSError, EOFError) as problem:
-            return f"lost ({type(problem).__name__})"
-        finally:
-            if giving_up is not None:
-                giving_up.cancel()
-                await asyncio.gather(giving_up, return_exceptions=True)
-        return "over before it was given up" if hangs_up else outcome(job, answer)
-
-    async def _abort(self, rid: str, after: float) -> None:
-        await asyncio.sleep(after)
-        await call(self.address, "/abort_request", json.dumps({"rid": rid, "abort_all": False}).encode())
-
-
-def outcome(job: Job, answer: dict[str, object]) -> str:
-    """What an answer says of its request."""
-    meta = answer["meta_info"]
-    assert isinstance(meta, dict)
-    reason = (meta["finish_reason"] or {}).get("type")
-    made = meta["completion_tokens"]
-    if reason == "abort" and job.fate == "abort":
-        return "aborted"
-    if reason != "length" or made != job.tokens:
-        return f"lost (ended by {reason} after {made} of {job.tokens} tokens)"
-    return "over before it was given up" if job.fate == "abort" else "answered"

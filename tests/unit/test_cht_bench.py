@@ -28,10 +28,12 @@ def best_of(attempts, measure, enough):
 
 
 def test_no_operation_is_slower_than_the_papers():
-    def means():
-        return {name: measured["mean_us"] for name, measured in measure_calls(requests=1_000).items()}
+    # Medians: all calls of an operation take some milliseconds together, so one turn that another process takes of
+    # this processor would decide a mean.
+    def medians():
+        return {name: measured["median_us"] for name, measured in measure_calls(requests=1_000).items()}
 
-    best = best_of(ATTEMPTS, means, lambda best: all(best[name] <= paper for name, paper in PAPER_US.items()))
+    best = best_of(ATTEMPTS, medians, lambda best: all(best[name] <= paper for name, paper in PAPER_US.items()))
     for name, paper in PAPER_US.items():
         assert best[name] <= paper, name
 

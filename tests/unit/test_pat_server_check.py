@@ -15,6 +15,7 @@ import check_pat_server as check
 import pat_churn
 import pat_compare
 import pat_prompts
+import sending
 from pat_compare import Answer, Spread, Tolerance
 
 CHUNK = 32  # tokens: sharing is found in multiples of it
@@ -136,7 +137,7 @@ def test_waves_of_requests():
 
 
 class FakeServer:
-    """Answers ``/generate`` with the given function of the request, as far as `pat_churn` reads it."""
+    """Answers ``/generate`` with the given function of the request, as far as `sending` reads it."""
 
     def __init__(self, generate):
         self.generate = generate
@@ -152,7 +153,8 @@ class FakeServer:
 
 
 def churn(monkeypatch, generate):
-    monkeypatch.setattr(pat_churn, "call", FakeServer(generate).call)
+    for module in (pat_churn, sending):
+        monkeypatch.setattr(module, "call", FakeServer(generate).call)
     expected = {name: answer(range(number, number + 8), runner_up=0.15) for name, number in (("a", 10), ("b", 20))}
     one = pat_churn.Churn(None, {"a": [10], "b": [20]}, expected, tolerance(), most_jobs=16, pace=0.001)
     asyncio.run(one.run(0.1))

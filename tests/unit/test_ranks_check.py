@@ -14,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 import check_ranks
 import ranks_load
 import ranks_memory
-from ranks_load import Job, Jobs, Load, outcome
+from ranks_load import Job, Jobs, Load
 from ranks_memory import Sample, growths, process_name
+from sending import outcome, reason_of
 
 from feather_sglang.adapter.decision_log import HEAD
 from feather_sglang.live.client import Address
@@ -68,7 +69,8 @@ def answer(reason, tokens):
     ],
 )
 def test_what_becomes_of_a_request(fate, reason, tokens, says):
-    assert outcome(Job([1], 8, fate, 1.0), answer(reason, tokens)) == says
+    answered = answer(reason, tokens)
+    assert outcome(fate, 8, answered["meta_info"]["completion_tokens"], reason_of(answered)) == says
 
 
 async def serve(respond):

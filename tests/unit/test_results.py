@@ -143,7 +143,8 @@ def test_what_is_said_of_short_memory_follows():
         f"with the kernel, {tok_s(PAT, 'pat+feather-bandit', 'W2') / stock:.2f}x stock",
         f"earlier server it is {tok_s(PAT, 'pat+feather-bandit', 'W2') / tok_s(OLD, 'pat+dfs-weight', 'W2'):.2f}x",
         f"{tok_s(PAT, 'pat+dfs-weight', 'W2'):,.0f} and, on an earlier server, "
-        f"{tok_s(OLD, 'pat+dfs-weight', 'W2'):,.0f} tok/s",
+        f"{tok_s(OLD, 'pat+dfs-weight', 'W2'):,.0f} tok/s, on a later one "
+        f"{tok_s(ALL_PAT, 'pat+dfs-weight', 'W2'):,.0f}",
         f"6,000 tok/s on W2 with `pat`: it is {tok_s(PAT, 'pat+feather-bandit', 'W2'):,.0f}",
         f"so on W2 it has nothing to gain: {100 * gain(FA3, 'fa3+feather-order', 'W2', 'fa3') - 100:.1f}%",
         f"On W6 {100 * gain(FA3, 'fa3+feather-order', 'W6', 'fa3') - 100:+.0f}%",
@@ -156,7 +157,7 @@ def test_what_is_said_of_short_memory_follows():
 
 def same_configuration():
     """What policies whose code did not change, feather-order among them, gave on two servers."""
-    for run, other in ((FA3, OLD), (PAT, OLD), (FA3, SECOND)):
+    for run, other in ((FA3, OLD), (PAT, OLD), (FA3, SECOND), (ALL_FA3, FA3), (ALL_FA3, SECOND), (ALL_PAT, PAT)):
         for (server, case), record in run.items():
             if (server, case) in other and "bandit" not in server and not record["overall"]["unfinished"]:
                 yield tok_s(run, server, case), tok_s(other, server, case)
