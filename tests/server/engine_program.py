@@ -20,6 +20,7 @@ def main() -> None:
         max_total_tokens=8192,
         max_running_requests=32,
         log_level="info",
+        nccl_port=work["port"],
     )
     answers = engine.generate(
         [request["prompt"] for request in work["requests"]],

@@ -6,11 +6,14 @@ Times on a shared machine are noisy upwards only, so each figure is the best of 
 import importlib.util
 import json
 import sys
+import timeit
+from array import array
 
 import pytest
 
 from feather_sglang.bench import cht as bench
 from feather_sglang.bench.cht_measure import PAPER_US, measure_calls, measure_scaling
+from feather_sglang.chunk_hash import hash_vector
 from feather_sglang.cli import main
 
 ATTEMPTS = 5
@@ -33,9 +36,21 @@ def test_no_operation_is_slower_than_the_papers():
     def medians():
         return {name: measured["median_us"] for name, measured in measure_calls(requests=1_000).items()}
 
-    best = best_of(ATTEMPTS, medians, lambda best: all(best[name] <= paper for name, paper in PAPER_US.items()))
-    for name, paper in PAPER_US.items():
-        assert best[name] <= paper, name
+    def within(best):
+        return {name: best[name] <= paper * slowness() for name, paper in PAPER_US.items()}
+
+    best = best_of(ATTEMPTS, medians, lambda best: all(within(best).values()))
+    assert all(within(best).values()), (best, slowness())
+
+
+HASH_US = 13.0  # of a prompt of 5,000 tokens where the table of docs/cht.md was made
+
+
+def slowness():
+    """How much slower this machine is just now than that one, at work that is C alone; at least 1."""
+    prompt = array("q", range(5_000))
+    times = timeit.repeat(lambda: hash_vector(prompt, 64, 0), number=200, repeat=5)
+    return max(1.0, min(times) / 200 * 1e6 / HASH_US)
 
 
 def test_the_workload_has_the_papers_calls():
