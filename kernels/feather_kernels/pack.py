@@ -32,8 +32,8 @@ STRATEGIES = {
 SPLITS = {
     "none": "packs are not cut",
     "mean": "PAT 6: no item longer than the items' mean",
-    "balanced": "no chunk longer than `alpha` (by tile) of one processor's even share of all tokens; tails so that the "
-    "last round of warps is even",
+    "balanced": "no chunk longer than `alpha` (by tile) of one processor's even share of all tokens; what single warps "
+    "take so that their last round is even",
     "rounds": "balanced, and packs in large tiles so that modelled time is least (`costs.UnitCosts`)",
 }
 MERGES = {
