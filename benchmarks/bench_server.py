@@ -330,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.source:
         try:
             content = merged([json.loads(path.read_text()) for path in options.source])
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise SystemExit(f"--from {' '.join(map(str, options.source))}: {error}") from None
         print(report(content))
     else:

@@ -5,10 +5,9 @@ prefill attention, and decode attention of rows of mixed lengths.
 
 Needs a Hopper GPU with torch and sgl-kernel. `--one-batch` takes the result file of SGLang's own
 `python -m sglang.benchmark.one_batch --model-path <qwen3-8b> --load-format dummy --attention-backend fa3
---disable-prefill-cuda-graph --cuda-graph-max-bs-decode 512 --batch-size 1 1 16 128 500
---input-len 64 512 2048 8192 20000
---output-len 8` and adds its whole-step times, which no parameter but the elementwise term and the fixed overhead is
-fitted to. Times are medians of five rounds, in microseconds.
+--disable-prefill-cuda-graph --cuda-graph-max-bs-decode 512 --batch-size 1 1 16 128 500 --input-len 64 512 2048 8192
+20000 --output-len 8` and adds its whole-step times, which no parameter but the elementwise term and the fixed overhead
+is fitted to. Times are medians of five rounds, in microseconds.
 """
 
 from __future__ import annotations

@@ -301,6 +301,10 @@ class TestReport:
         with pytest.raises(SystemExit, match=f"differ in {word}"):
             bench.main(["--from", *map(str, paths)])
 
+    def test_a_file_that_is_not_there_is_one_line(self, tmp_path):
+        with pytest.raises(SystemExit, match=r"no_such\.json.*No such file"):
+            bench.main(["--from", str(tmp_path / "no_such.json")])
+
     def test_what_admission_took(self):
         counted = {"rounds": 200, "seconds": 0.05, "stops": 1234}
         (row,) = report.details([record("fa3", "W1", 100.0, admission=counted)]).splitlines()[1:]
