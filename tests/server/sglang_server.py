@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -23,24 +20,6 @@ CPU_FLAGS = (
     "--device cpu --dtype float32 --attention-backend torch_native --disable-cuda-graph --mem-fraction-static 0.3 "
     "--grammar-backend llguidance --sleep-on-idle --enable-cache-report --host 127.0.0.1"
 ).split()
-
-
-_calls = itertools.count()
-
-
-def rendezvous_port() -> int:
-    """A free port that nobody takes before the server listens on it, seconds later.
-
-    SGLang before 0.5.23 draws the port of ``torch.distributed`` from those that the system also gives to clients, where
-    one of them may have it by then. Each test process has a range of its own below those.
-    """
-    first = 20_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    for _ in range(1_000):
-        port = first + next(_calls) % 1_000
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError(f"no free port from {first} on")
 
 
 def server_environment(**extra: str) -> dict[str, str]:
@@ -80,7 +59,7 @@ class SGLangServer:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        ports = ("--port", str(self.port), "--nccl-port", str(rendezvous_port()))
+        ports = ("--port", str(self.port), "--nccl-port", str(free_port()))
         self._command = launch_command(model, *ports, *flags, serve=serve)
         self._environment = server_environment(**environment)
 

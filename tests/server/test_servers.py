@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from feather_sglang.adapter.decision_log import compare
+from feather_sglang.adapter.ports import free_port
 from server.cases import REFERENCE, ROOMY, FeatherServer, newest_only
-from server.sglang_server import SGLangServer, rendezvous_port, run_to_end
+from server.sglang_server import SGLangServer, run_to_end
 from server.workload import Answer, Request, stream_all
 
 pytestmark = pytest.mark.timeout(600)
@@ -139,7 +140,7 @@ def test_engine_takes_a_policy_its_options_and_pat(
 ) -> None:
     chosen = [request for request in requests if set(request.body) == {"prompt", "max_tokens", "ignore_eos"}]
     bodies = [request.body for request in chosen]
-    work = json.dumps({"model": str(model), "policy": "feather-bandit", "requests": bodies, "port": rendezvous_port()})
+    work = json.dumps({"model": str(model), "policy": "feather-bandit", "requests": bodies, "port": free_port()})
     done = run_to_end(
         [sys.executable, str(ENGINE), work],
         FEATHER_OPTIONS='{"chunk_size": 32, "seed": 5}',

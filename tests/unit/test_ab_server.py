@@ -1,10 +1,12 @@
 """``feather ab --engine server`` without a server: command line, log lines, figures, sglang.bench_serving's file."""
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from typing import ClassVar
 
 import pytest
@@ -147,16 +149,24 @@ class TestWatch:
         ]  # fmt: skip
         assert read_lines("", 1.0, 2.0) == []
 
-    def test_processor_time_of_schedulers_alone(self):
-        title = "import time; time.sleep(60)"
-        process = subprocess.Popen(["sglang::scheduler_TP0", "-c", title], executable=sys.executable, process_group=0)
-        try:
-            while process.pid not in scheduler_cpu(process.pid):
-                assert process.poll() is None
-            assert scheduler_cpu(os.getpgrp()) == {}
-        finally:
-            process.kill()
-            process.wait()
+    def test_processor_time_of_one_groups_schedulers_alone(self):
+        wait = ["-c", "import time; time.sleep(60)"]
+        scheduler = ["sglang::scheduler_TP0", *wait]
+        with contextlib.ExitStack() as ended:
+
+            def start(words: list[str], group: int) -> int:
+                process = subprocess.Popen(words, executable=sys.executable, process_group=group)
+                ended.callback(process.wait)
+                ended.callback(process.kill)
+                return process.pid
+
+            one = start(scheduler, 0)
+            start(["sglang::detokenizer", *wait], one)
+            other = start(scheduler, 0)
+            deadline = time.monotonic() + 30
+            while not (scheduler_cpu(one) and scheduler_cpu(other)):
+                assert time.monotonic() < deadline
+            assert list(scheduler_cpu(one)) == [one] and list(scheduler_cpu(other)) == [other]
 
 
 class TestFigures:
