@@ -214,7 +214,8 @@ class ChunkedHashTree:
         The paper's tip says nothing about a batch that is mixed already: its tip is short whatever joins, so every
         addition looks free and the batch stays mixed for good. The *main branch* is the branch below the tip that
         most active requests pass: the tip would move to its end if the others left. It is kept until fewer than two
-        active requests pass it, so that a batch does not waver between groups of equal size.
+        active requests pass it, so that a batch does not waver between groups of equal size. Where no branch has two,
+        it is the one that most deferred requests will join: a batch that is still small gathers around one prefix.
         """
         branch = self._main_branch()
         if branch is None:
@@ -359,7 +360,7 @@ class ChunkedHashTree:
         """Return the end of the main branch below the tip (see ``branch_loss``), None where the batch is not mixed."""
         tip = self._tip_node()
         if not tip.busy:
-            return None
+            return self._coming_branch()
         branch = tip.members.get(self._branch)
         if branch not in tip.busy:
             branch = max(tip.busy, key=attrgetter("active", "key"))  # the key decides alike on every rank
@@ -369,6 +370,11 @@ class ChunkedHashTree:
         while len(branch.busy) == 1 and (inner := next(iter(branch.busy))).active == branch.active:
             branch = inner
         return branch
+
+    def _coming_branch(self) -> Node | None:
+        """Return the branch that most deferred requests will join as soon as its prefix is computed."""
+        few = [node for node in self._muted if 0 < node.active < len(self._active) and node.waiting]
+        return max(few, key=attrgetter("waiting", "vector"), default=None)
 
     @staticmethod
     def _is_muted(node: Node) -> bool:

@@ -288,6 +288,24 @@ def test_the_main_branch_is_kept_while_two_rows_pass_it():
     assert tree.branch_loss("A2") == 2 and tree.best_in_branch() is None  # B's turn; none of B waits
 
 
+def test_a_batch_that_is_still_small_gathers_around_the_prefix_that_is_being_computed():
+    """A lone leftover shares nothing, so one of A joins it. The others of A wait for that one: B must not slip in."""
+    b = BatchBuilder(ChunkedHashTree(chunk_size=64, seed=1), strict())
+    b.arrive("lone", array("q", [7] * 640))
+    assert run_round(b) == ["lone"]
+    for i in range(3):
+        for group in "AB":
+            b.arrive(f"{group}{i}", array("q", [ord(group)] * 640 + [i] * 64))
+    b.begin_round(1.0, None)
+    assert b.propose(1, 1.0) == "A0"
+    b.admitted("A0", cached_tokens=0)
+    assert b.cht.deferred == 2 and b.cht.branch_loss("B0") == 10 and b.cht.branch_loss("A1") == 0
+    assert b.propose(2, 1.0) is None
+    b.end_round()
+    b.computed("A0")
+    assert run_round(b, batch_size=2) == ["A1", "A2"]
+
+
 def test_without_a_shared_branch_nothing_is_lost():
     tree = builder().cht
     for i, name in enumerate("ABCD"):
