@@ -3,12 +3,13 @@
 What STOP is worth shows only over the life of many requests: the running batch has to become homogeneous first, and
 while a loaded server's batch is full there are hardly any decisions, and so hardly any rewards. A replay can do what
 a server must not: serve the same requests again under another rule. Each state learns what the rule does in it with the
-return of the whole pass, and keeps the best return of each action (Monte Carlo search over policies: one pass's return
-has next to no noise, so the best is no lucky draw). The table that comes out behaves like the best rule.
+return of the whole pass, and keeps the best return of each action (Monte Carlo search over policies). The table that
+comes out behaves like the best rule, of those that stand on firm ground (``firm``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from feather_sglang.policies.base import Policy
@@ -67,11 +68,27 @@ class Rehearsal(Policy):
         return action
 
 
-def teach(learner: Learner, rule: Rule, throughput: float) -> None:
-    """Credit a pass's output tokens/s to what its rule does in every state."""
-    for key, state in learner.discretiser.corners():
-        if state.tip_loss <= 0 or state.batch_size <= 0:
-            continue  # additions that cost nothing are not decided
-        cell = learner.table.setdefault(key, list(NEW_CELL))
-        mean, count = (2, 3) if rule.action(state) is STOP else (0, 1)
-        cell[mean], cell[count] = max(cell[mean], throughput), WEIGHT
+def firm(returns: Mapping[Rule, float]) -> dict[Rule, float]:
+    """What each rule counts for: no more than the best rules tried at the next smaller and the next larger batch.
+
+    At the edge of what works a return is partly luck: one stranger that finds the batch a row short of the threshold
+    stays for its whole output, and on other requests it may come just then. Never to stop stands by itself.
+    """
+    best: dict[int, float] = {}
+    for rule, value in returns.items():
+        best[rule.batch] = max(value, best.get(rule.batch, value))
+    tried = sorted(best)
+    around = {batch: [best[b] for b in tried[max(0, i - 1) : i + 2]] for i, batch in enumerate(tried)}
+    return {rule: value if rule == NEVER else min(value, *around[rule.batch]) for rule, value in returns.items()}
+
+
+def teach(learner: Learner, returns: Mapping[Rule, float]) -> None:
+    """Replace what a learner knows by what the passes so far have shown: each rule's output tokens/s."""
+    learner.table.clear()
+    for rule, value in firm(returns).items():
+        for key, state in learner.discretiser.corners():
+            if state.tip_loss <= 0 or state.batch_size <= 0:
+                continue  # additions that cost nothing are not decided
+            cell = learner.table.setdefault(key, list(NEW_CELL))
+            mean, count = (2, 3) if rule.action(state) is STOP else (0, 1)
+            cell[mean], cell[count] = max(cell[mean], value), WEIGHT

@@ -334,16 +334,20 @@ def chosen_policies(args: argparse.Namespace) -> list[str]:
     return policies
 
 
-def options_of(args: argparse.Namespace, policies: list[str]) -> dict[str, dict[str, Any]]:
-    """What FEATHER_OPTIONS holds for each policy; the policy file goes to the policy that it was trained for."""
-    options: dict[str, Any] = {
+def common_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What FEATHER_OPTIONS holds whatever the policy, whether it is compared or trained."""
+    return {
         "seed": args.seed,
         "chunk_size": args.feather_chunk_size,
         "max_wait": args.feather_max_wait,
-        "explore": args.feather_explore == "on",
         "gather": args.feather_gather == "on",
     }
-    by_policy = {name: dict(options) for name in policies}
+
+
+def options_of(args: argparse.Namespace, policies: list[str]) -> dict[str, dict[str, Any]]:
+    """What FEATHER_OPTIONS holds for each policy; the policy file goes to the policy that it was trained for."""
+    options = {**common_options(args), "explore": args.feather_explore == "on"}
+    by_policy: dict[str, dict[str, Any]] = {name: dict(options) for name in policies}
     if args.feather_policy_file:
         kind = check_policy_file(args.feather_policy_file)
         takers = [name for name in policies if name in (f"feather-{kind}", "feather" if kind == "bandit" else "")]

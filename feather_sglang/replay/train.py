@@ -88,7 +88,7 @@ def teach(job: TrainJob, tell: Any) -> list[Pass]:
             for rule in neighbours(max(rates, key=rates.__getitem__)) if rates else FIRST_RULES:
                 if rule not in rates:
                     rates[rule] = replay(Rehearsal(rule), rule)
-                    credit(learner, rule, rates[rule])
+            credit(learner, rates)
             replay(learner, None)
             if settled(passes):
                 break
@@ -114,15 +114,10 @@ def run(args: argparse.Namespace) -> int:
         ab.check_fits(part, settings["kv_tokens"])
     folder = ab.make_folder(args.out.parent / f"{args.out.stem}-training")
     name = f"feather-{args.policy}"
-    options = {
-        "seed": args.seed,
-        "chunk_size": args.feather_chunk_size,
-        "max_wait": args.feather_max_wait,
-        "gather": args.feather_gather == "on",
-    }
     console = Console()
     console.print(f"training {name} on {len(first.requests):,} requests of {first.name}, {args.profile}")
-    job = TrainJob(name, first, model, settings, options, "training", rounds=args.rounds, out=str(args.out.absolute()))
+    options, out = ab.common_options(args), str(args.out.absolute())
+    job = TrainJob(name, first, model, settings, options, "training", rounds=args.rounds, out=out)
     most = len(FIRST_RULES) + 1 + (args.rounds - 1) * (len(neighbours(FIRST_RULES[-1])) + 1)
     passes: list[Pass] = ab.run_jobs([job], 1, folder, console, teach, passes=most)["training"]
 

@@ -38,6 +38,7 @@ from typing import Any
 import pat_compare
 import pat_model
 import pat_prompts
+from columns import aligned
 from pat_churn import Churn
 from pat_compare import Answer, Answers, Spread, Tolerance
 from sending import body
@@ -548,10 +549,7 @@ HEAD = ["variant", "at once", "alone", "logprob max", "mean", "churn", "aborted+
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Answers as equal + near ties; `read`: KV tokens read of those attended."""
-    lines = [HEAD, *(cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-                     for line in lines)  # fmt: skip
+    return aligned([HEAD, *(cells(row) for row in rows)], str.ljust)
 
 
 def say(text: str, begun: float) -> None:

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import ranks_memory
+from columns import aligned
 from ranks_load import Jobs, Load
 from ranks_memory import SCHEDULER, Growth, Sample
 
@@ -400,8 +401,7 @@ def table(samples: Sequence[Sample]) -> str:
         sizes = [f"{sample.kib[name] / 1024:.1f}" if name in sample.kib else "" for name in names]
         counts = (sample.ended, sample.open, sample.running, sample.waiting)
         lines.append([f"{sample.at:.0f}", sample.phase, *("" if x is None else str(x) for x in counts), *sizes])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
+    return aligned(lines, str.rjust)
 
 
 def allow_open_files(count: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from feather_sglang.policies import Action, PolicyState, make_policy
 from feather_sglang.policies.discretiser import Discretiser
-from feather_sglang.policies.rehearsal import FIRST_RULES, NEVER, Rehearsal, Rule, neighbours, teach
+from feather_sglang.policies.rehearsal import FIRST_RULES, NEVER, Rehearsal, Rule, firm, neighbours, teach
 
 
 def states(count=300):
@@ -22,18 +22,39 @@ def states(count=300):
 @pytest.mark.parametrize("best", [*FIRST_RULES, Rule(64, 8)])
 def test_the_table_behaves_like_the_best_rule(learner, features, best):
     policy = make_policy(learner, features=features)
-    rules = [*FIRST_RULES, *neighbours(best), best]
-    for rule in random.Random(1).sample(rules, len(rules)):
-        teach(policy, rule, 1000.0 + 100.0 * (rule == best))
+    good = {best, Rule(best.batch // 2, best.peers), Rule(best.batch * 2, best.peers)}
+    returns = {rule: 1000.0 + 100.0 * (rule in good) for rule in [*FIRST_RULES, *neighbours(best), best]}
+    teach(policy, returns)
     policy.explore = False
     for state in states():
         assert policy.decide(state) is best.action(state), state
 
 
+def test_a_rule_at_the_edge_of_what_works_is_not_the_best():
+    """Measured: from 8 rows on was the best by a hair, and 10% behind on other requests; from 16 on it is anyway."""
+    policy = make_policy("bandit")
+    returns = {
+        NEVER: 835.0, Rule(1): 1466.0, Rule(8): 1468.0, Rule(32): 1306.0, Rule(128): 1205.0,
+        Rule(4): 1467.0, Rule(16): 1313.0, Rule(8, 8): 1467.0,
+    }  # fmt: skip
+    assert firm(returns)[Rule(8)] == firm(returns)[Rule(8, 8)] == 1313 and firm(returns)[Rule(4)] == 1466
+    teach(policy, returns)
+    policy.explore = False
+    for state in states():
+        assert policy.decide(state) is Rule(4).action(state), state
+
+
+def test_later_passes_replace_what_earlier_ones_taught():
+    policy = make_policy("bandit")
+    teach(policy, {NEVER: 1000.0, Rule(8): 1200.0, Rule(1): 1300.0})
+    teach(policy, {NEVER: 1000.0, Rule(8): 900.0, Rule(1): 900.0})
+    policy.explore = False
+    assert {policy.decide(state) for state in states()} == {Action.ADD}
+
+
 def test_a_lead_within_the_margin_is_none():
     policy = make_policy("bandit")
-    teach(policy, NEVER, 1000.0)
-    teach(policy, Rule(1), 1015.0)
+    teach(policy, {NEVER: 1000.0, Rule(1): 1015.0, Rule(2): 1015.0})
     policy.explore = False
     assert {policy.decide(state) for state in states()} == {Action.ADD}
 
