@@ -24,10 +24,11 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 REQUIREMENTS = ROOT / "requirements"
 RELEASES = ("0.5.23", "0.5.21", "0.5.17")  # the first is installed; the others lie beside it, for the tests
+ONLY = "--releases="  # before pytest's arguments: test on these instead, of those that have pins in requirements/
 OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
 JOBS = {
     "ab": "compare scheduling policies (feather ab, with its arguments)",
-    "test": "run the tests (pytest, with its arguments)",
+    "test": f"run the tests ([{ONLY}A,B] and pytest's arguments)",
     "setup": "set up only",
 }
 CPU_PYTHON = (3, 11)  # the Python that the pins in requirements/ were made for
@@ -214,11 +215,23 @@ def run_ab(arguments: list[str]) -> int:
     return subprocess.run([str(VENV / "bin" / "feather"), "ab", *arguments], env=environment()).returncode
 
 
+def chosen_releases(arguments: list[str]) -> tuple[str, ...]:
+    """The SGLang releases to test on; takes the flag for them off the arguments."""
+    if not arguments or not arguments[0].startswith(ONLY):
+        return RELEASES
+    chosen = tuple(arguments.pop(0).removeprefix(ONLY).split(","))
+    pinned = sorted(file.stem.removeprefix("cpu-") for file in REQUIREMENTS.glob("cpu-*.txt"))
+    if unknown := [release for release in chosen if release not in pinned]:
+        raise SetupError(f"{ONLY}{','.join(unknown)}: no pins for it in requirements/; there are {', '.join(pinned)}")
+    return chosen
+
+
 def run_tests(arguments: list[str]) -> int:
     """The whole suite on one SGLang release, and without a GPU the tests that touch SGLang on the others too."""
-    gpu = set_up(RELEASES)
+    releases = chosen_releases(arguments)
+    gpu = set_up(releases)
     failed = []
-    for release in RELEASES[:1] if gpu else RELEASES:
+    for release in RELEASES[:1] if gpu else releases:
         first = release == RELEASES[0]
         name = "the installed SGLang" if gpu else f"SGLang {release}"
         say(f"testing {'everything' if first else 'tests/sglang and tests/server'} on {name}")

@@ -419,7 +419,7 @@ class _Guard:
 
 
 def _cached_tokens(req: Any) -> int:
-    return int(req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices))  # since 0.5.23
+    return int(req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices))  # since 0.5.22
 
 
 def _decision_file(scheduler: Any) -> Path | None:

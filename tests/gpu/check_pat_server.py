@@ -97,7 +97,7 @@ VARIANTS = {
     "default": Variant(alone=True),
     "churn": Variant(tight=True),
     "churn-checked": Variant(tight=True, environment=(("FEATHER_DEBUG_CHECK", "1"),)),
-    "page-16": Variant("--page-size 16", on_cpu="0.5.23"),
+    "page-16": Variant("--page-size 16", on_cpu="0.5.22"),
     "no-overlap": Variant("--disable-overlap-schedule"),
     "mixed-chunk": Variant("--chunked-prefill-size 256 --enable-mixed-chunk"),
     "no-radix": Variant("--disable-radix-cache", shares=False),

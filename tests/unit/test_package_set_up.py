@@ -65,9 +65,18 @@ def test_the_key_follows_the_requirement_files(dev: ModuleType) -> None:
 
 
 def test_every_supported_release_in_the_list_has_its_pins(dev: ModuleType) -> None:
-    for release in dev.RELEASES:
+    for release in (*dev.RELEASES, "0.5.22"):
         assert f"sglang=={release}\n" in (dev.REQUIREMENTS / f"cpu-{release}.txt").read_text()
         assert dev.OLDEST <= tuple(map(int, release.split("."))) <= dev.NEWEST
+
+
+def test_releases_to_test_on_can_be_named(dev: ModuleType) -> None:
+    arguments = ["--releases=0.5.22,0.5.17", "-k", "cht"]
+    assert dev.chosen_releases(arguments) == ("0.5.22", "0.5.17") and arguments == ["-k", "cht"]
+    assert dev.chosen_releases(arguments) == dev.RELEASES and arguments == ["-k", "cht"]
+    ended = run_dev(dev.ROOT, "test", "--releases=0.5.22,0.5.9")
+    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
+    assert "0.5.9: no pins for it in requirements/; there are 0.5.17, 0.5.21, 0.5.22, 0.5.23" in ended.stderr
 
 
 def test_a_wrong_python_is_refused_in_one_line(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
