@@ -41,7 +41,7 @@ zmq.Context.socket = _socket_without_linger
 
 try:
     from sglang.srt.distributed import bootstrap
-except ImportError:  # before 0.5.23
+except ImportError:  # before 0.5.21
     bootstrap = None
 
 # SGLang collects garbage for every scheduler, and so does take_down; most of the time would go through what the imports
@@ -102,14 +102,14 @@ class Server:
         }
         args = ServerArgs(**arguments)
         ports = PortArgs.init_new(args)
+        getattr(args, "resolve_once", dict)()  # since 0.5.21
+        args.check_server_args()
         if "gpu_id" in inspect.signature(sglang_scheduler.Scheduler.__init__).parameters:
             sglang_scheduler.publish(args, role="scheduler")
-            args.check_server_args()
             self.scheduler = sglang_scheduler.Scheduler(args, ports, 0, 0, 0, 0, 0, 0, None)
         else:
             ranks = sglang_scheduler.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
             sglang_scheduler.publish(args, role="scheduler", ranks=ranks)
-            args.check_server_args()
             self.scheduler = sglang_scheduler.Scheduler(args, ports)
         # Their classes have slots, so the methods are replaced there.
         type(self.scheduler.output_streamer).stream_output = lambda *args, **kwargs: None
@@ -122,7 +122,16 @@ class Server:
         return self.scheduler.feather
 
     def submit(
-        self, rid, tokens, max_new_tokens=8, priority=None, extra_key=None, logprobs=None, ignore_eos=True, **sampling
+        self,
+        rid,
+        tokens,
+        max_new_tokens=8,
+        priority=None,
+        extra_key=None,
+        lora_id=None,
+        logprobs=None,
+        ignore_eos=True,
+        **sampling,
     ):
         """Queue a request as the tokenizer would send it; False if the scheduler turned it away."""
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=ignore_eos, **sampling)
@@ -143,6 +152,7 @@ class Server:
             "stream": False,
             "priority": priority,
             "extra_key": extra_key,
+            "lora_id": lora_id,
         }
         known = inspect.signature(TokenizedGenerateReqInput).parameters
         before = len(self.scheduler.waiting_queue)
