@@ -15,7 +15,7 @@ from typing import Any
 from feather_sglang.adapter.ports import free_port
 from feather_sglang.live.process import end_group
 
-START_SECONDS = 240
+START_SECONDS = 420  # four times what a slow machine takes that does something else beside
 CPU_FLAGS = (
     "--device cpu --dtype float32 --attention-backend torch_native --disable-cuda-graph --mem-fraction-static 0.3 "
     "--grammar-backend llguidance --sleep-on-idle --enable-cache-report --host 127.0.0.1"
@@ -39,7 +39,7 @@ def server_environment(**extra: str) -> dict[str, str]:
 
 def run_to_end(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a program that ends by itself, in that environment."""
-    return subprocess.run(command, capture_output=True, text=True, env=server_environment(**environment), timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, env=server_environment(**environment), timeout=START_SECONDS)
 
 
 def launch_command(model: Path, *flags: str, serve: bool = False) -> list[str]:
