@@ -39,7 +39,9 @@ def server_environment(**extra: str) -> dict[str, str]:
 
 def run_to_end(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a program that ends by itself, in that environment."""
-    return subprocess.run(command, capture_output=True, text=True, env=server_environment(**environment), timeout=START_SECONDS)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=server_environment(**environment), timeout=START_SECONDS
+    )
 
 
 def launch_command(model: Path, *flags: str, serve: bool = False) -> list[str]:
