@@ -373,8 +373,8 @@ class ChunkedHashTree:
 
     def _coming_branch(self) -> Node | None:
         """Return the branch that most deferred requests will join as soon as its prefix is computed."""
-        few = [node for node in self._muted if 0 < node.active < len(self._active) and node.waiting]
-        return max(few, key=attrgetter("waiting", "vector"), default=None)
+        coming = [node for node in self._muted if 0 < node.active < len(self._active) and node.waiting]
+        return max(coming, key=attrgetter("waiting", "vector"), default=None)
 
     @staticmethod
     def _is_muted(node: Node) -> bool:

@@ -4,6 +4,8 @@ import contextlib
 import random
 import socket
 
+from feather_sglang.errors import FeatherError
+
 # Below the ports that Linux gives to clients, and below those that SGLang draws for itself.
 _PORTS = range(12_000, 22_000)
 
@@ -19,4 +21,4 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise OSError(f"no free port from {_PORTS.start} to {_PORTS.stop - 1}: end what holds them")
+    raise FeatherError(f"no free port from {_PORTS.start} to {_PORTS.stop - 1}: end what holds them")

@@ -339,8 +339,8 @@ def common_options(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "seed": args.seed,
         "chunk_size": args.feather_chunk_size,
-        "max_wait": args.feather_max_wait,
         "gather": args.feather_gather == "on",
+        "max_wait": args.feather_max_wait,
     }
 
 

@@ -70,13 +70,20 @@ def test_every_supported_release_in_the_list_has_its_pins(dev: ModuleType) -> No
         assert dev.OLDEST <= tuple(map(int, release.split("."))) <= dev.NEWEST
 
 
-def test_releases_to_test_on_can_be_named(dev: ModuleType) -> None:
+def test_releases_to_test_on_can_be_named(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dev, "has_gpu", lambda: False)
     arguments = ["--releases=0.5.22,0.5.17", "-k", "cht"]
     assert dev.chosen_releases(arguments) == ("0.5.22", "0.5.17") and arguments == ["-k", "cht"]
     assert dev.chosen_releases(arguments) == dev.RELEASES and arguments == ["-k", "cht"]
     ended = run_dev(dev.ROOT, "test", "--releases=0.5.22,0.5.9")
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
     assert "0.5.9: no pins for it in requirements/; there are 0.5.17, 0.5.21, 0.5.22, 0.5.23" in ended.stderr
+
+
+def test_with_a_gpu_no_other_release_is_tested(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dev, "has_gpu", lambda: True)
+    with pytest.raises(dev.SetupError, match="with a GPU the installed SGLang is tested"):
+        dev.chosen_releases(["--releases=0.5.17"])
 
 
 def test_a_wrong_python_is_refused_in_one_line(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

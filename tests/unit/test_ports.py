@@ -8,6 +8,7 @@ import pytest
 
 from feather_sglang.adapter import ports
 from feather_sglang.adapter.ports import free_port
+from feather_sglang.errors import FeatherError
 
 
 def test_no_client_is_given_it_in_the_meantime():
@@ -30,6 +31,6 @@ def test_a_port_in_use_is_passed_over(monkeypatch):
         server.bind(("127.0.0.1", free_port()))
         port = server.getsockname()[1]
         monkeypatch.setattr(ports, "_PORTS", range(port, port + 1))
-        with pytest.raises(OSError, match=f"no free port from {port} to {port}"):
+        with pytest.raises(FeatherError, match=f"no free port from {port} to {port}"):
             free_port()
     assert free_port() == port
