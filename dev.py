@@ -220,7 +220,7 @@ def chosen_releases(arguments: list[str]) -> tuple[str, ...]:
     if not arguments or not arguments[0].startswith(ONLY):
         return RELEASES
     if has_gpu():
-        raise SetupError(f"{arguments[0]}: with a GPU the installed SGLang is tested; set CUDA_VISIBLE_DEVICES= for others")
+        raise SetupError(f"{arguments[0]}: with a GPU the installed SGLang is tested; hide it (CUDA_VISIBLE_DEVICES=)")
     chosen = tuple(arguments.pop(0).removeprefix(ONLY).split(","))
     pinned = sorted(file.stem.removeprefix("cpu-") for file in REQUIREMENTS.glob("cpu-*.txt"))
     if unknown := [release for release in chosen if release not in pinned]:
