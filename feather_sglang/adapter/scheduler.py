@@ -287,11 +287,17 @@ class FeatherScheduler:
                 self.builder.admitted(req.rid, _cached_tokens(req))
                 self._outputs[req.rid] = len(req.output_ids)
 
-    def _get_new_batch_prefill_raw(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _get_new_batch_prefill_raw(
+        self, original: Callable[..., Any], *args: Any, running_batch: Any, **kwargs: Any
+    ) -> Any:
         global _admitting
         self._adder, _admitting = None, self
+        if self.builder.computing and not self.failed:
+            # Else a batch that had no room for somebody else's prefix would be closed, until a request leaves it, to
+            # those whose prefix has been computed since.
+            running_batch.batch_is_full = False
         try:
-            plan = original(*args, **kwargs)
+            plan = original(*args, running_batch=running_batch, **kwargs)
             if plan[0] is not None:  # the batch changes: a decode step still in flight belongs to the old one
                 self._meter.restart(in_flight=int(self.scheduler.enable_overlap))
             return plan

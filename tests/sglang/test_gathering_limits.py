@@ -139,6 +139,19 @@ def test_a_prefix_waits_beside_one_that_is_computed_in_chunks(server):
     one.assert_nothing_left()
 
 
+@pytest.mark.parametrize("chunk", [128, 8192])
+def test_a_batch_without_room_for_a_prefix_is_open_to_one_just_computed(server, chunk):
+    one = server(chunked_prefill_size=chunk, max_total_tokens=2000)
+    run(one, "f0 f1 f2 f3", outputs=30)
+    submit(one, "a0 a1 a2 b0 b1 b2", outputs=9)
+    while (rows := ran(one)) == ["a0"]:
+        pass
+    assert rows == ["a1", "a2"] and waiting(one) == {"b0", "b1", "b2"}
+    one.drain()
+    assert computed(one) == 3 * PREFIX + 10 * TAIL
+    one.assert_nothing_left()
+
+
 BATCH = [(f"f{i:02}", 50 + 2 * i) for i in range(20)]
 WAVES = [(10.0, "d0"), *((10.0 + 6 * i, f"{group}{i}") for i in range(3) for group in "abc")]
 FIRST = {"a0", "b0", "c0", "d0"}
