@@ -79,6 +79,7 @@ class BatchBuilder:
         self._undone: Hashable | None = None  # the last ADD, until the scheduler has carried it out
         self._computing: dict[Hashable, int] = {}  # in prefill: depth from which sharing its prompt is worth a wait
         self._postponed: dict[Hashable, tuple[int, int]] = {}  # depth as above, and tokens to be computed
+        self._retracted: set[Hashable] = set()  # waiting again
         self._staying = 0  # waiting requests that are postponed
         self._frozen: tuple[StopPolicy, bool] | None = None  # who may not explore, and whether it does otherwise
         self._asked = 0  # prefixes postponed in this round for the first time
@@ -119,10 +120,12 @@ class BatchBuilder:
         """Put a retracted or preempted request back among the waiting, at its original age."""
         self.cht.requeue(request_id, token_ids)
         self._computing.pop(request_id, None)
+        self._retracted.add(request_id)
 
     def leave_queue(self, request_id: Hashable) -> None:
         """Forget a waiting request that was aborted or timed out."""
         self.cht.remove(request_id)
+        self._retracted.discard(request_id)
         self._postponed.pop(request_id, None)
         self._unseen.pop(request_id, None)
         self._arrivals.pop(request_id, None)
@@ -225,6 +228,7 @@ class BatchBuilder:
         to compute.
         """
         self.cht.add_to_batch(request_id)
+        self._retracted.discard(request_id)
         depth = 0 if cached_tokens is None else self._depth_worth_waiting(cached_tokens)
         if 0 < depth <= self.cht.depth(request_id):
             self._computing[request_id] = depth
@@ -262,6 +266,8 @@ class BatchBuilder:
             return False
         if tree.depth(request_id) - tree.missing_count(request_id) >= depth:
             return False  # another one computes it, or has
+        if any(tree.common_depth(request_id, other) >= depth for other in self._retracted):
+            return False  # what those have generated is lost to their users while they wait
         return self.gathering.waits(
             missing_tokens,
             tree.sharing(request_id, depth),

@@ -246,6 +246,11 @@ class ChunkedHashTree:
             member = member.parent
         return member.waiting
 
+    def common_depth(self, one: Hashable, other: Hashable) -> int:
+        """Return how many leading chunks two requests have in common, whatever their states."""
+        a, b = (self._get(r, self._waiting, self._active, self._held) for r in (one, other))
+        return agree(a.vector, b.vector, 0, min(a.depth, b.depth))
+
     @property
     def distinct_chunks(self) -> int:
         """Chunks of all requests in the tree, those that several share counted once."""

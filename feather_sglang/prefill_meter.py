@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LEAST_TOKENS = 1024  # of a step from which on its length says what a token takes
+LEAST_TOKENS = 1024  # of a step from which on its length says what a token takes; or half a chunk, where that is less
 _MEMORY = 64  # steps that the mean follows
 
 
@@ -11,15 +11,20 @@ class PrefillMeter:
 
     The time between two results is the duration of the later step, whether results are processed at once or one step
     late, unless nothing ran in between: then `idle` is due.
+
+    Parameters
+    ----------
+    chunk_tokens : the most that a step may compute of prompts; None: no limit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_tokens: int | None = None) -> None:
+        self._least_tokens = min(LEAST_TOKENS, chunk_tokens // 2) if chunk_tokens else LEAST_TOKENS
         self.seconds_per_token: float | None = None
         self._previous: float | None = None  # when the previous result arrived
 
     def step(self, now: float, prompt_tokens: int) -> None:
         """Take the result of a step that computed so many prompt tokens, at `now` (s, any monotonic clock)."""
-        if prompt_tokens >= LEAST_TOKENS and self._previous is not None and now > self._previous:
+        if prompt_tokens >= self._least_tokens and self._previous is not None and now > self._previous:
             measured, mean = (now - self._previous) / prompt_tokens, self.seconds_per_token
             self.seconds_per_token = measured if mean is None else mean + (measured - mean) / _MEMORY
         self._previous = now

@@ -120,7 +120,7 @@ class FeatherScheduler:
         self.permutation_seconds = 0.0
         self._requests: dict[Hashable, Any] = {}  # every request the tree knows, by id
         self._ordered: list[Any] | None = None  # the row list last seen in order
-        self._meter, self._prefill_meter = DecodeMeter(), PrefillMeter()
+        self._meter, self._prefill_meter = DecodeMeter(), PrefillMeter(scheduler.chunked_prefill_size)
         self._adder: Any = None
         self._running_rows = 0
         self._outputs: dict[Hashable, int] = {}  # tokens that requests in prefill had when they were admitted
@@ -268,12 +268,9 @@ class FeatherScheduler:
         return max(0.0, tokens / scheduler.max_total_num_tokens)
 
     def postpones(self, adder: Any, req: Any) -> bool:
-        """Whether a proposed request is to wait for others that share its prefix, instead of being judged by the adder.
-
-        Not where it was retracted: what it has generated is lost to others.
-        """
+        """Whether a proposed request is to wait for others of its prefix, instead of being judged by the adder."""
         self._adder = adder
-        if not self.failed and self.policy is not None and not req.output_ids:
+        if not self.failed and self.policy is not None:
             with self._guard("whether a prefix should wait could not be decided"):
                 cached = _cached_tokens(req)
                 return self.builder.postpones(req.rid, cached, len(req.origin_input_ids) - cached)

@@ -232,8 +232,9 @@ def test_where_requests_are_retracted_all_are_answered_the_same(server, expected
     assert one.retracted and one.held.keys() >= FIRST and one.chunked >= {"f00", *FIRST}
 
 
-def test_a_chunk_of_1024_tokens_is_timed(server):
-    one = server(chunked_prefill_size=1024)
+@pytest.mark.parametrize("chunk", [1024, 128])
+def test_a_chunk_is_timed(server, chunk):
+    one = server(chunked_prefill_size=chunk)
     one.feather._prefill_meter.seconds_per_token = None
     run(one, "f0")
     assert one.submit("long", [5] * 2500, max_new_tokens=1)

@@ -586,6 +586,25 @@ def test_what_leaves_takes_its_wait_along():
     assert len(b.cht) == 0 and not b._arrivals and not b.postponed
 
 
+def test_nobody_makes_a_retracted_request_wait():
+    b = gathering_builder(0)
+    arrive_all(b, "a0", "b0", "c0")
+    assert round_of(b) == ["a0", "b0", "c0"]
+    b.gathering.enough = 10**9
+    for name in ("a0", "c0"):
+        b.leave_batch(name)
+    arrive_all(b, "a1", "c1")
+    assert round_of(b) == [] and set(b.postponed) == {"a1", "c1"}
+    b.requeue("b0", long_prompt(*[ord("b")] * 3, 0, tail=0))  # it has generated so much that newcomers go first
+    arrive_all(b, "b1", "b2")
+    assert round_of(b) == ["b1"]
+    assert round_of(b, cached=PREFIX) == ["b2", "b0"] and set(b.postponed) == {"a1", "c1"}
+    for name in ("b0", "b1", "b2"):
+        b.leave_batch(name)
+    arrive_all(b, "b3")
+    assert round_of(b) == [] and "b3" in b.postponed  # it is done: newcomers wait like any other
+
+
 @pytest.mark.parametrize("explores", [True, False])
 @pytest.mark.parametrize("kind", ["bandit", "heuristic"])
 def test_stop_is_not_tried_while_memory_is_short(kind, explores):

@@ -96,6 +96,14 @@ def test_ties_go_to_the_oldest_and_a_requeued_request_keeps_its_age():
     assert tree.find_best().request_id == tree.oldest() == "young"
 
 
+def test_common_depth_is_that_of_two_prompts_whatever_their_states():
+    tree = tree_of(long="abcdef", other="abcxyz", prefix="abc", stranger="xbc")
+    tree.add_to_batch("long")
+    tree.hold("other")
+    assert [tree.common_depth("long", name) for name in ("long", "other", "prefix", "stranger")] == [6, 3, 3, 0]
+    assert [tree.common_depth(name, "long") for name in ("other", "prefix", "stranger")] == [3, 3, 0]
+
+
 def test_priority_comes_before_the_missing_count():
     tree = ChunkedHashTree(1)
     tree.insert("running", [1, 2, 3])

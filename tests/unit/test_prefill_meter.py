@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from feather_sglang.prefill_meter import LEAST_TOKENS, PrefillMeter
 
 
-def measured(*steps):
+def measured(*steps, chunk_tokens=None):
     """Steps as (time, prompt tokens); None is an idle spell."""
-    meter = PrefillMeter()
+    meter = PrefillMeter(chunk_tokens)
     for step in steps:
         meter.idle() if step is None else meter.step(*step)
     return meter.seconds_per_token
@@ -29,6 +29,13 @@ def test_decode_and_small_prefill_are_not_measured():
     small = LEAST_TOKENS - 1
     assert measured((0.0, 0), (1.0, 0), (2.0, small), (3.0, 0)) is None
     assert measured((0.0, 0), (5.0, small), (7.0, LEAST_TOKENS)) == pytest.approx(2.0 / LEAST_TOKENS)
+
+
+@pytest.mark.parametrize(("chunk_tokens", "least"), [(8192, LEAST_TOKENS), (2048, 1024), (512, 256), (128, 64)])
+def test_where_chunks_are_small_half_a_chunk_is_measured(chunk_tokens, least):
+    """A whole one may never come: decode tokens of mixed chunks count, too."""
+    assert measured((0.0, 0), (5.0, least - 1), chunk_tokens=chunk_tokens) is None
+    assert measured((0.0, 0), (2.0, least), chunk_tokens=chunk_tokens) == pytest.approx(2.0 / least)
 
 
 def test_idle_time_is_nobodys():
