@@ -1,7 +1,13 @@
 """Puts this folder on the import path, so that tests import their oracles as ``oracles.<name>``."""
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Before torch is imported, and for the processes that tests start: to models this small, threads that wait for each
+# other cost more than they bring, and several times the work where other tests keep the cores busy.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A busy machine makes single examples slow; that says nothing about the code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -15,15 +15,6 @@ PREFIX, TAIL = 640, 4
 TOKEN_SECONDS = 0.002  # of prefill, on the tests' clock
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads that wait for each other cost more than they bring to so small a model."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     """Checked after every step, on a clock, under a policy that never stops.

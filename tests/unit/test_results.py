@@ -21,6 +21,8 @@ OLD, FA3, SECOND, PAT, LARGE = (
     records(f"policies_h200{suffix}.json") for suffix in ("", "_fa3", "_fa3_w6", "_pat", "_420k")
 )
 ALL_FA3, ALL_PAT = (records(f"policies_h200_all_{backend}.json") for backend in ("fa3", "pat"))
+FITS_FA3, FITS_PAT = (records(f"policies_h200_fits_{backend}.json") for backend in ("fa3", "pat"))
+PAT_W2 = json.loads((MEASURED / "policies_h200_pat_w2.json").read_text())["records"]
 MIXING = {
     (record["requests"], record["groups"], record["order"]): record
     for record in json.loads((MEASURED / "mixing_h200.json").read_text())["records"]
@@ -109,7 +111,9 @@ def mixing_rows(requests):
 TABLES = {
     "W2": rows(FA3, "W2") + rows(PAT, "W2"),
     "W6": rows(FA3, "W6") + rows(SECOND, "W6", ", second server") + rows(PAT, "W6"),
-    "W7": rows(OLD, "W7"),
+    "prefixes fit": [line for case in ("W1", "W7", "W5:1200", "W3") for line in admission_rows(FITS_FA3, case)]
+    + [line for case in ("W1", "W7", "W5:1200", "W4", "W3") for line in admission_rows(FITS_PAT, case)],
+    "W2 again": admission_rows(FITS_FA3, "W2") + admission_rows(FITS_PAT, "W2"),
     "all policies": admission_rows(ALL_FA3, "W2") + admission_rows(ALL_FA3, "W6") + admission_rows(ALL_PAT, "W2"),
     "420,000 tokens": large_rows(),
     "mixing": mixing_rows(500),
@@ -204,20 +208,59 @@ def test_what_is_said_of_all_policies_follows():
         assert part in SENTENCES, part
 
 
+def percent(run, server, case, over):
+    return f"{100 * gain(run, server, case, over) - 100:+.1f}%"
+
+
 def test_what_is_said_where_prefixes_fit_follows():
-    assert tok_s(OLD, "fa3+feather-order", "W7") == max(
-        tok_s(OLD, server, case) for server, case in OLD if case == "W7" and server.startswith("fa3")
-    )
+    order, bandit, dfs = "fa3+feather-order", "fa3+feather-bandit", "fa3+dfs-weight"
+    p99 = {server: FITS_FA3[server, "W7"]["overall"]["ttft_s"]["p99"] for server in ("fa3", bandit)}
+    packed = {
+        policy: [100 * gain(FITS_PAT, f"pat+{policy}", case, "pat") - 100
+                 for case in ("W1", "W7", "W5:1200", "W4", "W3")]
+        for policy in ("feather-order", "feather-bandit", "dfs-weight")
+    }  # fmt: skip
+    low, high = ({policy: f"{pick(values):+.1f}%" for policy, values in packed.items()} for pick in (min, max))
+    assert sum(value < -1 for policy in ("feather-order", "feather-bandit") for value in packed[policy]) == 1
+    kernel = [tok_s(FITS_PAT, "pat", case) / tok_s(FITS_FA3, "fa3", case) for case in ("W1", "W7", "W5:1200")]
+    for part in (
+        f"{percent(FITS_FA3, order, 'W1', 'fa3')} on W1, {percent(FITS_FA3, order, 'W7', 'fa3')} on W7, "
+        f"{percent(FITS_FA3, order, 'W5:1200', 'fa3')} on W5",
+        f"{percent(FITS_FA3, bandit, 'W1', 'fa3')}, {percent(FITS_FA3, bandit, 'W7', 'fa3')} and "
+        f"{percent(FITS_FA3, bandit, 'W5:1200', 'fa3')}",
+        f"{gain(FITS_FA3, bandit, 'W1', dfs):.2f}x, {gain(FITS_FA3, bandit, 'W7', dfs):.2f}x and "
+        f"{gain(FITS_FA3, bandit, 'W5:1200', dfs):.2f}x dfs-weight",
+        f"W7 {p99[bandit]:.1f} s instead of {p99['fa3']:.1f} s",
+        f"by {percent(FITS_FA3, order, 'W3', 'fa3')} and {percent(FITS_FA3, bandit, 'W3', 'fa3')} on `fa3`",
+        f"between {low['feather-bandit']} and {high['feather-bandit']}, feather-order between {low['feather-order']} "
+        f"and {high['feather-order']}, dfs-weight between {low['dfs-weight']} and {high['dfs-weight']}",
+        f"{percent(FITS_PAT, 'pat+feather-order', 'W5:1200', 'pat')} on W5",
+        f"{min(kernel):.1f} to {max(kernel):.1f} times",
+    ):
+        assert part in SENTENCES, part
+
+
+def test_what_is_said_of_w2_again_follows():
+    bandit, dfs = (FITS_FA3[f"fa3+{policy}", "W2"] for policy in ("feather-bandit", "dfs-weight"))
+    rounds = [record["overall"]["tok_s"] for record in PAT_W2]
+    earlier = [tok_s(run, "pat+feather-bandit", "W2") for run in (PAT, ALL_PAT, FITS_PAT)]
+    for part in (
+        f"{gain(FITS_FA3, 'fa3+feather-bandit', 'W2', 'fa3+dfs-weight'):.2f}x dfs-weight and "
+        f"{gain(FITS_FA3, 'fa3+feather-bandit', 'W2', 'fa3'):.2f}x fcfs, p99 {bandit['overall']['ttft_s']['p99']:.1f} s "
+        f"for {dfs['overall']['ttft_s']['p99']:.1f} s",
+        f"{earlier[2]:,.0f} here, and {rounds[0]:,.0f}, {rounds[1]:,.0f} and {rounds[2]:,.0f} in three rounds",
+        f"six runs lie between {min(earlier + rounds):,.0f} and {max(earlier + rounds):,.0f}",
+    ):
+        assert part in SENTENCES, part
+
+
+def test_what_is_said_of_order_with_memory_to_spare_follows():
     order = {case: 100 * gain(LARGE, "fa3+feather-order", case, "fa3") - 100 for case in ("W1", "W3", "W6")}
     bandit = {case: 100 * gain(LARGE, "fa3+feather-bandit", case, "fa3") - 100 for case in ("W1", "W3", "W6")}
     full = {key: one["log"]["full_batch_tok_s"] for key, one in LARGE.items()}
     later = [LARGE[server, "W1"]["overall"]["ttft_s"]["p99"] for server in ("fa3+feather-order", "fa3")]
     assert later[0] - later[1] == pytest.approx(1, abs=0.1)
     for part in (
-        f"every other policy that was run: {gain(OLD, 'fa3+feather-order', 'W7', 'fa3'):.2f}x fcfs",
-        f"from order: feather-bandit {gain(OLD, 'pat+feather-bandit', 'W7', 'pat'):.2f}x, "
-        f"dfs-weight {gain(OLD, 'pat+dfs-weight', 'W7', 'pat'):.2f}x",
-        f"the kernel, {tok_s(OLD, 'pat', 'W7') / tok_s(OLD, 'fa3', 'W7'):.1f}x",
         f"**W6: {order['W6']:+.1f}%**",
         f"full batch are {100 * full['fa3+feather-order', 'W6'] / full['fa3', 'W6'] - 100:.0f}% faster",
         f"**W1: {order['W1']:+.1f}%**",
@@ -280,9 +323,9 @@ def test_what_is_said_of_the_mechanism_follows():
 
 
 def test_readme_says_the_same():
-    for run, case, policy in ((OLD, "W7", "feather-order"), (FA3, "W2", "feather-bandit")):
+    for run, case, policy in ((FITS_FA3, "W7", "feather-order"), (FA3, "W2", "feather-bandit")):
         fcfs, dfs, own = (round(tok_s(run, server, case)) for server in ("fa3", "fa3+dfs-weight", f"fa3+{policy}"))
-        packed = tok_s(OLD, "pat", case) if case == "W7" else tok_s(PAT, "pat+feather-bandit", case)
+        packed = tok_s(FITS_PAT, "pat", case) if case == "W7" else tok_s(PAT, "pat+feather-bandit", case)
         assert f"fcfs {fcfs:,} tok/s, dfs-weight {dfs:,}, `{policy}` {own:,}; with `pat` {packed:,.0f}" in README
     dfs, own = (tok_s(SECOND, f"fa3+{policy}", "W6") for policy in ("dfs-weight", "feather-bandit"))
     packed = tok_s(PAT, "pat+feather-bandit", "W6")
