@@ -66,6 +66,7 @@ class PatBackend(AttentionBackend):
         self._pool = model_runner.token_to_kv_pool
         rows = model_runner.req_to_token_pool
         self._table = rows.req_to_token
+        self._page = model_runner.server_args.page_size or 1
         overlap = not model_runner.server_args.disable_overlap_schedule
         self.sharing = RowSharing(self._table, rows.req_generation.numpy(), settled_at=2 if overlap else 1)
         self.plan: PackPlan | None = None
@@ -191,6 +192,15 @@ class PatBackend(AttentionBackend):
         """The host side of the decode batch that SGLang is about to run."""
         self._expected = [req.rid for req in batch.reqs], batch.req_pool_indices_cpu.numpy()
 
+    def prefill(self, batch: Any) -> None:
+        """The host side of the prefill batch that SGLang is about to run."""
+        rows = batch.req_pool_indices_cpu.numpy()
+        cached = np.zeros(len(rows), np.int64)
+        # Rows that decode in the same batch are not final, and a page of which the cache has a part is not yet its own.
+        if not batch.forward_mode.is_mixed() and len(batch.prefix_lens) == len(rows):
+            cached[:] = np.array(batch.prefix_lens) // self._page * self._page
+        self.sharing.prefill(rows, cached)
+
     def _use(self, forest: Forest, total: int) -> PackPlan:
         lens = self._lens[: forest.n_requests]
         try:
@@ -228,6 +238,8 @@ def watch_batches() -> None:
         backend = getattr(model_runner, "feather_pat", None)
         if backend is not None and batch.forward_mode.is_decode():
             backend.expect(batch)
+        elif backend is not None and batch.forward_mode.is_extend():
+            backend.prefill(batch)
         return original(cls, batch, model_runner, *args, **kwargs)
 
     ForwardBatch.init_new = classmethod(init_new)

@@ -1,15 +1,15 @@
 """Which running requests read the same KV slots, from SGLang's own table of slots.
 
 ``req_to_token`` has a row of slot ids for every running request, whatever prefix cache, page size or LoRA adapter put
-them there, and equal slots are equal KV. So sharing is found in the slots and not in the tokens: each row is hashed
-once, on the device, a number for every chunk of slots, and the numbers of a few hundred requests make the forest.
+them there, and equal slots are equal KV. So sharing is found in the slots and not in the tokens: rows are hashed on the
+device, a number for every chunk of slots, and the numbers of a few hundred requests make the forest.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,25 @@ class Hashes:
         return self._values.numpy()
 
 
+class Submitted(NamedTuple):
+    """Rows that were hashed together.
+
+    Attributes
+    ----------
+    stamps : int64 [rows]
+        Tell a row's owner from those before and after it.
+    chunks : int64 [rows]
+        How many of each row's hashes count.
+    in_prefill : whether a prefill's rows, up to where the prefix cache held them, or settled ones.
+    """
+
+    rows: Rows
+    stamps: Rows
+    chunks: Rows
+    in_prefill: bool
+    hashes: Hashes
+
+
 class RowHasher:
     """Hashes rows of the table, chunk by chunk.
 
@@ -79,14 +98,16 @@ class RowSharing:
     A request is its id, its row and that row's generation, which SGLang counts up whenever it gives the row away; a
     retracted request that comes back is a new one. A request that is not in a decode batch has left.
 
-    **When a row is hashed.** Only once it has settled. Under the overlap scheduler a request's first decode step is
-    launched before the result of its prefill is processed, and that processing rewrites the row: where another
-    request has entered the same prompt into the prefix cache first, the row's own slots are replaced by the cache's
-    and freed. A hash taken before would be one of slots that belong to somebody else soon, who would then seem to
-    share them. From the second decode step on the row only grows: SGLang writes to it when it allocates a prefill's or
-    a decode step's tokens and when it enters a prefill into the cache, and to none of its earlier places again (beam
-    search does, so batches with beams share nothing). Slots in the row of a running request are neither freed nor
-    given to another, so two rows with equal chunks keep them as long as both run.
+    **When a row is hashed.** What a request has found in the prefix cache, while its prefill runs: those slots are the
+    cache's, which keeps them for as long as the request runs. The whole row only once it has settled. Under the overlap
+    scheduler a request's first decode step is launched before the result of its prefill is processed, and that
+    processing rewrites the part of the row that was computed: where another request has entered the same prompt into
+    the prefix cache first, the row's own slots are replaced by the cache's and freed. A hash taken before would be one
+    of slots that belong to somebody else soon, who would then seem to share them. From the second decode step on the
+    row only grows: SGLang writes to it when it allocates a prefill's or a decode step's tokens and when it enters a
+    prefill into the cache, and to none of its earlier places again (beam search does, so batches with beams share
+    nothing). Slots in the row of a running request are neither freed nor given to another, so two rows with equal
+    chunks keep them as long as both run.
 
     Parameters
     ----------
@@ -110,8 +131,27 @@ class RowSharing:
         self._present = np.zeros(len(generation), bool)
         self._steps = np.zeros(len(generation), np.int64)
         self._state = np.zeros(len(generation), np.int8)
-        self._pending: deque[tuple[Rows, Rows, Rows, Hashes]] = deque()
+        self._chunks = np.zeros(len(generation), np.int64)  # of each row, in the trie
+        self._pending: deque[Submitted] = deque()
         self._entries = 0
+        self._prefills = np.zeros(len(generation), np.int64)  # that have begun in each row
+        self._found: dict[int, npt.NDArray[np.int64]] = {}  # hashes of what prefill found, until the row decodes
+
+    def prefill(self, rows: Rows, cached: Rows) -> None:
+        """Take note of the next prefill batch.
+
+        Parameters
+        ----------
+        rows : int64 [requests]
+        cached : int64 [requests]
+            KV tokens in each row that belong to the prefix cache; 0 where that is not known.
+        """
+        self._prefills[rows] += 1  # what is known of these rows is their former owners'
+        for row in rows.tolist():
+            self._found.pop(row, None)
+        chunks = cached // CHUNK
+        shared = chunks > 0
+        self._submit(rows[shared], self._prefills[rows[shared]], chunks[shared], in_prefill=True)
 
     def observe(self, rids: list[str], rows: Rows, lengths: npt.NDArray[np.int32]) -> bool:
         """Take note of the next decode batch.
@@ -164,10 +204,14 @@ class RowSharing:
 
     def forget(self) -> None:
         """Let every request leave."""
-        for row in self._rows[self._state[self._rows] == _DONE].tolist():
-            self.trie.leave(row)
-        self._present[self._rows] = False
+        self._leave(self._rows)
         self._rids, self._rows = [], np.empty(0, np.int64)
+
+    def _leave(self, rows: Rows) -> None:
+        for row in rows[self._chunks[rows] > 0].tolist():
+            self.trie.leave(row)
+        self._chunks[rows] = 0
+        self._present[rows] = False
 
     def _same_batch(self, rids: list[str], rows: Rows, lengths: npt.NDArray[np.int32]) -> bool:
         return (
@@ -191,10 +235,7 @@ class RowSharing:
         )
         stays = np.zeros(len(self._present), bool)
         stays[rows[known]] = True
-        left = self._rows[~stays[self._rows]]
-        for row in left[self._state[left] == _DONE].tolist():
-            self.trie.leave(row)
-        self._present[left] = False
+        self._leave(self._rows[~stays[self._rows]])
         new = rows[~known]
         self._present[new] = True
         self._state[new] = _NEW
@@ -206,26 +247,47 @@ class RowSharing:
 
     def _collect(self) -> None:
         """Enter the hashes that have arrived; those of requests that have left meanwhile are dropped."""
-        while self._pending and self._pending[0][3].ready():
-            rows, entries, chunks, hashes = self._pending.popleft()
+        while self._pending and self._pending[0].hashes.ready():
+            rows, stamps, chunks, in_prefill, hashes = self._pending.popleft()
+            current = self._prefills[rows] if in_prefill else np.where(self._present[rows], self._seen[3, rows], -1)
             values = hashes.values()
-            for place in np.flatnonzero(self._present[rows] & (self._seen[3, rows] == entries)).tolist():
-                self.trie.join(int(rows[place]), values[place, : chunks[place]].copy())  # not the pinned block
-                self._state[rows[place]] = _DONE
+            for place in np.flatnonzero(current == stamps).tolist():
+                row, its = int(rows[place]), values[place, : chunks[place]].copy()  # not the pinned block
+                if in_prefill:
+                    self._found[row] = its
+                else:
+                    self._join(row, its)
+                    self._state[row] = _DONE
+        for row in [row for row in self._found if self._present[row]]:
+            its = self._found.pop(row)
+            if not self._chunks[row]:
+                self._join(row, its)
+
+    def _join(self, row: int, hashes: npt.NDArray[np.int64]) -> None:
+        if self._chunks[row]:
+            self.trie.leave(row)
+        self.trie.join(row, hashes)
+        self._chunks[row] = len(hashes)
 
     def _hash(self, rows: Rows, lengths: npt.NDArray[np.int32]) -> None:
-        """Hash the rows that have settled, all in one go, up to `MAX_SLOTS`."""
+        """Hash the rows that have settled, but for those that were known to their last chunk."""
         due = (self._state[rows] == _NEW) & (self._steps[rows] >= self._settled_at)
         if not due.any():
             return
-        due_rows, chunks = rows[due], (lengths[due].astype(np.int64) - 1) // CHUNK
+        rows, chunks = rows[due], (lengths[due].astype(np.int64) - 1) // CHUNK
+        known = self._chunks[rows] == chunks
+        self._state[rows[known]] = _DONE
+        rows, chunks = rows[~known], chunks[~known]
+        self._state[self._submit(rows, self._seen[3, rows], chunks, in_prefill=False)] = _HASHING
+        self._collect()
+
+    def _submit(self, rows: Rows, stamps: Rows, chunks: Rows, in_prefill: bool) -> Rows:
+        """Hash rows all in one go, up to `MAX_SLOTS`; returns those that fitted."""
         order = np.argsort(chunks, kind="stable")  # rows are padded to the longest: what goes together is alike
-        widest = chunks[order]
-        fits = (np.arange(1, len(order) + 1) * widest * CHUNK <= MAX_SLOTS) | (np.arange(len(order)) == 0)
+        fits = (np.arange(1, len(order) + 1) * chunks[order] * CHUNK <= MAX_SLOTS) | (np.arange(len(order)) == 0)
         order = order[: int(fits.sum())]  # both factors ascend, so those that fit come first
-        due_rows, chunks = due_rows[order], chunks[order]
-        self._state[due_rows] = _HASHING
-        if chunks[-1]:
-            hashes = self._hasher.submit(due_rows, int(chunks[-1]))
-            self._pending.append((due_rows, self._seen[3, due_rows], chunks, hashes))
-            self._collect()
+        rows, stamps, chunks = rows[order], stamps[order], chunks[order]
+        if len(rows) and chunks[-1]:
+            hashes = self._hasher.submit(rows, int(chunks[-1]))
+            self._pending.append(Submitted(rows, stamps, chunks, in_prefill, hashes))
+        return rows

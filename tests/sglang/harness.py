@@ -11,6 +11,7 @@ import gc
 import inspect
 import json
 from array import array
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -205,3 +206,38 @@ class Server:
     def close(self):
         """Drop the scheduler; the next one takes down what this one leaves in the process."""
         del self.scheduler
+
+
+class OverlapServer(Server):
+    """The same in the overlap scheduler's order: a step is launched before the one before has been processed."""
+
+    def __init__(self, folder, policy, **overrides):
+        super().__init__(folder, policy, disable_overlap_schedule=False, **overrides)
+        with pytest.MonkeyPatch.context() as patch:  # it makes the streams, and returns
+            patch.setattr(sglang_scheduler, "dispatch_event_loop", lambda scheduler: None)
+            self.scheduler.run_event_loop()
+        self.scheduler.result_queue = deque()
+
+    @torch.no_grad()
+    def step(self):
+        """One turn of SGLang's event_loop_overlap; returns what was launched, or None."""
+        scheduler = self.scheduler
+        plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
+        scheduler.running_batch = plan.running_batch
+        batch, result = plan.batch_to_run, None
+        in_turn = scheduler.is_disable_overlap_for_batch(batch, last_batch=scheduler.last_batch)
+        if in_turn:
+            self._process()
+        if batch:
+            result = scheduler.run_batch(batch)
+            scheduler._apply_war_barrier()
+            scheduler.result_queue.append((batch.copy(), result))
+        if scheduler.last_batch and not in_turn:
+            self._process()
+        scheduler.launch_batch_sample_if_needed(result, batch)
+        scheduler.last_batch = batch
+        self.steps += 1
+        return batch
+
+    def _process(self):
+        self.scheduler.process_batch_result(*self.scheduler.result_queue.popleft())
