@@ -241,13 +241,12 @@ def test_what_is_said_where_prefixes_fit_follows():
 
 
 def test_what_is_said_of_w2_again_follows():
-    bandit, dfs = (FITS_FA3[f"fa3+{policy}", "W2"] for policy in ("feather-bandit", "dfs-weight"))
+    p99 = [FITS_FA3[f"fa3+{policy}", "W2"]["overall"]["ttft_s"]["p99"] for policy in ("feather-bandit", "dfs-weight")]
     rounds = [record["overall"]["tok_s"] for record in PAT_W2]
     earlier = [tok_s(run, "pat+feather-bandit", "W2") for run in (PAT, ALL_PAT, FITS_PAT)]
     for part in (
         f"{gain(FITS_FA3, 'fa3+feather-bandit', 'W2', 'fa3+dfs-weight'):.2f}x dfs-weight and "
-        f"{gain(FITS_FA3, 'fa3+feather-bandit', 'W2', 'fa3'):.2f}x fcfs, p99 {bandit['overall']['ttft_s']['p99']:.1f} s "
-        f"for {dfs['overall']['ttft_s']['p99']:.1f} s",
+        f"{gain(FITS_FA3, 'fa3+feather-bandit', 'W2', 'fa3'):.2f}x fcfs, p99 {p99[0]:.1f} s for {p99[1]:.1f} s",
         f"{earlier[2]:,.0f} here, and {rounds[0]:,.0f}, {rounds[1]:,.0f} and {rounds[2]:,.0f} in three rounds",
         f"six runs lie between {min(earlier + rounds):,.0f} and {max(earlier + rounds):,.0f}",
     ):
