@@ -14,11 +14,12 @@ class PrefillMeter:
 
     Parameters
     ----------
-    chunk_tokens : the most that a step may compute of prompts; None: no limit.
+    chunk_tokens : the most that a step may compute of prompts; None, 0 or less: no limit, as in SGLang's flag.
     """
 
     def __init__(self, chunk_tokens: int | None = None) -> None:
-        self._least_tokens = min(LEAST_TOKENS, chunk_tokens // 2) if chunk_tokens else LEAST_TOKENS
+        half = chunk_tokens // 2 if chunk_tokens and chunk_tokens > 0 else LEAST_TOKENS
+        self._least_tokens = max(1, min(LEAST_TOKENS, half))
         self.seconds_per_token: float | None = None
         self._previous: float | None = None  # when the previous result arrived
 
