@@ -31,7 +31,10 @@ def test_decode_and_small_prefill_are_not_measured():
     assert measured((0.0, 0), (5.0, small), (7.0, LEAST_TOKENS)) == pytest.approx(2.0 / LEAST_TOKENS)
 
 
-@pytest.mark.parametrize(("chunk_tokens", "least"), [(8192, LEAST_TOKENS), (2048, 1024), (512, 256), (128, 64), (1, 1), (0, 1024), (-1, 1024), (None, 1024)])
+@pytest.mark.parametrize(
+    ("chunk_tokens", "least"),
+    [(8192, LEAST_TOKENS), (2048, 1024), (512, 256), (128, 64), (1, 1), (0, 1024), (-1, 1024), (None, 1024)],
+)
 def test_where_chunks_are_small_half_a_chunk_is_measured(chunk_tokens, least):
     """A whole one may never come: decode tokens of mixed chunks count, too."""
     assert measured((0.0, 0), (5.0, 0), chunk_tokens=chunk_tokens) is None
