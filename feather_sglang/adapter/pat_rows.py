@@ -22,7 +22,6 @@ CHUNK = 32  # tokens: sharing is found in multiples of it
 MAX_SLOTS = 1 << 22  # that one step hashes, padding included; the rest waits for the next step
 
 Rows = npt.NDArray[np.int64]
-_NEW, _HASHING, _DONE = range(3)
 
 
 class Hashes:
@@ -130,7 +129,7 @@ class RowSharing:
         self._seen = np.zeros((4, len(generation)), np.int64)  # id, generation, length, entry; by row
         self._present = np.zeros(len(generation), bool)
         self._steps = np.zeros(len(generation), np.int64)
-        self._state = np.zeros(len(generation), np.int8)
+        self._hashed = np.zeros(len(generation), bool)  # the whole row, or its hashes are on their way
         self._chunks = np.zeros(len(generation), np.int64)  # of each row, in the trie
         self._pending: deque[Submitted] = deque()
         self._entries = 0
@@ -238,7 +237,7 @@ class RowSharing:
         self._leave(self._rows[~stays[self._rows]])
         new = rows[~known]
         self._present[new] = True
-        self._state[new] = _NEW
+        self._hashed[new] = False
         self._steps[new] = 0
         self._seen[0, new], self._seen[1, new] = identity[~known], generation[~known]
         self._seen[3, new] = self._entries + np.arange(len(new))
@@ -257,7 +256,6 @@ class RowSharing:
                     self._found[row] = its
                 else:
                     self._join(row, its)
-                    self._state[row] = _DONE
         for row in [row for row in self._found if self._present[row]]:
             its = self._found.pop(row)
             if not self._chunks[row]:
@@ -271,14 +269,14 @@ class RowSharing:
 
     def _hash(self, rows: Rows, lengths: npt.NDArray[np.int32]) -> None:
         """Hash the rows that have settled, but for those that were known to their last chunk."""
-        due = (self._state[rows] == _NEW) & (self._steps[rows] >= self._settled_at)
+        due = ~self._hashed[rows] & (self._steps[rows] >= self._settled_at)
         if not due.any():
             return
         rows, chunks = rows[due], (lengths[due].astype(np.int64) - 1) // CHUNK
         known = self._chunks[rows] == chunks
-        self._state[rows[known]] = _DONE
+        self._hashed[rows[known]] = True
         rows, chunks = rows[~known], chunks[~known]
-        self._state[self._submit(rows, self._seen[3, rows], chunks, in_prefill=False)] = _HASHING
+        self._hashed[self._submit(rows, self._seen[3, rows], chunks, in_prefill=False)] = True
         self._collect()
 
     def _submit(self, rows: Rows, stamps: Rows, chunks: Rows, in_prefill: bool) -> Rows:
