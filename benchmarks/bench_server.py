@@ -37,6 +37,7 @@ from typing import Any
 from server_report import merged, plot, progress, report
 
 from feather_sglang.errors import FeatherError
+from feather_sglang.live.activity import Activity
 from feather_sglang.live.cases import Case, Request, parse_case, probes
 from feather_sglang.live.client import HttpError, call_all, drive
 from feather_sglang.live.machine import Clocks, machine
@@ -238,7 +239,7 @@ class Bench:
         asyncio.run(call_all(server.address, prefixes, limit))
         before = server.counters() if policy is not None else None
         mark = server.printed_bytes()
-        with Clocks() as clocks:
+        with Clocks() as clocks, Activity() as activity:
             rest = limit - (time.monotonic() - begun)
             driven = asyncio.run(drive(server.address, requests, rest, case.steady, server.alive))
         admission = Admission.between(before, server.counters()) if policy is not None else None
@@ -248,6 +249,7 @@ class Bench:
             "steady": steady(driven.streams) if case.steady else None,
             "log": read_log(server.printed(mark), case.batch if case.steady else None),
             "client_cpu": round(driven.cpu_share, 3), "held": driven.held, "clocks": clocks.summary,
+            "activity": activity.summary,
             "seconds": round(time.monotonic() - begun, 2),
         }  # fmt: skip
 

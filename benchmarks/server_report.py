@@ -132,7 +132,7 @@ def details(records: Sequence[Record]) -> str:
     """A line a case and server: latencies, cache hits, and how far the rounds lie apart."""
     rows = [[
         "case", "server", "TTFT s", "p99", "e2e s", "p99", "TPOT p50", "p99", "hit", "done", "failed", "peak", "client",
-        "admission ms/round", "stops", "rounds +-",
+        "admission ms/round", "of run", "stops", "GPU busy", "SMs", "DRAM", "rounds +-",
     ]]  # fmt: skip
     for case in _in_order(records, "case"):
         for server in _in_order(records, "server"):
@@ -148,7 +148,8 @@ def details(records: Sequence[Record]) -> str:
             for key in ("finished", "failed", "peak_running"):
                 row.append(_figure(_mean(r["overall"][key] for r in found), 0))
             row.append(f"{max(r['client_cpu'] for r in found):.0%}")
-            row += _admission([a for r in found if (a := r.get("admission"))])
+            row += _admission([(a, r["overall"]["seconds"]) for r in found if (a := r.get("admission"))])
+            row += _activity([a for r in found if (a := r.get("activity"))])
             row.append(_apart([rate for r in found if (rate := tok_s(r))]))
             rows.append(row)
     return grid(rows)
@@ -249,13 +250,20 @@ def _spread(spread: dict[str, float] | None, unit: str) -> str:
     return f"{spread['mean']:.4g} {unit} (p99 {spread['p99']:.4g})" if spread else "-"
 
 
-def _admission(counts: Sequence[dict[str, Any]]) -> list[str]:
-    """Mean processor time of an admission round, and decisions to stop in all rounds."""
-    rounds = sum(count["rounds"] for count in counts)
+def _admission(counts: Sequence[tuple[dict[str, Any], float]]) -> list[str]:
+    """Processor time of an admission round, and of admission in a run's seconds; decisions to stop in all rounds."""
+    rounds = sum(count["rounds"] for count, _ in counts)
     if not rounds:
-        return ["-", "-"]
-    seconds = sum(count["seconds"] for count in counts)
-    return [f"{1e3 * seconds / rounds:.3f}", f"{sum(count['stops'] for count in counts):,}"]
+        return ["-", "-", "-"]
+    spent = sum(count["seconds"] for count, _ in counts)
+    share = spent / sum(seconds for _, seconds in counts)
+    return [f"{1e3 * spent / rounds:.3f}", f"{share:.1%}", f"{sum(count['stops'] for count, _ in counts):,}"]
+
+
+def _activity(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Percent of the time that anything ran on the GPU, of its multiprocessors, and of its DRAM's bandwidth."""
+    means = [_mean(activity.get(name) for activity in found) for name in ("busy", "sm", "dram")]
+    return ["-" if mean is None else f"{mean:.1f}%" for mean in means]
 
 
 def _apart(values: Sequence[float]) -> str:

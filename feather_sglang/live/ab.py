@@ -20,6 +20,7 @@ from rich.console import Console
 
 from feather_sglang import __version__
 from feather_sglang.errors import FeatherError
+from feather_sglang.live.activity import Activity
 from feather_sglang.live.bench_serving import read_results
 from feather_sglang.live.cases import Case, Request, probes
 from feather_sglang.live.client import HttpError, call_all, drive
@@ -277,14 +278,16 @@ class Comparison:
     def drive(self, server: Server, choice: Choice, record: dict[str, Any]) -> None:
         """Send the workload and keep what came of it."""
         before = server.counters()
-        with Watch(server) as watch, Clocks() as clocks:
+        with Watch(server) as watch, Clocks() as clocks, Activity() as activity:
             driven = asyncio.run(drive(server.address, self.requests, self.remaining(), alive=server.alive))
         server.check()
         admission = Admission.between(before, server.counters())
         if not any(stream.finished for stream in driven.streams):
             errors = [stream.error for stream in driven.streams if stream.error]
             raise ServerFailed(f"no request finished{': ' + errors[0] if errors else ' in time'}")
-        seen = summarize(choice.name, driven, watch.lines, watch.scheduler_seconds, watch.retractions, admission)
+        seen = summarize(
+            choice.name, driven, watch.lines, watch.scheduler_seconds, watch.retractions, admission, activity.summary
+        )
         self.seen.setdefault(choice.name, []).append(seen)
         record |= {
             "summary": seen.summary.as_dict(),
@@ -293,6 +296,7 @@ class Comparison:
             "client_cpu": round(driven.cpu_share, 3),
             "fell_back": watch.fell_back,
             "clocks": clocks.summary,
+            "activity": activity.summary,
             "steps": [[round(value, 3) if value is not None else None for value in step] for step in seen.steps],
             "latencies": [round(seconds, 4) for seconds in seen.latencies],
         }

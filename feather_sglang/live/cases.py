@@ -3,7 +3,8 @@
 A case of the server benchmark is named on its command line:
 
 - ``W1`` .. ``W7``: the project's workloads, requests arriving one by one; ``W5:1200`` takes the first 1,200 requests.
-- ``open:G,L,REQUESTS,RATE[,N]``: the same with other figures; G groups share L tokens each (G = 0: L private tokens).
+- ``open:G,L,REQUESTS,RATE[,N[,LEVELS]]``: the same with other figures; G groups share L tokens each (G = 0: L private
+  tokens), in a tree of so many levels (1).
 - ``decode:B,G,L[,N]``: a steady batch of B requests in G groups with L shared tokens (G = 0: L private tokens each) and
   20 tokens of their own, all at once after their prefixes were put into the cache.
 
@@ -100,11 +101,16 @@ def parse_case(text: str, seed: int = 0, arrivals: str = "poisson") -> Case:
     """
     kind, colon, rest = text.partition(":")
     if kind == "decode":
-        return _decode(text, _numbers(text, rest, 3))
+        return _decode(text, *_numbers(text, rest, 3, [OUTPUT_TOKENS]))
     if kind == "open":
-        groups, tokens, requests, rate, *output = _numbers(text, rest, 4)
-        make = partial(shared_prefix, groups, tokens) if groups else partial(no_sharing, tokens)
-        trace = make(output_tokens=output[0] if output else OUTPUT_TOKENS, rate=rate, requests=requests, seed=seed)
+        groups, tokens, requests, rate, output, levels = _numbers(text, rest, 4, [OUTPUT_TOKENS, 1])
+        if groups:
+            make = partial(shared_prefix, groups, tokens, levels=levels)
+        elif levels == 1:
+            make = partial(no_sharing, tokens)
+        else:
+            raise ValueError(f"{text}: levels need groups that share them")
+        trace = make(output_tokens=output, rate=rate, requests=requests, seed=seed)
     elif kind in WORKLOADS:
         trace = WORKLOADS[kind](seed=seed)
         if colon:
@@ -125,7 +131,7 @@ def evenly_spaced(trace: Trace) -> Trace:
 
 def probes(count: int = 8, groups: int = 2, prefix_tokens: int = 300, output_tokens: int = 32) -> Case:
     """Prompts that are the same in every run: they warm a server up, and their tokens can be compared."""
-    return _decode("probes", [count, groups, prefix_tokens, output_tokens])
+    return _decode("probes", count, groups, prefix_tokens, output_tokens)
 
 
 def fold(tokens: array[int], vocabulary: int) -> array[int]:
@@ -147,10 +153,8 @@ def generate_body(tokens: Sequence[int], output_tokens: int, stream_interval: in
     ).encode()
 
 
-def _decode(name: str, numbers: list[int]) -> Case:
+def _decode(name: str, batch: int, groups: int, shared: int, output: int) -> Case:
     """The groups take turns, as requests of many users would, so that a group's rows are not adjacent."""
-    batch, groups, shared, *rest = numbers
-    output = rest[0] if rest else OUTPUT_TOKENS
     groups = groups or batch
     if batch < 1 or groups > batch or shared < UNIQUE_TOKENS or output < 2:
         raise ValueError(
@@ -162,12 +166,14 @@ def _decode(name: str, numbers: list[int]) -> Case:
     return Case(name, Trace(name, shared, requests), prefixes, steady=True)
 
 
-def _numbers(name: str, text: str, least: int) -> list[int]:
-    """Comma-separated whole numbers: `least` of them, or one more."""
+def _numbers(name: str, text: str, least: int, defaults: Sequence[int] = ()) -> list[int]:
+    """Comma-separated whole numbers: `least` of them, and as many more as there are defaults for."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if not least <= len(numbers) <= least + (least > 1) or any(number < 0 for number in numbers):
-        raise ValueError(f"{name}: give {least}{' or ' + str(least + 1) if least > 1 else ''} whole numbers after ':'")
-    return numbers
+    given = len(numbers) - least
+    if not 0 <= given <= len(defaults) or any(number < 0 for number in numbers):
+        counts = f"{least} to {least + len(defaults)}" if defaults else f"{least}"
+        raise ValueError(f"{name}: give {counts} whole numbers after ':'")
+    return numbers + list(defaults[given:])

@@ -72,6 +72,7 @@ def summarize(
     scheduler_seconds: float | None,
     retractions: int,
     admission: Admission | None = None,
+    activity: Mapping[str, Any] | None = None,
 ) -> Seen:
     """Figures of a run in which some request finished.
 
@@ -104,6 +105,7 @@ def summarize(
         if stream.error is None and stream.due < driven.end
     ]
     held = [(step.kv_use, step.seconds) for step in steps if step.kv_use is not None]
+    worked = activity or {}
     figures: dict[str, Any] = {
         "max_wait": max(waits),
         "kv_mean": sum(use * seconds for use, seconds in held) / sum(seconds for _, seconds in held) if held else None,
@@ -111,6 +113,8 @@ def summarize(
         "stops": admission.stops if admission else None,
         "admission_share": admission.seconds / counted["seconds"] if admission else None,
         "admission_us": admission.seconds / admission.rounds * 1e6 if admission and admission.rounds else None,
+        "gpu_busy": worked["busy"] / 100 if "busy" in worked else None,
+        "dram_use": worked["dram"] / 100 if "dram" in worked else None,
     }
     if not len(gaps):
         figures |= dict.fromkeys(("tbt_mean_ms", "tbt_p50_ms", "tbt_p99_ms"))

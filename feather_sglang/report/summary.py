@@ -14,7 +14,8 @@ class RunSummary:
     """A run of one policy; None is what the run could not tell. Times in seconds unless named otherwise.
 
     `kv_mean` and `kv_peak` are shares of the KV pool that running requests hold, `admission_share` is admission's
-    processor time over the run's time, `admission_us` that of one admission round.
+    processor time over the run's time, `admission_us` that of one admission round; `gpu_busy` is the share of the run
+    in which anything ran on the GPU, `dram_use` the share of its DRAM's bandwidth that was used.
     """
 
     policy: str
@@ -40,6 +41,8 @@ class RunSummary:
     kv_peak: float | None = None
     admission_share: float | None = None
     admission_us: float | None = None
+    gpu_busy: float | None = None
+    dram_use: float | None = None
 
     @classmethod
     def from_times(

@@ -47,6 +47,8 @@ SERVER_FIGURES = (
     *FIGURES[13:-2],
     Figure("kv_mean", "KV use mean", "{:.0%}", None),
     Figure("kv_peak", "KV use peak", "{:.0%}", None),
+    Figure("gpu_busy", "GPU busy", "{:.1%}", None),
+    Figure("dram_use", "DRAM bandwidth used", "{:.0%}", None),
     *FIGURES[-2:],
 )
 

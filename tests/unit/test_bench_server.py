@@ -62,6 +62,8 @@ class TestCases:
         case = parse_case("open:2,100,8,50,7")
         assert {(r.input_length, r.output_length) for r in case.trace.requests} == {(120, 7)}
         assert {r.input_length for r in parse_case("open:0,64,5,10").trace.requests} == {64}
+        tree = parse_case("open:1,100,40,50,7,3").trace.requests
+        assert [len({r.hash_ids[:depth] for r in tree}) for depth in (1, 2, 3, 4)] == [1, 2, 4, 4]
 
     def test_a_batch_shares_its_prefixes_and_nothing_else(self):
         case = parse_case("decode:6,2,100,9")
@@ -79,7 +81,8 @@ class TestCases:
     @pytest.mark.parametrize(
         "text",
         ["W9", "W1:", "W1:0", "W1:2,3", "decode:5,6,100", "decode:0,0,100", "decode:4,2", "decode:4,2,5", "open:1,2",
-         "decode:4,2,100,5,6", "decode:a,2,100", "open:2,-3,8,50"],
+         "decode:4,2,100,5,6", "decode:a,2,100", "open:2,-3,8,50", "open:0,64,5,10,7,2",
+         "open:2,100,8,50,7,1,1"],
     )  # fmt: skip
     def test_bad_cases_are_named(self, text):
         with pytest.raises(ValueError, match=text):
@@ -308,9 +311,15 @@ class TestReport:
     def test_what_admission_took(self):
         counted = {"rounds": 200, "seconds": 0.05, "stops": 1234}
         (row,) = report.details([record("fa3", "W1", 100.0, admission=counted)]).splitlines()[1:]
-        assert row.split()[-2:] == ["0.250", "1,234"]
+        assert row.split()[-6:-3] == ["0.250", "2.5%", "1,234"]  # 50 ms of a run of 2 s
         (row,) = report.details([record("fa3", "W1", 100.0)]).splitlines()[1:]
-        assert row.split()[-2:] == ["-", "-"]
+        assert row.split()[-6:-3] == ["-", "-", "-"]
+
+    def test_what_the_gpu_did(self):
+        rounds = [{"samples": 2, "seconds": 2.0, "busy": 99.0, "dram": dram} for dram in (40.0, 50.0)]
+        records = [record("fa3", "W1", 100.0, round=i, activity=a) for i, a in enumerate([*rounds, None])]
+        (row,) = report.details(records).splitlines()[1:]
+        assert row.split()[-4:] == ["99.0%", "-", "45.0%", "0.0%"]
 
 
 class TestClocks:

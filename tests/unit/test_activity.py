@@ -1,0 +1,98 @@
+"""The GPU's counters, without a GPU: what is made of readings, and of a machine that has none."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from feather_sglang.live import activity
+from feather_sglang.live.activity import Activity, average
+
+
+class Library:
+    """nvidia-ml-py's calls for a GPU that has been at work for a while; the DRAM counter stays unknown."""
+
+    NVML_GPM_METRIC_GRAPHICS_UTIL, NVML_GPM_METRIC_SM_UTIL, NVML_GPM_METRIC_DRAM_BW_UTIL = 1, 2, 10
+    NVML_GPM_METRICS_GET_VERSION, NVML_SUCCESS = 1, 0
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, fails=None):
+        self.fails, self.open, self.samples, self.asked = fails, 0, 0, None
+
+    def nvmlInit(self):
+        if self.fails == "nvmlInit":
+            raise self.NVMLError("driver not loaded")
+        self.open += 1
+
+    def nvmlShutdown(self):
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        self.asked = index
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, name):
+        self.asked = name
+        return name
+
+    def nvmlGpmSampleAlloc(self):
+        return SimpleNamespace(number=None)
+
+    def nvmlGpmSampleGet(self, gpu, sample):
+        if self.fails == "nvmlGpmSampleGet":
+            raise self.NVMLError("not supported")
+        self.samples += 1
+        sample.number = self.samples
+
+    def c_nvmlGpmMetricsGet_t(self):
+        return SimpleNamespace(metrics=[SimpleNamespace() for _ in range(8)])
+
+    def nvmlGpmMetricsGet(self, asked):
+        assert asked.version == 1 and asked.numMetrics == 3 and asked.sample2.number == asked.sample1.number + 1
+        for metric in asked.metrics[:3]:
+            metric.nvmlReturn, metric.value = 0, {1: 90.0, 2: 70.0, 10: float("nan")}[metric.metricId]
+
+
+def seen(library, monkeypatch, gpus=None):
+    monkeypatch.setattr(activity, "pynvml", library)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if gpus is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    with Activity(interval=0.02) as found:
+        time.sleep(0.09)
+    return found.summary
+
+
+def test_readings_follow_each_other_until_the_end(monkeypatch):
+    library = Library()
+    summary = seen(library, monkeypatch)
+    assert summary.pop("samples") == library.samples - 1 >= 2
+    assert summary.pop("seconds") == pytest.approx(0.09, abs=0.05)
+    assert summary == {"busy": 90.0, "sm": 70.0}
+    assert library.open == 0
+
+
+@pytest.mark.parametrize("gpus, asked", [(None, 0), ("", 0), ("2,3", 2), ("GPU-7,1", "GPU-7")])
+def test_the_gpu_is_the_servers(gpus, asked, monkeypatch):
+    library = Library()
+    seen(library, monkeypatch, gpus)
+    assert library.asked == asked
+
+
+@pytest.mark.parametrize("fails", ["nvmlInit", "nvmlGpmSampleGet"])
+def test_a_gpu_that_does_not_tell(fails, monkeypatch):
+    library = Library(fails)
+    assert seen(library, monkeypatch) is None
+    assert library.open == 0
+
+
+def test_without_the_library(monkeypatch):
+    assert seen(None, monkeypatch) is None
+
+
+def test_means_weigh_readings_by_their_time():
+    read = [(1.0, {"busy": 10.0, "dram": 4.0}), (3.0, {"busy": 50.0}), (0.0, {"dram": 900.0})]
+    assert average(read) == {"samples": 3, "seconds": 4.0, "busy": 40.0, "dram": 4.0}
+    assert average([]) is None and average([(1.0, {})]) is None
