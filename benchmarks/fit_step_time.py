@@ -1,27 +1,34 @@
 """Fit the H200 profile of the step-time model to kernel times, and print the error at every point.
 
-    python benchmarks/fit_step_time.py [--row-order F] [--groups F] [--steps F] [--write PROFILE.json]
+    python benchmarks/fit_step_time.py [--row-order F] [--groups F] [--steps F] [--measured DIR] [--write PROFILE.json]
 
 The files (default: tests/data) hold decode attention by row order and by number of groups, and what
-`measure_steps.py` measured. No figure of a scheduling policy enters. `--write` puts the values into a profile,
-leaving names, kinds and sources as they are. Needs SciPy.
+`measure_steps.py` measured; the folder (default: docs/measured) what `bench_decode_kernel.py` and `bench_server.py`
+did. No figure of a scheduling policy enters, and to a check nothing is fitted. `--write` puts the values into a
+profile, leaving names, kinds and sources as they are. Needs SciPy.
 
     decode attention fa3         108 points   mean error   1.5%   largest   5.0%
     decode attention flashinfer   54 points   mean error   2.6%   largest   7.5%
-    decode attention pat          27 points   mean error  13.6%   largest  35.6%
     fa3, unequal rows (a check)   21 points   mean error   8.1%   largest  25.8%
+    decode attention pat          22 points   mean error   6.9%   largest  23.8%
+    pat, 64/8 heads (a check)     27 points   mean error   6.4%   largest  20.8%
+    pat, few requests (a check)   25 points   mean error   5.2%   largest  30.3%
+    pat, PAT's trees (a check)    15 points   mean error  12.6%   largest  29.9%
+    pat, KV in the L2 (a check)   33 points   mean error  19.2%   largest  48.6%
     matrix products               13 points   mean error   1.6%   largest   3.9%
     prefill attention             39 points   mean error   6.5%   largest  24.4%
     whole steps                   26 points   mean error   3.1%   largest   9.9%
+    server with pat (a check)     28 points   mean error   5.0%   largest  53.0%
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +41,10 @@ from feather_sglang.replay.model_shape import load_model
 from feather_sglang.replay.profiles import HardwareProfile, load_profile
 from feather_sglang.replay.step_time import StepTimeModel
 
-DATA = Path(__file__).parent.parent / "tests" / "data"
+ROOT = Path(__file__).parent.parent
+DATA, MEASURED = ROOT / "tests" / "data", ROOT / "docs" / "measured"
 SUFFIX = 120  # tokens of its own that each row of the measured batches has
+L2_BYTES = 62_914_560  # of an H200
 KV_HEADS, HEAD_BYTES = 8, 2 * 128 * 2  # of the measured layer; a token is KV_HEADS * HEAD_BYTES bytes
 QWEN3_LAYER_PRODUCTS = 192_937_984  # weights in a layer of Qwen3-8B
 
@@ -48,6 +57,7 @@ class Point:
     microseconds: float
     lengths: np.ndarray
     sharing: BatchSharing
+    group: int = 4  # query heads to a KV head
 
 
 def decode_point(rows: int, prefix: int, groups: int, order: str, microseconds: float) -> Point:
@@ -66,7 +76,7 @@ def decode_point(rows: int, prefix: int, groups: int, order: str, microseconds: 
 
 def decode_points(row_order: Path, groups: Path) -> dict[str, list[Point]]:
     """Read both decode attention files: kernel -> points."""
-    points: dict[str, list[Point]] = {"fa3": [], "flashinfer": [], "pat": []}
+    points: dict[str, list[Point]] = {"fa3": [], "flashinfer": []}
     for row in json.loads(row_order.read_text()):
         for column, kernel in (("fa3", "fa3"), ("fi", "flashinfer")):
             for order in ("grouped", "shuffled", "interleaved"):
@@ -74,9 +84,42 @@ def decode_points(row_order: Path, groups: Path) -> dict[str, list[Point]]:
                     time = row[f"{column}_{order}"]
                     points[kernel].append(decode_point(row["B"], row["P"], row["groups"], order, time))
     for row in json.loads(groups.read_text()):
-        for column, kernel in (("fa3_p1", "fa3"), ("pat", "pat")):
-            points[kernel].append(decode_point(row["B"], row["P"], row["groups"], "grouped", row[column]))
+        points["fa3"].append(decode_point(row["B"], row["P"], row["groups"], "grouped", row["fa3_p1"]))
     return points
+
+
+def tree_point(name: str, heads: str, microseconds: float) -> Point:
+    """Rebuild the batch of a tree as PAT writes it: nodes per level _ tokens per level, the last level the requests."""
+    nodes, tokens = ([int(number) for number in part.split(",")] for part in name.split("_"))
+    block = math.gcd(*tokens)
+    members = np.arange(nodes[-1])
+    levels = [members]
+    for above, below in zip(nodes[-2::-1], nodes[:0:-1], strict=True):
+        members = members * above // below
+        levels.insert(0, members)
+    # A block is told by its id and all before it, so a node's index among its level will do for each of its blocks.
+    paths = [
+        tuple(int(level[row]) for level, count in zip(levels, tokens, strict=True) for _ in range(count // block))
+        for row in range(nodes[-1])
+    ]
+    lengths = [sum(tokens)] * nodes[-1]
+    query, kv = map(int, heads.split("/"))
+    sharing = BatchSharing.from_paths(paths, block, lengths)
+    return Point(f"{name} at {heads}", microseconds, np.array(lengths, dtype=float), sharing, query // kv)
+
+
+def tree_points(path: Path, heads: str) -> list[Point]:
+    """Read the packed kernel's times at page size 1, L2 warm."""
+    return [
+        tree_point(record["name"], heads, record["systems"]["feather"]["warm_us"])
+        for record in json.loads(path.read_text())["records"]
+        if record["heads"] == heads and record["page_size"] == 1
+    ]
+
+
+def outgrows_l2(point: Point) -> bool:
+    """Tell whether a batch's KV exceeds the L2: a server's layers never find theirs there."""
+    return point.sharing.unique_tokens * KV_HEADS * HEAD_BYTES > L2_BYTES
 
 
 def mixed_points(table: Sequence[dict[str, Any]]) -> list[Point]:
@@ -123,24 +166,18 @@ def fit_row_by_row(points: Sequence[Point], known: RowByRow) -> RowByRow:
 
 
 def fit_packed(points: Sequence[Point], known: Packed) -> Packed:
-    """Fit all but the bandwidth."""
+    """Fit launch, tile and part times and the overlap to times with warm L2; the rest of `known` stays."""
 
     def kernel(x: np.ndarray) -> Packed:
-        return Packed(
-            launch_s=x[0] * 1e-6,
-            dram_bytes_per_s=known.dram_bytes_per_s,
-            row_byte_s=x[1] * 1e-14,
-            path_byte_s=x[2] * 1e-11,
-            overlap=1 + x[3],
-        )
+        return replace(known, launch_s=x[0] * 1e-6, tile_byte_s=x[1] * 1e-11, part_s=x[2] * 1e-7, overlap=1 + x[3])
 
     errors = lambda x: attention_errors(points, kernel(x))  # noqa: E731
-    return kernel(minimise(errors, start=(20, 1, 3.5, 1), scale=(5, 0.3, 1, 1)))
+    return kernel(minimise(errors, start=(12, 2, 1, 1), scale=(5, 1, 1, 1)))
 
 
 def attention_errors(points: Sequence[Point], kernel: AttentionTime) -> np.ndarray:
     """Return the relative error at each point."""
-    predicted = [kernel.seconds(p.lengths, p.sharing, KV_HEADS, HEAD_BYTES) * 1e6 for p in points]
+    predicted = [kernel.seconds(p.lengths, p.sharing, KV_HEADS, HEAD_BYTES, p.group) * 1e6 for p in points]
     return relative(predicted, [p.microseconds for p in points])
 
 
@@ -197,6 +234,28 @@ def whole_steps(model: StepTimeModel, table: Sequence[dict[str, float]]) -> tupl
     return labels, predicted, measured
 
 
+def server_steps(model: StepTimeModel, path: Path) -> tuple[list[str], list[float], list[float]]:
+    """Return labels, predicted and measured output tokens/s of a server with `pat` whose whole batch decodes.
+
+    The first two steps of these runs shared nothing (docs/pat.md).
+    """
+    labels, predicted, measured = [], [], []
+    for record in json.loads(path.read_text())["records"]:
+        kind, _, figures = record["case"].partition(":")
+        if (record["server"], kind) != ("pat", "decode") or not record["steady"]:
+            continue
+        rows, groups, prefix, output = map(int, figures.split(","))
+        lengths = [prefix + 20 + output // 2] * rows
+        shared = BatchSharing.from_paths([(i % (groups or rows), rows + i) for i in range(rows)], prefix, lengths)
+        alone = BatchSharing.from_paths([(i,) for i in range(rows)], prefix, lengths)
+        steps = record["steady"]["output_tokens"] / rows
+        seconds = 2 * model.decode(lengths, alone) + (steps - 2) * model.decode(lengths, shared)
+        labels.append(f"{rows:4d} rows x {prefix:5d}, {groups:2d} groups")
+        predicted.append(rows * steps / seconds)
+        measured.append(record["steady"]["tok_s"])
+    return labels, predicted, measured
+
+
 def fit_rest(profile: HardwareProfile, table: Sequence[dict[str, float]]) -> dict[str, float]:
     """Fit the overhead of a step and the elementwise traffic of a token to whole steps, all else given."""
 
@@ -216,6 +275,29 @@ def replaced(profile: HardwareProfile, **values: Any) -> HardwareProfile:
     return HardwareProfile(**{**vars(profile), **values})
 
 
+def packed_kernel(known: Packed, measured: Path, each: bool) -> Packed:
+    """Fit the packed kernel to a server's batches at 32/8 heads, and print it beside those and all others."""
+    serving = tree_points(measured / "decode_h200_serving.json", "32/8")
+    small = tree_points(measured / "decode_h200_small.json", "32/8")
+    trees = tree_points(measured / "decode_h200.json", "32/8")
+    large = [point for point in serving if outgrows_l2(point)]
+    kernel = fit_packed(large, known)
+    for title, points in (
+        ("decode attention pat", large),
+        ("pat, 64/8 heads (a check)", tree_points(measured / "decode_h200_serving.json", "64/8")),
+        ("pat, few requests (a check)", [point for point in small if outgrows_l2(point)]),
+        ("pat, PAT's trees (a check)", [point for point in trees if outgrows_l2(point)]),
+        ("pat, KV in the L2 (a check)", [point for point in [*serving, *small, *trees] if not outgrows_l2(point)]),
+    ):
+        report_attention(title, points, kernel, each)
+    return kernel
+
+
+def report_attention(title: str, points: Sequence[Point], kernel: AttentionTime, each: bool) -> None:
+    """Print the errors of a decode kernel."""
+    report(title, [p.label for p in points], attention_errors(points, kernel), each)
+
+
 def report(title: str, labels: Sequence[str], errors: np.ndarray, each: bool) -> None:
     """Print one line for the term, and one for each point."""
     mean, largest = np.abs(errors).mean(), np.abs(errors).max()
@@ -231,6 +313,7 @@ def main() -> None:
     parser.add_argument("--row-order", type=Path, default=DATA / "h200_decode_attention_by_row_order.json")
     parser.add_argument("--groups", type=Path, default=DATA / "h200_decode_attention_by_groups.json")
     parser.add_argument("--steps", type=Path, default=DATA / "h200_steps.json")
+    parser.add_argument("--measured", type=Path, default=MEASURED, help="folder of kernel and server measurements")
     parser.add_argument("--write", type=Path, help="profile to put the values into")
     parser.add_argument("--summary", action="store_true", help="print no single points")
     args = parser.parse_args()
@@ -240,16 +323,11 @@ def main() -> None:
 
     kernels: dict[str, AttentionTime] = {}
     for name, points in decode_points(args.row_order, args.groups).items():
-        known = profile.attention[name]
-        if isinstance(known, RowByRow):
-            kernels[name] = fit_row_by_row(points, known)
-        elif isinstance(known, Packed):
-            kernels[name] = fit_packed(points, known)
-        report(f"decode attention {name}", [p.label for p in points], attention_errors(points, kernels[name]), each)
-
+        kernels[name] = fit_row_by_row(points, profile.attention[name])
+        report_attention(f"decode attention {name}", points, kernels[name], each)
     mixed = mixed_points(steps["decode_attention_mixed"])
-    errors = attention_errors(mixed, kernels["fa3"])
-    report("fa3, unequal rows (a check)", [p.label for p in mixed], errors, each)
+    report_attention("fa3, unequal rows (a check)", mixed, kernels["fa3"], each)
+    kernels["pat"] = packed_kernel(profile.attention["pat"], args.measured, each)
 
     values = {"copy_bytes_per_s": steps["copy"]["bytes"] / steps["copy"]["us"] * 1e6}
     products, errors = fit_products(steps["products"])
@@ -266,6 +344,10 @@ def main() -> None:
     model = StepTimeModel(fitted, load_model("qwen3-8b"))
     labels, predicted, measured = whole_steps(model, steps["whole_steps"])
     report("whole steps", labels, relative(predicted, measured), each)
+    labels, predicted, measured = server_steps(
+        StepTimeModel(fitted, load_model("qwen3-8b"), "pat"), args.measured / "server_h200_decode.json"
+    )
+    report("server with pat (a check)", labels, relative(predicted, measured), each)
 
     for name, value in values.items():
         print(f"{name} = {value:.4g}")

@@ -5,6 +5,7 @@ Each kind is a frozen set of constants with one method. Which constants belong t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,7 +18,7 @@ from feather_sglang.replay.batch_sharing import BatchSharing
 class AttentionTime(Protocol):
     """Decode attention of one layer."""
 
-    def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int) -> float:
+    def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int, group: int) -> float:
         """Return the time of one layer.
 
         Parameters
@@ -25,6 +26,7 @@ class AttentionTime(Protocol):
         lengths : shape [rows], tokens of each row.
         kv_heads : KV heads of a layer.
         head_bytes : bytes of a token's K and V for one head.
+        group : query heads to a KV head.
         """
         ...
 
@@ -49,7 +51,7 @@ class RowByRow:
     dram_bytes_per_s: float
     overlap: float
 
-    def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int) -> float:
+    def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int, group: int) -> float:
         compute = self._compute(lengths, kv_heads, head_bytes)
         tokens = self._dram_tokens(float(lengths.sum()), sharing, kv_heads * head_bytes)
         dram = tokens * kv_heads * head_bytes / self.dram_bytes_per_s
@@ -80,24 +82,32 @@ class RowByRow:
 
 @dataclass(frozen=True)
 class Packed:
-    """A kernel that packs the queries of a shared prefix and reads each prefix once.
+    """A kernel that packs the query rows of all requests that share KV into tiles, and reads that KV once for them.
 
-    The work of all rows and the way along the longest row, which one processor goes, overlap partly as above.
+    Three phases follow each other. Shared KV takes what its reading and its tiles' arithmetic take, which overlap
+    partly as above: every tile of `tile_rows` query rows goes along all of the KV, full or not. Then KV that one row
+    has alone is read. Every part of a row, one for each stretch of KV it attends to, has a price of its own.
     """
 
     launch_s: float
     dram_bytes_per_s: float
-    row_byte_s: float  # per byte of KV and row that attends to it
-    path_byte_s: float  # per byte of one head of the longest row
+    processors: float
+    tile_rows: float  # query rows: those of a request are the query heads of a KV head
+    tile_byte_s: float  # per byte of KV that a tile goes along, at one processor
+    part_s: float  # per part and KV head, at one processor
     overlap: float
 
-    def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int) -> float:
-        total = float(lengths.sum())
+    def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int, group: int) -> float:
         token_bytes = kv_heads * head_bytes
-        unique = sharing.unique_tokens + total - sharing.total_tokens
-        work = token_bytes * (unique / self.dram_bytes_per_s + total * self.row_byte_s)
-        path = float(lengths.max()) * head_bytes * self.path_byte_s
-        return self.launch_s + (work**self.overlap + path**self.overlap) ** (1 / self.overlap)
+        read_s = token_bytes / self.dram_bytes_per_s
+        tile_s = token_bytes * self.tile_byte_s / self.processors
+        own = sharing.unique_tokens + float(lengths.sum()) - sharing.total_tokens
+        time = self.launch_s + sharing.parts * kv_heads * self.part_s / self.processors
+        for rows, tokens in sharing.shared:
+            tiles = math.ceil(rows * group / self.tile_rows)
+            time += tokens * (read_s**self.overlap + (tiles * tile_s) ** self.overlap) ** (1 / self.overlap)
+            own -= tokens
+        return time + own * read_s
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,7 @@ class CommonPrefix:
     common_speedup: float  # how much cheaper a byte of the common prefix is
     dram_bytes_per_s: float
 
-    def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int) -> float:
+    def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int, group: int) -> float:
         total = float(lengths.sum())
         token_bytes = kv_heads * head_bytes
         growth = total - sharing.total_tokens

@@ -21,6 +21,8 @@ class BatchSharing:
     adjacent_lcp_tokens : prefix shared with the row before, summed over rows.
     groups : distinct first blocks.
     reuse : row distance -> tokens whose last earlier use lies that many rows before; first uses are in none.
+    shared : rows -> tokens that exactly so many rows share, each token once; two rows or more.
+    parts : stretches of KV that the same rows share, a row's own end among them, summed over rows.
     """
 
     rows: int
@@ -30,6 +32,8 @@ class BatchSharing:
     adjacent_lcp_tokens: int
     groups: int
     reuse: tuple[tuple[int, int], ...]
+    shared: tuple[tuple[int, int], ...]
+    parts: int
 
     @classmethod
     def from_paths(cls, paths: Sequence[tuple[int, ...]], block_size: int, lengths: Sequence[int]) -> BatchSharing:
@@ -44,6 +48,10 @@ class BatchSharing:
         nodes: dict[tuple[int, int], int] = {}  # (parent node, hash id) -> node
         last_row: list[int] = []  # node -> latest row through it
         longest: list[int] = []  # node -> longest row through it
+        start: list[int] = []  # node -> tokens before it
+        above: list[int] = []  # node -> parent node
+        rows_of: list[int] = []  # node -> rows through it
+        ends: list[int] = []  # row -> last node
         reuse: dict[int, int] = {}
         first_uses = 0
         for row, (path, length) in enumerate(zip(paths, lengths, strict=True)):
@@ -56,6 +64,9 @@ class BatchSharing:
                 if node == len(last_row):
                     last_row.append(row)
                     longest.append(end)
+                    start.append(done)
+                    above.append(key[0])
+                    rows_of.append(1)
                     first_uses += end - done
                 else:
                     shared = max(min(end, longest[node]) - done, 0)
@@ -64,7 +75,9 @@ class BatchSharing:
                     first_uses += end - done - shared
                     last_row[node] = row
                     longest[node] = max(longest[node], end)
+                    rows_of[node] += 1
                 done = end
+            ends.append(node)
             first_uses += max(length - done, 0)
         return cls(
             rows=len(paths),
@@ -74,7 +87,23 @@ class BatchSharing:
             adjacent_lcp_tokens=reuse.get(1, 0),
             groups=len({path[:1] for path in paths}),
             reuse=tuple(sorted(reuse.items())),
+            shared=_shared(rows_of, start, longest),
+            parts=_parts(rows_of, above, ends),
         )
+
+
+def _shared(rows_of: list[int], start: list[int], longest: list[int]) -> tuple[tuple[int, int], ...]:
+    tokens: dict[int, int] = {}
+    for rows, begin, end in zip(rows_of, start, longest, strict=True):
+        if rows > 1:
+            tokens[rows] = tokens.get(rows, 0) + end - begin
+    return tuple(sorted(tokens.items()))
+
+
+def _parts(rows_of: list[int], above: list[int], ends: list[int]) -> int:
+    # Where a node has fewer rows than the one above, a new stretch begins for each of them.
+    begun = sum(rows for rows, node in zip(rows_of, above, strict=True) if node < 0 or rows_of[node] != rows)
+    return begun + sum(node < 0 or rows_of[node] > 1 for node in ends)
 
 
 def _common(paths: Sequence[tuple[int, ...]], block_size: int, lengths: Sequence[int]) -> int:

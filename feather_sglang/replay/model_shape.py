@@ -41,6 +41,11 @@ class ModelShape:
         return 2 * self.head_dim * self.element_bytes
 
     @property
+    def group(self) -> int:
+        """Query heads to a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a step reads."""
         return self.params * self.element_bytes

@@ -75,8 +75,9 @@ class StepTimeModel:
         rows = len(lengths)
         if not rows:
             return 0.0
-        layer = self._attention.seconds(lengths, sharing, self.model.kv_heads, self.model.head_bytes)
-        return self.profile.step_overhead_s + self._products(rows, rows) + self.model.layers * layer
+        model = self.model
+        layer = self._attention.seconds(lengths, sharing, model.kv_heads, model.head_bytes, model.group)
+        return self.profile.step_overhead_s + self._products(rows, rows) + model.layers * layer
 
     def _products(self, tokens: float, sampled: int) -> float:
         """Return the time of all matrix products, and of the elementwise work between them."""

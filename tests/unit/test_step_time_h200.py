@@ -12,7 +12,9 @@ from feather_sglang.replay.step_time import BatchSharing, load_profile
 from oracles.decode_batches import grouped, step_model
 
 DATA = Path(__file__).parent.parent / "data"
-LAYER = (8, 2 * 128 * 2)  # KV heads, and bytes per token and head, of the measured layer
+MEASURED = DATA.parent.parent / "docs" / "measured"
+LAYER = (8, 2 * 128 * 2, 4)  # KV heads, bytes per token and head, query heads to a KV head, of the measured layer
+L2_BYTES = 62_914_560
 
 
 def points():
@@ -22,8 +24,7 @@ def points():
                 if f"{column}_{order}" in row:
                     yield kernel, row["B"], row["P"], row["groups"], order, row[f"{column}_{order}"]
     for row in json.loads((DATA / "h200_decode_attention_by_groups.json").read_text()):
-        for column, kernel in (("fa3_p1", "fa3"), ("pat", "pat")):
-            yield kernel, row["B"], row["P"], row["groups"], "grouped", row[column]
+        yield "fa3", row["B"], row["P"], row["groups"], "grouped", row["fa3_p1"]
 
 
 def layer_microseconds(kernel, rows, prefix, groups, order):
@@ -34,12 +35,64 @@ def layer_microseconds(kernel, rows, prefix, groups, order):
 
 @pytest.mark.parametrize(
     ("kernel", "mean", "largest"),
-    [("fa3", 0.02, 0.06), ("flashinfer", 0.03, 0.08), ("pat", 0.15, 0.37)],
+    [("fa3", 0.02, 0.06), ("flashinfer", 0.03, 0.08)],
 )
 def test_measured_decode_attention_is_met(kernel, mean, largest):
     errors = [abs(layer_microseconds(*point[:5]) / point[5] - 1) for point in points() if point[0] == kernel]
-    assert len(errors) == {"fa3": 108, "flashinfer": 54, "pat": 27}[kernel]
+    assert len(errors) == {"fa3": 108, "flashinfer": 54}[kernel]
     assert np.mean(errors) < mean and max(errors) < largest
+
+
+def packed_errors(file, heads="32/8"):
+    """Predicted / measured - 1 of the packed kernel, L2 warm, and whether the KV exceeds the L2, by tree."""
+    attention = load_profile("h200").attention["pat"]
+    errors = {}
+    for record in json.loads((MEASURED / file).read_text())["records"]:
+        nodes, tokens = ([int(n) for n in part.split(",")] for part in record["name"].split("_"))
+        if record["heads"] != heads or record["page_size"] != 1 or len(nodes) > 2:
+            continue
+        prefix, own = (tokens[0], tokens[1]) if len(nodes) == 2 else (tokens[0], 0)
+        lengths, sharing = grouped(nodes[-1], prefix, nodes[0], own=own)
+        query, kv = map(int, heads.split("/"))
+        seconds = attention.seconds(np.array(lengths, dtype=float), sharing, kv, LAYER[1], query // kv)
+        large = record["unique_tokens"] * kv * LAYER[1] > L2_BYTES
+        errors[record["name"]] = (seconds * 1e6 / record["systems"]["feather"]["warm_us"] - 1, large)
+    return errors
+
+
+def test_the_packed_kernel_is_met_on_a_servers_batches():
+    errors = [abs(error) for error, large in packed_errors("decode_h200_serving.json").values() if large]
+    assert len(errors) == 22 and np.mean(errors) < 0.08 and max(errors) < 0.25
+    # With 64 query heads to 8 KV heads tiles fill twice as fast: nothing was fitted to these.
+    errors = [abs(error) for error, _ in packed_errors("decode_h200_serving.json", "64/8").values()]
+    assert len(errors) == 27 and np.mean(errors) < 0.07 and max(errors) < 0.22
+
+
+def test_the_packed_kernel_is_met_where_nothing_was_fitted():
+    small = packed_errors("decode_h200_small.json")
+    errors = [abs(error) for error, large in small.values() if large]
+    assert len(small) == 48 and np.mean(errors) < 0.06 and max(errors) < 0.31
+    assert np.mean([abs(error) for error, _ in small.values()]) < 0.12
+    trees = packed_errors("decode_h200.json")
+    assert abs(trees["256_1024"][0]) < 0.06 and abs(trees["256_4096"][0]) < 0.05  # nothing shared
+    assert abs(trees["1,1024_2048,32"][0]) < 0.1
+
+
+def test_a_server_with_the_packed_kernel_is_met():
+    model = step_model("h200", "pat", "qwen3-8b")
+    errors = []
+    for record in json.loads((MEASURED / "server_h200_decode.json").read_text())["records"]:
+        if record["server"] != "pat" or not record["steady"]:
+            continue
+        rows, groups, prefix, output = map(int, record["case"].removeprefix("decode:").split(","))
+        lengths, sharing = grouped(rows, prefix, groups or rows, own=20 + output // 2, order="interleaved")
+        _, alone = grouped(rows, prefix, rows, own=20 + output // 2)
+        steps = record["steady"]["output_tokens"] / rows
+        # In these runs a batch shared nothing in its first two steps.
+        seconds = 2 * model.decode(lengths, alone) + (steps - 2) * model.decode(lengths, sharing)
+        errors.append((rows, abs(steps * rows / seconds / record["steady"]["tok_s"] - 1)))
+    assert len(errors) == 28 and np.median([error for _, error in errors]) < 0.02
+    assert max(error for rows, error in errors if rows < 500) < 0.07
 
 
 def test_row_order_matters_on_the_h200_as_much_as_measured():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +18,8 @@ def test_sharing_of_a_small_batch():
     assert sharing.common_tokens == 0
     assert sharing.adjacent_lcp_tokens == 20
     assert sharing.reuse == ((1, 20), (2, 10))
+    assert sharing.shared == ((2, 10), (3, 10))
+    assert sharing.parts == 3 + 3 + 1 + 2
 
 
 def test_common_tokens_end_where_any_two_rows_part():
@@ -28,6 +32,7 @@ def test_common_tokens_end_where_any_two_rows_part():
 def test_equal_prompts_share_all_but_what_they_generated():
     sharing = BatchSharing.from_paths([(1, 2), (1, 2)], 10, [15, 15])
     assert (sharing.unique_tokens, sharing.common_tokens) == (15, 15)
+    assert (sharing.shared, sharing.parts) == (((2, 15),), 4)  # what a row generates is a part of its own
 
 
 def lcp(a, b, block, la, lb):
@@ -48,3 +53,9 @@ def test_sharing_agrees_with_comparing_all_pairs(walks):
     assert sharing.adjacent_lcp_tokens == sum(row[-1] for row in before if row)
     assert sharing.common_tokens == min([lcp(paths[0], b, 10, lengths[0], lb) for b, lb in pairs])
     assert sum(tokens for _, tokens in sharing.reuse) == sum(lengths) - sharing.unique_tokens
+    rows_of = Counter(node for path in paths for node in path)
+    assert sharing.shared == tuple(
+        (rows, 10 * blocks) for rows, blocks in sorted(Counter(rows_of.values()).items()) if rows > 1
+    )
+    # Fewer rows from a node on: another part; and what a row generates beyond a shared node is its own.
+    assert sharing.parts == sum(len({rows_of[node] for node in path} | {1}) for path in paths)
