@@ -199,12 +199,13 @@ def report(content: dict[str, Any]) -> str:
 
 
 def plot(records: Sequence[Record], path: Path) -> None:
-    """Bars of output tokens/s: a group a case, a bar a server, the mean of all rounds."""
+    """Bars of output tokens/s: a group a case, a bar a server, the mean of all rounds that were not cut."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    records = [record for record in records if not (record.get("overall") or {}).get("unfinished")]
     servers, cases = _in_order(records, "server"), _in_order(records, "case")
     figure, axis = pyplot.subplots(figsize=(2 + 0.6 * len(servers) * len(cases), 3.6), layout="constrained")
     width = 0.8 / len(servers)
