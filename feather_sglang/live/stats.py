@@ -98,6 +98,7 @@ def overall(streams: Sequence[Stream], end: float) -> dict[str, Any]:
         "tok_s": round(tokens / (last - begin), 1) if last > begin else None,
         "ttft_s": spread(stream.span[0] - stream.due for stream in done),
         "tpot_ms": spread((tpot for stream in done if (tpot := stream.tpot) is not None), 1e3),
+        "tbt_ms": spread(token_gaps(streams), 1e3),
         "e2e_s": spread(stream.span[1] - stream.due for stream in done),
         "cache_hit": round(sum(stream.cached_tokens for stream in answered) / prompts, 4) if prompts else None,
         "peak_running": peak_running(streams),

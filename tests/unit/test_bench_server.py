@@ -129,6 +129,14 @@ class TestStatistics:
         assert whole["ttft_s"]["mean"] == 0.75 and whole["tpot_ms"]["mean"] == 250 and whole["e2e_s"]["mean"] == 3.25
         assert whole["cache_hit"] == pytest.approx(5 / 30, abs=1e-4) and whole["errors"] == ["gone"]
 
+    def test_a_stall_is_told_from_slow_steps(self):
+        """Both take 4 s for 40 tokens, so only the gaps between pieces tell them apart."""
+        stalled = overall([stream((0.0, 1), (0.5, 11), (1.0, 21), (3.5, 31), (4.0, 41))], 9.0)
+        slow = overall([stream((0.0, 1), (1.0, 11), (2.0, 21), (3.0, 31), (4.0, 41))], 9.0)
+        assert stalled["tpot_ms"] == slow["tpot_ms"] and stalled["tpot_ms"]["mean"] == 100
+        assert stalled["tbt_ms"] == {"mean": 100, "p50": 50, "p99": 250}
+        assert slow["tbt_ms"] == {"mean": 100, "p50": 100, "p99": 100}
+
     def test_a_run_that_was_cut_counts_up_to_the_cut(self):
         whole = overall([stream((1.0, 1), (2.0, 11)), stream((1.0, 1), (3.0, 9), finished=False)], 4.0)
         assert whole["unfinished"] == 1 and whole["seconds"] == 4 and whole["tok_s"] == 5
