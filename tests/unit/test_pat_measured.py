@@ -170,6 +170,8 @@ def test_readme_says_the_same():
         f"`pat` {one['pat']:,.0f} tok/s, flashinfer {one['flashinfer']:,.0f}; `pat` {other['pat']:,.0f}, "
         f"fa3 {other['fa3']:,.0f} |"
     ) in README
+    two = throughput("server_h200_tp2.json", "W5:1200")
+    assert f"`pat` {two['pat']:,.0f} tok/s, fa3 {two['fa3']:,.0f} |" in README
 
 
 def test_every_file_is_named():
