@@ -1,10 +1,10 @@
-"""The FINDBEST -> policy -> ADD loop, prefixes that wait, the fairness bound, and the row order of the running batch.
+"""The FINDBEST -> policy -> ADD loop, what waits to gather, the fairness bound, and the row order of the running batch.
 
 One ``BatchBuilder`` serves one scheduler. It knows requests by id only and never touches SGLang: the adapter asks
 ``propose`` for the next request, tries to admit it, and reports back with ``admitted`` or ``skipped``.
 
-Source: Feather, algorithm 7. Prefixes that wait, the fairness bound, the row order and the way back from a mixed batch
-are ours.
+Source: Feather, algorithm 7. Prefixes that wait, paced prefill, the fairness bound, the row order and the way back
+from a mixed batch are ours.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from feather_sglang.cht import Candidate, ChunkedHashTree
 from feather_sglang.gathering import LEAST_TOKENS, Gathering
+from feather_sglang.pacing import Pacing
 from feather_sglang.policies import Action, PolicyState, StopPolicy
 
 # Waiting for a prefix that is being computed pays from here on: less, and the batch had better be filled. More than a
@@ -50,6 +51,13 @@ class BatchBuilder:
         Gives a request's prefix group; only the oracle policy, an upper reference for evaluation, reads it.
     gathering
         Lets prefixes wait for more requests where memory is short. ``None``: they never do.
+    pacing
+        Holds whole rounds so that more requests share a prefill step. ``None``: it never does.
+
+    Attributes
+    ----------
+    held
+        Whether nobody is proposed in this round, so that more gather.
     """
 
     def __init__(
@@ -60,6 +68,7 @@ class BatchBuilder:
         max_wait_rounds: int = 20_000,
         group_of: Callable[[Hashable], Hashable] | None = None,
         gathering: Gathering | None = None,
+        pacing: Pacing | None = None,
     ) -> None:
         self.cht = cht
         self.policy = policy
@@ -67,13 +76,17 @@ class BatchBuilder:
         self.max_wait_rounds = max_wait_rounds
         self.group_of = group_of
         self.gathering = gathering
+        self.pacing = pacing
+        self.held = False
         self.round = 0
         self.stops = 0
         self.overdue_admissions = 0
         self.postponements = 0
+        self.held_rounds = 0
         self.longest_wait = 0.0
         self._now = 0.0
         self._stopped = False  # in this round, for everybody outside the main branch
+        self._anybody_admitted = False  # in this round
         self._unseen: dict[Hashable, int] = {}  # priority of those that arrived since the last round
         self._arrivals: dict[Hashable, Arrival] = {}
         self._undone: Hashable | None = None  # the last ADD, until the scheduler has carried it out
@@ -140,17 +153,31 @@ class BatchBuilder:
 
     # One admission round --------------------------------------------------------------------------------------
 
-    def begin_round(self, now: float, reward: float | None, prefill_seconds: float | None = None) -> None:
+    def begin_round(
+        self,
+        now: float,
+        reward: float | None,
+        prefill_seconds: float | None = None,
+        fixed_seconds: float | None = None,
+        *,
+        in_chunks: bool = False,
+    ) -> None:
         """Open an admission round.
+
+        A held one teaches nothing: its reward belongs to the decisions before it, and is due when the next one is open.
 
         Parameters
         ----------
         now
             Seconds.
         reward
-            Decode tokens/s since the last round, if measured.
+            Decode tokens/s since the last round that was not held, if measured.
         prefill_seconds
             What a token of prefill takes, if known.
+        fixed_seconds
+            What a prefill step takes however few its tokens, if known.
+        in_chunks
+            Whether a prompt is computed chunk by chunk, so that a prefill step follows in any case.
         """
         if self.gathering is not None:
             self.gathering.seconds_per_token = prefill_seconds
@@ -169,8 +196,20 @@ class BatchBuilder:
                 self._stay(request_id, depth)
             else:
                 del self._postponed[request_id]
-        if reward is not None and self.policy is not None:
+        self.held = not in_chunks and self._should_gather(fixed_seconds)
+        self.held_rounds += self.held
+        if reward is not None and self.policy is not None and not self.held:
             self.policy.observe(reward)
+
+    def _should_gather(self, fixed_seconds: float | None) -> bool:
+        """Whether those who could be proposed wait for more of them, before a prefill step stops those who run."""
+        tree = self.cht
+        if self.pacing is None or self._retracted:
+            return False
+        oldest = tree.oldest()
+        if oldest is not None and self._is_late(self._arrivals[oldest]):
+            return False
+        return self.pacing.holds(self._now, len(tree.waiting) - tree.deferred, len(tree.active), fixed_seconds)
 
     def propose(self, batch_size: int, headroom: float, has_room: bool = True) -> Hashable | None:
         """The request to admit next, or None to stop this round.
@@ -191,7 +230,7 @@ class BatchBuilder:
         if overdue is not None:
             self.overdue_admissions += 1
             return overdue
-        if best is None or self._is_one_too_many(best):
+        if best is None or self.held or self._is_one_too_many(best):
             return None
         if self._stopped:
             return self._inside_branch()
@@ -234,6 +273,7 @@ class BatchBuilder:
             self._computing[request_id] = depth
             self.cht.defer(request_id, depth)
         self._undone = None
+        self._anybody_admitted = True
         self.longest_wait = max(self.longest_wait, self._now - self._arrivals[request_id].time)
 
     def postpones(self, request_id: Hashable, cached_tokens: int, missing_tokens: int) -> bool:
@@ -328,6 +368,9 @@ class BatchBuilder:
     def end_round(self) -> None:
         """Close the round: requests passed over compete again in the next, an ADD not carried out teaches nothing."""
         self._cancel_undone()
+        if self._anybody_admitted and self.pacing is not None:
+            self.pacing.admitted(self._now)
+        self._anybody_admitted = False
         self.cht.resume()
         for request_id in list(self.cht.held):
             self.cht.requeue(request_id)
@@ -367,6 +410,7 @@ class BatchBuilder:
             "stops": self.stops,
             "overdue_admissions": self.overdue_admissions,
             "postponements": self.postponements,
+            "held_rounds": self.held_rounds,
             "longest_wait_s": self.longest_wait,
             "waiting": len(self.cht.waiting),
             "active": len(self.cht.active),

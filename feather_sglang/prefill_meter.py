@@ -1,4 +1,4 @@
-"""What a token of prefill takes, measured between results."""
+"""What a token of prefill takes, and a step of it however few its tokens, measured between results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _MEMORY = 64  # steps that the mean follows
 
 
 class PrefillMeter:
-    """Seconds per prompt token of prefill, a moving mean.
+    """Moving means over prefill steps.
 
     The time between two results is the duration of the later step, whether results are processed at once or one step
     late, unless nothing ran in between: then `idle` is due.
@@ -15,21 +15,35 @@ class PrefillMeter:
     Parameters
     ----------
     chunk_tokens : the most that a step may compute of prompts; None, 0 or less: no limit, as in SGLang's flag.
+
+    Attributes
+    ----------
+    seconds_per_token : of the prompt, in large steps; None: none was timed yet.
+    fixed_seconds : what small steps take beyond their tokens; None: none was timed since a large one.
     """
 
     def __init__(self, chunk_tokens: int | None = None) -> None:
         half = chunk_tokens // 2 if chunk_tokens and chunk_tokens > 0 else LEAST_TOKENS
         self._least_tokens = max(1, min(LEAST_TOKENS, half))
         self.seconds_per_token: float | None = None
+        self.fixed_seconds: float | None = None
         self._previous: float | None = None  # when the previous result arrived
 
     def step(self, now: float, prompt_tokens: int) -> None:
         """Take the result of a step that computed so many prompt tokens, at `now` (s, any monotonic clock)."""
-        if prompt_tokens >= self._least_tokens and self._previous is not None and now > self._previous:
-            measured, mean = (now - self._previous) / prompt_tokens, self.seconds_per_token
-            self.seconds_per_token = measured if mean is None else mean + (measured - mean) / _MEMORY
+        if prompt_tokens > 0 and self._previous is not None and now > self._previous:
+            seconds = now - self._previous
+            if prompt_tokens >= self._least_tokens:
+                self.seconds_per_token = _follow(self.seconds_per_token, seconds / prompt_tokens)
+            elif self.seconds_per_token is not None:
+                beyond = max(0.0, seconds - prompt_tokens * self.seconds_per_token)
+                self.fixed_seconds = _follow(self.fixed_seconds, beyond)
         self._previous = now
 
     def idle(self) -> None:
         """Nothing runs any more: the time until the next result says nothing."""
         self._previous = None
+
+
+def _follow(mean: float | None, measured: float) -> float:
+    return measured if mean is None else mean + (measured - mean) / _MEMORY

@@ -36,12 +36,16 @@ class DecodeMeter:
             self._tokens += decode_tokens
         self._previous = now if is_decode else None
 
+    @property
+    def rate(self) -> float | None:
+        """Decode tokens/s since the previous `take`; None where no decode interval was measured."""
+        return self._tokens / self._seconds if self._seconds > 0 else None
+
     def take(self) -> float | None:
-        """Return decode tokens/s since the previous `take`; None where no decode interval was measured."""
-        if self._seconds <= 0:
-            return None
-        rate = self._tokens / self._seconds
-        self._seconds, self._tokens = 0.0, 0
+        """Return `rate`, and begin anew where it is one."""
+        rate = self.rate
+        if rate is not None:
+            self._seconds, self._tokens = 0.0, 0
         return rate
 
     def restart(self, in_flight: int = 0) -> None:

@@ -90,6 +90,12 @@ class FeatherOptions:
     gather: bool = _option(
         True, _switch, "on|off", "Where memory is short, let a prefix wait for more of the requests that share it."
     )
+    pace: float = _option(
+        0.0,
+        _seconds,
+        "SECONDS",
+        "Those who wait gather for up to so long where a prefill step costs the running ones more; 0: never.",
+    )
     features: str = _option(
         "paper", _features, "paper|headroom", "State the learner sees: the paper's, or with memory."
     )

@@ -85,8 +85,8 @@ def _start_policy(scheduler: Any, name: str) -> None:
         raise FeatherError(f"this SGLang does not fit --schedule-policy {name}: {'; '.join(found)}")
     from feather_sglang.adapter.scheduler import make_stop_policy, refuse_unsupported, take_over
 
-    refuse_unsupported(scheduler, name)
     options = FeatherOptions.from_environment()
+    refuse_unsupported(scheduler, name, options)
     take_over(scheduler, name, options, make_stop_policy(name, options))
     logger.info("feather: %s is active (sglang %s)", name, installed_version())
 

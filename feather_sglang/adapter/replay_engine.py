@@ -57,6 +57,7 @@ class Outcome:
         self.served: list[Served] = []
         self.token_gaps = array("d")
         self.batches: list[tuple[float, int, float]] = []  # (clock, rows, seconds) of each decode step
+        self.prefills = 0  # steps
         self.makespan = 0.0
         self.scheduler_seconds = 0.0
         self.retractions = 0
@@ -101,6 +102,7 @@ class Replay:
     def _forward(self, batch: Any, *args: Any, **kwargs: Any) -> GenerationBatchResult:
         if batch.forward_mode.is_extend():
             seconds = self.model.prefill(batch.extend_lens, batch.prefix_lens)
+            self._outcome.prefills += 1
         else:
             lengths = batch.seq_lens_cpu.numpy()
             if batch.reqs is not self._rows:  # SGLang makes a new list whenever the composition changes

@@ -34,6 +34,7 @@ from feather_sglang.batch_builder import BatchBuilder
 from feather_sglang.cht import ChunkedHashTree
 from feather_sglang.errors import FeatherError
 from feather_sglang.gathering import Gathering
+from feather_sglang.pacing import Pacing
 from feather_sglang.policies import StopPolicy, load_policy, make_policy
 from feather_sglang.prefill_meter import PrefillMeter
 from feather_sglang.reward import DecodeMeter
@@ -133,6 +134,7 @@ class FeatherScheduler:
             max_wait=options.max_wait,
             max_wait_rounds=options.max_wait_rounds,
             gathering=_make_gathering(scheduler, options) if policy is not None else None,
+            pacing=Pacing(options.pace) if options.pace else None,
         )
 
     @property
@@ -233,8 +235,12 @@ class FeatherScheduler:
                 self._running_rows = len(running_batch.reqs)
                 self._synchronise(running_batch.reqs)
                 self._note_computed()
-                readings = self.clock(), self._meter.take(), self._prefill_meter.seconds_per_token
-                self.builder.begin_round(*self._agreement.readings(*readings))
+                prefill = self._prefill_meter
+                measured = self._meter.rate, prefill.seconds_per_token, prefill.fixed_seconds
+                readings = self._agreement.readings(self.clock(), *measured)
+                self.builder.begin_round(*readings, in_chunks=self.scheduler.chunked_req is not None)
+                if not self.builder.held:
+                    self._meter.take()
                 if self.policy is not None:
                     self.scheduler.waiting_queue = AdmissionQueue(waiting_queue, self._admissions, self._loop_code)
                     return
@@ -469,8 +475,8 @@ def _leave_adder() -> None:
         PrefillAdder.add_one_req, _add_one_req = _add_one_req, None
 
 
-def refuse_unsupported(scheduler: Any, name: str) -> None:
-    """Raise ``FeatherError`` for a server configuration that feather policies do not support."""
+def refuse_unsupported(scheduler: Any, name: str, options: FeatherOptions) -> None:
+    """Raise ``FeatherError`` for a server configuration that feather policies, or these options, do not support."""
     args = scheduler.server_args
     for unsupported, flag in (
         (getattr(args, "pp_size", 1) > 1, "--pp-size above 1"),
@@ -482,6 +488,12 @@ def refuse_unsupported(scheduler: Any, name: str) -> None:
     ):
         if unsupported:
             raise FeatherError(f"--schedule-policy {name} does not support {flag}; drop it or choose another policy")
+    if options.pace and POLICY_NAMES[name] is None:
+        raise FeatherError(
+            f"--schedule-policy {name} leaves admission to SGLang, so --feather-pace cannot work; drop it"
+        )
+    if options.pace and getattr(args, "enable_mixed_chunk", False):
+        raise FeatherError("--feather-pace saves nothing under --enable-mixed-chunk, where decode goes on; drop one")
     _decision_file(scheduler)  # before anything is changed
 
 

@@ -133,7 +133,7 @@ class Switch:
         if name in FEATHER:
             if found := mismatches():
                 raise FeatherError(f"this SGLang does not fit --schedule-policy {name}: {'; '.join(found)}")
-            refuse_unsupported(scheduler, name)
+            refuse_unsupported(scheduler, name, options)
             return _Plan(name, options, make_stop_policy(name, options))
         if scheduler.enable_priority_scheduling and name not in FOR_PRIORITIES:
             raise FeatherError(f"--enable-priority-scheduling does not allow {name}; choose fcfs, lof or a feather one")
@@ -185,7 +185,8 @@ class Switch:
         }
         if feather is not None:
             stats = feather.stats()
-            state |= {name: stats[name] for name in ("stops", "permutations", "permutation_seconds", "failed")}
+            shown = ("stops", "held_rounds", "permutations", "permutation_seconds", "failed")
+            state |= {name: stats[name] for name in shown}
         return state
 
 

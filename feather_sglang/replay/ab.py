@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -39,7 +40,7 @@ from feather_sglang.report.tables import comparison
 
 DEFAULT_POLICIES = "fcfs,lpm,dfs-weight,feather-order,feather-bandit"
 RESULTS_VERSION = 1
-REPLAY_ONLY = {"profile": "h200", "scheduler_cost": "on", "jobs": 2}
+REPLAY_ONLY = {"profile": "h200", "prefill_graphs": "on", "scheduler_cost": "on", "jobs": 2}
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,10 @@ class Job:
 
 @dataclass
 class RunResult:
-    """What a child process sends back."""
+    """What a child process sends back; `prefills` counts prefill steps."""
 
     summary: RunSummary
+    prefills: int
     batches: list[tuple[float, int, float]]
     latencies: list[float]
     feather: dict[str, Any] | None
@@ -92,6 +94,12 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--max-running", type=int, default=500, metavar="N", help="most running requests (500)")
     server.add_argument("--chunked-prefill", type=int, default=8192, metavar="TOKENS", help="prefill chunk (8192)")
     server.add_argument("--page-size", type=int, default=1, metavar="TOKENS", help="KV page size (1)")
+    server.add_argument(
+        "--prefill-graphs",
+        choices=("on", "off"),
+        default=REPLAY_ONLY["prefill_graphs"],
+        help="off: no prefill step is shorter than the profile's without CUDA graphs (%(default)s)",
+    )
     server.add_argument("--seed", type=int, default=0, help="of the generated workload and of exploration")
     server.add_argument(
         "--scheduler-cost",
@@ -103,6 +111,13 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     policy.add_argument("--feather-chunk-size", type=int, default=64, metavar="TOKENS")
     policy.add_argument("--feather-max-wait", type=float, default=120.0, metavar="SECONDS")
     policy.add_argument("--feather-gather", choices=("on", "off"), default="on", help="let prefixes wait (on)")
+    policy.add_argument(
+        "--feather-pace",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="let those who wait gather for a prefill step, for so long at most (0: never); not feather-order",
+    )
     parser.add_argument("--out", type=Path, default=Path("feather-ab-results"), help="folder for results and plots")
 
 
@@ -151,7 +166,7 @@ def workload(args: argparse.Namespace) -> Trace:
 def step_model(args: argparse.Namespace) -> tuple[StepTimeModel, dict[str, Any]]:
     """The step-time model and the replayed server's settings."""
     profile, shape = load_profile(args.profile), load_model(args.model)
-    model = StepTimeModel(profile, shape, args.attention)
+    model = StepTimeModel(profile, shape, args.attention, prefill_graphs=args.prefill_graphs == "on")
     check_sizes(args)
     settings = {
         "kv_tokens": args.kv_tokens or profile.kv_tokens(shape),
@@ -226,7 +241,7 @@ def result_of(policy: str, outcome: Any) -> RunResult:
     )
     every = max(1, len(outcome.batches) // 4000)
     latencies = [s.finish - s.request.arrival_s for s in served]
-    return RunResult(summary, outcome.batches[::every], latencies, feather)
+    return RunResult(summary, outcome.prefills, outcome.batches[::every], latencies, feather)
 
 
 def _child(work: Callable[[Job, Any], Any], job: Job, log: Path, queue: Any) -> None:
@@ -335,19 +350,27 @@ def chosen_policies(args: argparse.Namespace) -> list[str]:
 
 
 def common_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What FEATHER_OPTIONS holds whatever the policy, whether it is compared or trained."""
+    """What FEATHER_OPTIONS holds for nearly all policies (``suited``), whether they are compared or trained."""
+    if not 0 <= args.feather_pace < math.inf:
+        raise FeatherError(f"--feather-pace {args.feather_pace:g}: expected seconds, 0 or more")
     return {
         "seed": args.seed,
         "chunk_size": args.feather_chunk_size,
         "gather": args.feather_gather == "on",
+        "pace": args.feather_pace,
         "max_wait": args.feather_max_wait,
     }
+
+
+def suited(policy: str, options: dict[str, Any]) -> dict[str, Any]:
+    """These options as that policy takes them: under feather-order SGLang admits, and nothing is paced."""
+    return {**options, "pace": 0.0} if policy == "feather-order" else dict(options)
 
 
 def options_of(args: argparse.Namespace, policies: list[str]) -> dict[str, dict[str, Any]]:
     """What FEATHER_OPTIONS holds for each policy; the policy file goes to the policy that it was trained for."""
     options = {**common_options(args), "explore": args.feather_explore == "on"}
-    by_policy: dict[str, dict[str, Any]] = {name: dict(options) for name in policies}
+    by_policy: dict[str, dict[str, Any]] = {name: suited(name, options) for name in policies}
     if args.feather_policy_file:
         kind = check_policy_file(args.feather_policy_file)
         takers = [name for name in policies if name in (f"feather-{kind}", "feather" if kind == "bandit" else "")]
@@ -403,9 +426,13 @@ def run(args: argparse.Namespace) -> int:
             "profile": args.profile,
             "model": args.model,
             "attention": model.attention_name,
+            "prefill_graphs": args.prefill_graphs,
             "settings": settings,
             "options": by_policy,
-            "runs": {name: {**r.summary.as_dict(), "feather": r.feather} for name, r in results.items()},
+            "runs": {
+                name: {**r.summary.as_dict(), "prefills": r.prefills, "feather": r.feather}
+                for name, r in results.items()
+            },
         },
     )
     plots.throughput({name: r.summary.output_tok_s for name, r in results.items()}, out / "throughput.png")

@@ -26,6 +26,7 @@ _MAY_BE_ZERO = {
     "split_rows",
     "longest_share",
 }
+_MAY_BE_MISSING = {"eager_prefill_s"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class HardwareProfile:
     prefill_tile_keys : a tile takes as long to set up as this many keys.
     elementwise_vectors : hidden vectors that a token moves per layer outside products and attention.
     step_overhead_s : per step, whatever the batch.
+    eager_prefill_s : the least that a prefill step takes without CUDA graphs; None: not known, it may be left out.
     attention : decode attention kernels by name; the first is the default.
     sources : parameter -> where its value is from.
     """
@@ -61,6 +63,7 @@ class HardwareProfile:
     step_overhead_s: float
     attention: dict[str, AttentionTime]
     sources: dict[str, str]
+    eager_prefill_s: float | None = None
 
     def kv_tokens(self, model: ModelShape) -> int:
         """Return how many tokens of KV cache fit beside the weights, in whole thousands."""
@@ -125,7 +128,7 @@ def _parse(document: Any) -> HardwareProfile:
 
 
 def _numbers(entries: Any, names: list[str], where: str, sources: dict[str, str]) -> dict[str, float]:
-    """Return the values called `names`, each {"value", "source"}, and enter their sources."""
+    """Return the values called `names`, each {"value", "source"}, and enter their sources; some may be left out."""
     if not isinstance(entries, dict):
         raise ValueError(f"{where}: must be an object of parameters")
     unknown = sorted(set(entries) - set(names))
@@ -133,6 +136,8 @@ def _numbers(entries: Any, names: list[str], where: str, sources: dict[str, str]
         raise ValueError(f"{where}.{unknown[0]}: no such parameter; known are {', '.join(names)}")
     values = {}
     for name in names:
+        if name in _MAY_BE_MISSING and name not in entries:
+            continue
         key = f"{where}.{name}"
         entry = entries.get(name)
         if not isinstance(entry, dict):

@@ -30,14 +30,28 @@ class StepTimeModel:
     Parameters
     ----------
     attention : name of a decode kernel of the profile; None takes its first.
+    prefill_graphs : whether prefill runs in CUDA graphs; without, no step is shorter than the profile's
+    `eager_prefill_s`.
     """
 
-    def __init__(self, profile: HardwareProfile, model: ModelShape, attention: str | None = None) -> None:
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        model: ModelShape,
+        attention: str | None = None,
+        prefill_graphs: bool = True,
+    ) -> None:
         kernels = profile.attention
         if attention is not None and attention not in kernels:
             raise FeatherError(
                 f"profile {profile.name} has no attention kernel {attention!r}: choose from {', '.join(kernels)}"
             )
+        if not prefill_graphs and profile.eager_prefill_s is None:
+            raise FeatherError(
+                f"profile {profile.name} does not say how long a prefill without CUDA graphs takes (eager_prefill_s): "
+                "leave --prefill-graphs on"
+            )
+        self._least_prefill_s = 0.0 if prefill_graphs else profile.eager_prefill_s or 0.0
         self.profile = profile
         self.model = model
         self.attention_name = attention if attention is not None else next(iter(kernels))
@@ -61,7 +75,8 @@ class StepTimeModel:
         keys = cached + (new + 1) / 2 + self.profile.prefill_tile_keys  # a new token sees all before it, and itself
         pairs = float((padded * keys).sum())
         attention = self._pair_flop * pairs / self.profile.prefill_attention_flop_per_s
-        return self.profile.step_overhead_s + self._products(tokens, len(new)) + attention
+        seconds = self.profile.step_overhead_s + self._products(tokens, len(new)) + attention
+        return max(seconds, self._least_prefill_s)
 
     def decode(self, seq_lens: Sequence[int] | np.ndarray, sharing: BatchSharing) -> float:
         """Return the time of one decode step.

@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     base = ab.Job("fcfs", rest, model, settings, options)
     jobs = [
         base,
-        replace(base, policy="feather-order"),
+        replace(base, policy="feather-order", options=ab.suited("feather-order", options)),
         replace(base, policy=name, label=f"{name} untrained"),
         replace(base, policy=name, label=f"{name} trained", options=frozen),
     ]

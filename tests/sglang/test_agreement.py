@@ -10,6 +10,7 @@ from feather_sglang.adapter.agreement import Agreement
 from feather_sglang.batch_builder import BatchBuilder
 from feather_sglang.cht import ChunkedHashTree
 from feather_sglang.gathering import Gathering
+from feather_sglang.pacing import Pacing
 from feather_sglang.policies import make_policy
 
 
@@ -35,6 +36,7 @@ def serve(rank, store, results, agree):
         max_wait=9.0,
         max_wait_rounds=40,
         gathering=SometimesShort(0),
+        pacing=Pacing(2.5),
     )
     stream, clock = random.Random(7), random.Random(rank)
     decisions, running = [], []
@@ -42,7 +44,9 @@ def serve(rank, store, results, agree):
         for i in range(stream.randrange(4)):
             group = stream.randrange(8)
             builder.arrive((step, i), array("q", [group] * 600 + [step]), most_tokens=1)
-        builder.begin_round(*agreement.readings(step + clock.random(), clock.random() * 1000, clock.random() * 0.01))
+        fixed = clock.choice((None, clock.random()))
+        measured = clock.random() * 1000, clock.random() * 0.01, fixed
+        builder.begin_round(*agreement.readings(step + clock.random(), *measured), in_chunks=stream.random() < 0.1)
         while len(running) < 12 and (r := builder.propose(len(running), 1.0)) is not None:
             if builder.postpones(r, 0, 601):
                 continue
@@ -54,7 +58,7 @@ def serve(rank, store, results, agree):
         decisions.append(tuple(running))
         while running and stream.random() < 0.7:
             builder.leave_batch(running.pop(stream.randrange(len(running))))
-    results[rank] = decisions, builder.postponements
+    results[rank] = decisions, builder.postponements, builder.held_rounds
     dist.destroy_process_group()
 
 
@@ -68,8 +72,8 @@ def decisions_of_two_ranks(tmp_path, agree):
 def test_two_ranks_agree_on_every_batch(tmp_path):
     first, second = decisions_of_two_ranks(tmp_path, agree=True)
     assert first == second
-    decisions, postponements = first
-    assert len(set(decisions)) > 100 and postponements > 20
+    decisions, postponements, held_rounds = first
+    assert len(set(decisions)) > 100 and postponements > 20 and 20 < held_rounds < 200
 
 
 def test_without_agreement_they_part(tmp_path):

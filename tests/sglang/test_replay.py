@@ -102,6 +102,29 @@ def test_on_an_h200_the_bandit_does_not_stop_for_locality(tmp_path, groups):
 
 
 @newest_only
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_paced_prefill_takes_fewer_steps_and_serves_more(tmp_path, graphs):
+    flags = ["--groups", "5", "--requests", "300", "--kv-tokens", "200000", "--model", "qwen3-8b", "--attention", "pat"]
+    flags += ["--scheduler-cost", "off", "--prefill-graphs", graphs, "--policies"]
+    paced = ab(tmp_path / "paced", *flags, "feather-order,feather-bandit", "--feather-pace", "0.1")["runs"]
+    plain = ab(tmp_path / "plain", *flags, "feather-bandit")["runs"]["feather-bandit"]
+    order, bandit = paced["feather-order"], paced["feather-bandit"]
+    assert bandit["requests"] == 300 and bandit["feather"]["held_rounds"] > 100
+    assert order["feather"]["held_rounds"] == plain["feather"]["held_rounds"] == 0  # SGLang admits under feather-order
+    assert bandit["prefills"] < 0.5 * plain["prefills"]
+    assert bandit["output_tok_s"] > 1.02 * plain["output_tok_s"]
+    assert bandit["e2e_mean"] < 0.9 * plain["e2e_mean"] and bandit["ttft_p99"] < plain["ttft_p99"] + 0.1
+
+
+@newest_only
+def test_without_prefill_graphs_small_prefills_take_longer(tmp_path):
+    flags = [*SMALL, "--scheduler-cost", "off", "--policies", "fcfs", "--prefill-graphs"]
+    on, off = ab(tmp_path / "on", *flags, "on"), ab(tmp_path / "off", *flags, "off")
+    assert (on["prefill_graphs"], off["prefill_graphs"]) == ("on", "off")
+    assert off["runs"]["fcfs"]["ttft_p50"] > 0.012 > on["runs"]["fcfs"]["ttft_p50"] > 0
+
+
+@newest_only
 def test_train_writes_a_policy_that_ab_loads(tmp_path, capsys):
     """On the paper's card, where mixing costs, the trained policy stops and beats fcfs on the held-out part."""
     trace = tmp_path / "trace.jsonl"
@@ -121,6 +144,14 @@ def test_train_writes_a_policy_that_ab_loads(tmp_path, capsys):
     assert runs["feather-bandit"]["stops"] > 0
 
 
+@newest_only
+def test_training_under_a_pace(tmp_path):
+    """Row order alone is reported beside it, and is not paced; the clock begins anew with each pass."""
+    small = [*SMALL, "--feather-pace", "0.05", "--scheduler-cost", "off", "--rounds", "2"]
+    assert main(["train", "--policy", "bandit", *small, "--out", str(tmp_path / "policy.json")]) == 0
+    assert (tmp_path / "policy.json").exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -129,6 +160,8 @@ def test_train_writes_a_policy_that_ab_loads(tmp_path, capsys):
         (["--kv-tokens", "300"], "needs 436 tokens of KV, --kv-tokens is 300; raise it"),
         (["--profile", "h100"], "unknown hardware profile 'h100'"),
         (["--requests", "0"], "--requests 0: must be at least 1"),
+        (["--feather-pace", "-1"], "--feather-pace -1: expected seconds, 0 or more"),
+        (["--profile", "rtx6000ada", "--prefill-graphs", "off"], "does not say how long a prefill without CUDA graphs"),
         (["no-such-trace.jsonl"], "no-such-trace.jsonl: no such trace file"),
         (["--feather-policy-file", "missing.json"], "missing.json"),
     ],

@@ -159,9 +159,23 @@ def test_options_come_with_the_order(server, tmp_path):
     assert (one.feather.options.max_wait, one.feather.options.policy_file) == (120.0, None)
 
 
+def test_prefill_is_paced_from_a_switch_on(server):
+    one = server("fcfs")
+    order(one, "feather", pace=0.5)
+    assert one.feather.builder.pacing.bound == 0.5 and state(one)["held_rounds"] == 0
+    one.feather.builder.held_rounds = 3
+    assert state(one)["held_rounds"] == 3
+    order(one, "feather-heuristic")
+    assert one.feather.builder.pacing is None and state(one)["held_rounds"] == 0
+    order(one, "fcfs")
+    assert "held_rounds" not in state(one)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
+        ("feather", {"pace": -1}, "options: pace=-1: expected seconds, 0 or more"),
+        ("feather-order", {"pace": 1}, "--schedule-policy feather-order leaves admission to SGLang"),
         ("feather", {"chunk_size": 0}, "options: chunk_size=0: expected a whole number of at least 1"),
         ("feather", {"chunks": 3}, "options: unknown option 'chunks'"),
         ("feather", {"allow_switch": "off"}, "options: allow_switch cannot change while the server runs"),

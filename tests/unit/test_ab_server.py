@@ -56,6 +56,9 @@ class TestCommandLine:
         [
             (["--jobs", "1"], "--jobs goes with --engine replay"),
             (["--profile", "rtx6000ada"], "--profile goes with --engine replay"),
+            (["--prefill-graphs", "off"], "--prefill-graphs goes with --engine replay"),
+            (["--feather-pace", "-1"], "--feather-pace -1: expected seconds, 0 or more"),
+            (["--feather-pace", "inf"], "--feather-pace inf: expected seconds, 0 or more"),
             (["--policies", "fcfs,fifo"], "unknown ['fifo']"),
             (["--attention", "fa3,fa9"], "--attention fa3,fa9: each once, of fa3, flashinfer"),
             (["--attention", "fa3,fa3"], "each once"),
@@ -109,13 +112,21 @@ class TestCommandLine:
         fcfs, feather = ab.configurations(args, ["fcfs", "feather"])
         assert fcfs.options == {}
         # Null undoes the policy file of another policy; the chunk size is the user's on all servers.
-        assert feather.options == {"policy_file": None, "seed": 0, "max_wait": 9.0, "explore": True, "gather": True}
+        told = {"policy_file": None, "seed": 0, "max_wait": 9.0, "explore": True, "gather": True, "pace": 0.0}
+        assert feather.options == told
 
     @pytest.mark.parametrize("word", ["on", "off"])
     def test_whether_prefixes_gather_reaches_servers_new_and_running(self, word):
         fcfs, feather = ab.configurations(arguments("--feather-gather", word), ["fcfs", "feather"])
         assert f"--feather-gather {word}" in " ".join(feather.flags) and "--feather-gather" not in fcfs.flags
         assert feather.options["gather"] is (word == "on")
+
+    def test_a_pace_reaches_servers_new_and_running_but_for_feather_order(self):
+        policies = ["fcfs", "feather-order", "feather"]
+        fcfs, order, feather = ab.configurations(arguments("--feather-pace", "0.1"), policies)
+        assert "--feather-pace 0.1" in " ".join(feather.flags) and feather.options["pace"] == 0.1
+        assert "--feather-pace 0.0" in " ".join(order.flags) and order.options["pace"] == 0  # SGLang admits there
+        assert "--feather-pace" not in fcfs.flags
 
     def test_every_backend_with_every_policy(self):
         found = ab.configurations(arguments("--attention", "fa3,pat"), ["fcfs", "feather"])

@@ -26,7 +26,7 @@ def test_unset_and_empty_give_the_defaults():
 
 def test_round_trip_through_the_environment():
     options = FeatherOptions(
-        chunk_size=16, max_wait=2.5, seed=7, explore=False, row_order=False, gather=False, features="headroom"
+        chunk_size=16, max_wait=2.5, seed=7, explore=False, row_order=False, gather=False, pace=0.1, features="headroom"
     )
     environment: dict[str, str] = {}
     options.to_environment(environment)
@@ -46,6 +46,11 @@ def test_round_trip_through_the_environment():
         ('{"max_wait": NaN}', "max_wait=nan"),
         ('{"explore": "maybe"}', "explore='maybe': expected on or off"),
         ('{"gather": 1}', "gather=1: expected on or off"),
+        ('{"pace": -0.1}', "pace=-0.1: expected seconds, 0 or more"),
+        ('{"pace": true}', "pace=True: expected seconds, 0 or more"),
+        ('{"pace": Infinity}', "pace=inf: expected seconds, 0 or more"),
+        ('{"pace": "fast"}', "pace='fast'"),
+        ('{"pace": null}', "pace=None"),
         ('{"features": "all"}', "expected paper or headroom"),
         ('{"policy_file": "/no/such/file.json"}', "no such file"),
         ('{"record_plan": "/no/such/folder"}', "no such directory: create it first"),
@@ -73,6 +78,15 @@ def test_prefixes_gather_unless_told_not_to():
     assert not FeatherOptions().updated({"gather": "off"}).gather  # may change while a server runs
 
 
+def test_prefill_is_not_paced_unless_told_to():
+    assert FeatherOptions().pace == 0
+    parse("--feather-pace", "0.1")
+    assert FeatherOptions.from_environment().pace == 0.1
+    assert FeatherOptions().updated({"pace": 0.25}).pace == 0.25  # may change while a server runs
+    parse("--feather-pace", "0")
+    assert FeatherOptions.from_environment() == FeatherOptions()
+
+
 def test_without_flags_the_variable_is_left_alone(monkeypatch):
     monkeypatch.setenv(VARIABLE, '{"seed": 3}')
     parse()
@@ -87,6 +101,9 @@ def test_without_flags_the_variable_is_left_alone(monkeypatch):
         ("--feather-policy-file", "/no/such/file.json", "no such file"),
         ("--feather-row-order", "yes", "expected on or off"),
         ("--feather-gather", "no", "expected on or off"),
+        ("--feather-pace", "-1", "expected seconds, 0 or more"),
+        ("--feather-pace", "nan", "expected seconds, 0 or more"),
+        ("--feather-pace", "soon", "could not convert"),
         ("--feather-record-plan", "/no/such/folder", "no such directory"),
     ],
 )
@@ -110,7 +127,17 @@ def test_help_lists_every_flag_with_its_default():
     parser = argparse.ArgumentParser()
     add_flags(parser)
     text = " ".join(parser.format_help().split())
-    for name in ("policy-file", "chunk-size", "max-wait", "max-wait-rounds", "seed", "explore", "row-order", "gather"):
+    for name in (
+        "policy-file",
+        "chunk-size",
+        "max-wait",
+        "max-wait-rounds",
+        "seed",
+        "explore",
+        "row-order",
+        "gather",
+        "pace",
+    ):
         assert f"--feather-{name}" in text
     assert "Default: 64." in text and "Default: on." in text
 

@@ -1,4 +1,4 @@
-"""Time per token of prefill: only what a large step took counts."""
+"""Time per token of prefill, of which only what a large step took counts, and what a small one takes beyond it."""
 
 import pytest
 from hypothesis import given
@@ -7,12 +7,20 @@ from hypothesis import strategies as st
 from feather_sglang.prefill_meter import LEAST_TOKENS, PrefillMeter
 
 
-def measured(*steps, chunk_tokens=None):
+def metered(*steps, chunk_tokens=None):
     """Steps as (time, prompt tokens); None is an idle spell."""
     meter = PrefillMeter(chunk_tokens)
     for step in steps:
         meter.idle() if step is None else meter.step(*step)
-    return meter.seconds_per_token
+    return meter
+
+
+def measured(*steps, chunk_tokens=None):
+    return metered(*steps, chunk_tokens=chunk_tokens).seconds_per_token
+
+
+def fixed(*steps, chunk_tokens=None):
+    return metered(*steps, chunk_tokens=chunk_tokens).fixed_seconds
 
 
 def test_a_step_takes_the_time_since_the_result_before():
@@ -82,3 +90,56 @@ def test_results_that_arrive_late_measure_the_same(steps):
         made.append((now := now + duration, tokens))
     one, other = measured(*made), measured(*[(when + 0.75, tokens) for when, tokens in made])
     assert (one is None and other is None) or one == pytest.approx(other)
+
+
+# What a step takes however few its tokens -------------------------------------------------------------------------
+
+LARGE = (0.0, 0), (2.0, 2000)  # a millisecond a token
+
+
+def test_a_small_step_takes_a_fixed_time_and_that_of_its_tokens():
+    assert fixed(*LARGE, (2.3, 200)) == pytest.approx(0.1)
+    assert fixed(*LARGE, (2.5, 1)) == pytest.approx(0.499)
+    meter = metered(*LARGE, (2.3, 200))
+    assert meter.seconds_per_token == pytest.approx(1e-3)  # a small step says nothing about it
+
+
+def test_the_fixed_time_is_unknown_before_a_small_step_after_a_large_one():
+    assert fixed() is None
+    assert fixed(*LARGE) is None
+    assert fixed(*LARGE, (2.5, 0), (4.5, 2000)) is None  # decode, and a large one
+    assert fixed((0.0, 0), (1.0, 100), (2.0, 100)) is None  # what a token takes is not known
+    assert fixed(*LARGE, None, (9.0, 100)) is None  # since when, nobody knows
+    assert fixed(*LARGE, (2.0, 100), (1.0, 100)) is None  # a clock that stands still, or steps back
+
+
+def test_where_chunks_are_small_only_less_than_half_of_one_is_a_small_step():
+    steps = (0.0, 0), (0.2, 200), (0.5, 100)
+    assert fixed(*steps) is None
+    assert fixed(*steps, chunk_tokens=400) == pytest.approx(0.2)
+    assert fixed(*steps, chunk_tokens=200) is None
+
+
+def test_no_step_takes_less_than_its_tokens():
+    assert fixed(*LARGE, (2.1, 200)) == 0
+    assert fixed(*LARGE, (2.1, 200), (2.9, 160)) == pytest.approx(0.64 / 64)
+
+
+def test_the_mean_fixed_time_follows_the_machine():
+    steps = [*LARGE, *((2.0 + 0.5 * t, 100) for t in range(1, 100))]
+    assert fixed(*steps) == pytest.approx(0.4)
+    assert fixed(*steps, (steps[-1][0] + 5.1, 100)) == pytest.approx(0.4 + 4.6 / 64)
+    slower = [(steps[-1][0] + t, 100) for t in range(1, 500)]
+    assert fixed(*steps, *slower) == pytest.approx(0.9, rel=0.01)
+
+
+@given(steps)
+def test_the_mean_fixed_time_lies_among_the_small_steps(steps):
+    now, made, small, known = 0.0, [(0.0, 0)], [], False
+    for duration, tokens in steps:
+        made.append((now := now + duration, tokens))
+        known = known or tokens >= LEAST_TOKENS
+        small += [duration] if known and 0 < tokens < LEAST_TOKENS else []
+    found = fixed(*made)
+    assert (found is None) == (not small)
+    assert not small or 0 <= found <= max(small) * 1.001

@@ -48,6 +48,27 @@ def test_a_profile_of_ones_own_is_read_by_path(tmp_path):
     assert StepTimeModel(mine, load_model()).prefill([1], [0]) > 0.5
 
 
+def test_without_prefill_graphs_no_prefill_is_shorter_than_measured():
+    profile, shape = load_profile("h200"), load_model("qwen3-8b")
+    steps = json.loads((Path(__file__).parents[1] / "data" / "h200_steps.json").read_text())["whole_steps"]
+    shortest = min(step["prefill_us"] for step in steps) * 1e-6
+    assert 0.97 * shortest < profile.eager_prefill_s <= shortest
+    graphs, eager = StepTimeModel(profile, shape), StepTimeModel(profile, shape, prefill_graphs=False)
+    assert graphs.prefill([20], [5000]) < 0.6 * profile.eager_prefill_s == 0.6 * eager.prefill([20], [5000])
+    assert graphs.prefill([2000], [0]) == eager.prefill([2000], [0]) > profile.eager_prefill_s
+    assert eager.prefill([], []) == 0
+
+
+def test_a_profile_that_knows_no_prefill_without_graphs(tmp_path):
+    mine = load_profile(changed(tmp_path, lambda document: document["parameters"].pop("eager_prefill_s")))
+    for profile in (mine, load_profile("rtx6000ada")):
+        assert profile.eager_prefill_s is None
+        StepTimeModel(profile, load_model())
+        says = rf"^profile {profile.name} does not say .* \(eager_prefill_s\): leave --prefill-graphs on$"
+        with pytest.raises(FeatherError, match=says):
+            StepTimeModel(profile, load_model(), prefill_graphs=False)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -56,6 +77,8 @@ def test_a_profile_of_ones_own_is_read_by_path(tmp_path):
         (lambda d: d.update(name=None), "name and title must be strings"),
         (lambda d: d["parameters"].pop("memory_bytes"), "parameters.memory_bytes: missing"),
         (lambda d: d["parameters"].update(speed=1), "parameters.speed: no such parameter"),
+        (lambda d: d["parameters"].update(eager_prefill_s=0.01), "eager_prefill_s: missing, or not an object"),
+        (lambda d: d["parameters"]["eager_prefill_s"].update(value=0), "eager_prefill_s.value: must be"),
         (lambda d: d["parameters"]["memory_bytes"].update(value=-1), "parameters.memory_bytes.value: must be"),
         (lambda d: d["parameters"]["memory_bytes"].update(value=float("nan")), "memory_bytes.value: must be"),
         (lambda d: d["parameters"]["memory_bytes"].update(value=True), "memory_bytes.value: must be"),

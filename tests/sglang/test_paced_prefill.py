@@ -1,0 +1,205 @@
+"""Paced prefill inside the installed SGLang: rounds that are held, and what they leave alone."""
+
+import pytest
+from harness import OverlapServer, Server
+
+from feather_sglang.adapter import scheduler as feather_scheduler
+from feather_sglang.errors import FeatherError
+from feather_sglang.policies import make_policy
+
+DECODE, FIXED, TOKEN = 0.01, 0.05, 1e-4  # seconds of a decode step; of a prefill step, and of each token in it
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """Checked after every step, on a clock; it has timed prefill."""
+    monkeypatch.setenv("FEATHER_DEBUG_CHECK", "1")
+    made = []
+
+    def make(pace=1.0, policy="feather-bandit", kind=Server, timed=True, **overrides):
+        monkeypatch.setenv("FEATHER_OPTIONS", f'{{"pace": {pace}}}')
+        one = kind(tmp_path, policy, **overrides)
+        made.append(one)
+        run_on_clock(one)
+        if timed:
+            one.feather._prefill_meter.seconds_per_token, one.feather._prefill_meter.fixed_seconds = TOKEN, FIXED
+        return one
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def run_on_clock(one):
+    one.now, one.prefills = 0.0, 0
+    one.feather.clock = lambda: one.now
+    forward = one.scheduler.run_batch
+
+    def run_batch(batch, *args, **kwargs):
+        decodes = batch.forward_mode.is_decode()
+        one.prefills += not decodes
+        one.now += DECODE if decodes else FIXED + TOKEN * sum(batch.extend_lens)
+        return forward(batch, *args, **kwargs)
+
+    one.scheduler.run_batch = run_batch
+
+
+def submit(one, *names, outputs=200):
+    for name in names:
+        assert one.submit(name, [7] * 130 + [20 + int(name[1:])] * 4, max_new_tokens=outputs)
+
+
+def run(one, *names, **more):
+    """Submit and step until all of them decode."""
+    submit(one, *names, **more)
+    while not all(one.requests[name].output_ids for name in names):
+        one.step()
+
+
+def waiting(one):
+    return {req.rid for req in one.scheduler.waiting_queue}
+
+
+def modes(one, steps):
+    return ["decode" if one.step().forward_mode.is_decode() else "prefill" for _ in range(steps)]
+
+
+def test_a_held_round_decodes_on_and_leaves_the_batch_open(server):
+    one = server()
+    run(one, "r0", "r1", "r2", "r3")
+    assert one.prefills == 1
+    submit(one, "a0", "a1")
+    while 2 * one.now / 2 < 4 * FIXED:  # the four were admitted at 0
+        held = one.feather.builder.held_rounds
+        assert modes(one, 1) == ["decode"] and waiting(one) == {"a0", "a1"}
+        assert one.feather.builder.held_rounds == held + 1 and not one.scheduler.running_batch.batch_is_full
+    assert one.feather.builder.held_rounds > 5
+    assert modes(one, 1) == ["prefill"] and not waiting(one)
+    one.drain()
+    one.assert_nothing_left()
+    assert all(len(tokens) == 200 for tokens in one.outputs().values())
+
+
+def serve_singles(one):
+    """One beside eight every third step."""
+    run(one, *(f"r{i}" for i in range(8)), outputs=120)
+    before = one.prefills
+    for i in range(30):
+        submit(one, f"a{i}", outputs=5 + i % 7)
+        for _ in range(3):
+            one.step()
+    one.drain()
+    one.assert_nothing_left()
+    assert [len(one.requests[f"a{i}"].output_ids) for i in range(30)] == [5 + i % 7 for i in range(30)]
+    assert all(len(one.requests[f"r{i}"].output_ids) == 120 for i in range(8))
+    return one.prefills - before
+
+
+@pytest.mark.parametrize("kind", [Server, OverlapServer])
+def test_those_who_arrive_singly_share_prefill_steps_and_all_finish(server, kind):
+    paced, plain = serve_singles(server(kind=kind)), serve_singles(server(0, kind=kind))
+    assert 3 <= paced < 0.6 * plain
+
+
+def test_off_is_off(server):
+    one = server(0)
+    assert one.feather.builder.pacing is None
+    serve_singles(one)
+    assert one.feather.builder.held_rounds == 0
+
+
+def test_nothing_is_held_until_a_small_prefill_was_timed(server):
+    one = server(timed=False)
+    run(one, "r0")
+    assert one.submit("large", [9] * 1500, max_new_tokens=2)
+    one.step()
+    submit(one, "a0")
+    assert modes(one, 1) == ["prefill"] and one.feather.builder.held_rounds == 0
+    meter = one.feather._prefill_meter
+    assert meter.fixed_seconds == pytest.approx(FIXED, rel=0.1)
+    submit(one, "a1")
+    assert modes(one, 1) == ["decode"] and one.feather.builder.held_rounds == 1
+    one.drain()
+    one.assert_nothing_left()
+
+
+def test_a_prompt_in_chunks_is_not_held_up(server):
+    one = server(pace=100.0, chunked_prefill_size=128)
+    one.feather._prefill_meter.fixed_seconds = 100.0
+    run(one, "r0", "r1", "r2", "r3", outputs=60)
+    assert one.submit("long", [9] * 1000, max_new_tokens=2)
+    one.now += 100.0
+    one.step()
+    assert one.scheduler.chunked_req.rid == "long" and one.feather.builder.held_rounds == 0
+    submit(one, "a0", outputs=2)
+    found = []
+    while one.scheduler.chunked_req is not None:
+        found += modes(one, 1)
+        assert one.feather.builder.held_rounds == 0
+    assert found == ["prefill"] * 7 and not waiting(one)  # the last chunk left room for it
+    submit(one, "a1", outputs=2)
+    assert modes(one, 2) == ["decode"] * 2 and waiting(one) == {"a1"} and one.feather.builder.held_rounds == 2
+    one.drain()
+    one.assert_nothing_left()
+
+
+def test_the_reward_after_held_rounds_is_over_all_of_them(server):
+    one = server()
+    policy = one.feather.builder.policy = make_policy("always-add")
+    rewards, policy.observe = [], lambda reward: rewards.append(reward)
+    run(one, "r0", "r1", "r2", "r3")
+    submit(one, "a0")
+    one.step()
+    begin = one.now
+    for extra in (0.0, 0.03, 0.02, 0.01):
+        one.now += extra  # steps of different length
+        one.step()
+    assert one.feather.builder.held_rounds == 5 and not rewards
+    seconds, one.feather.builder.pacing.bound = one.now - begin, 0.0
+    one.step()
+    assert rewards == [pytest.approx(4 * 4 / seconds)]
+    one.drain()
+
+
+@pytest.mark.parametrize(("first_rank", "holds"), [(FIXED, True), (None, False)])
+def test_the_fixed_cost_is_the_first_ranks(server, monkeypatch, first_rank, holds):
+    one = server()
+    run(one, "r0", "r1", "r2", "r3")
+    own = None if first_rank else FIXED
+    one.feather._prefill_meter.fixed_seconds = own
+
+    def readings(now, reward, seconds_per_token, fixed_seconds):
+        assert (now, seconds_per_token, fixed_seconds) == (one.now, TOKEN, own)
+        return now, reward, seconds_per_token, first_rank
+
+    monkeypatch.setattr(one.feather._agreement, "readings", readings)
+    submit(one, "a0")
+    assert modes(one, 1) == ["decode" if holds else "prefill"] and one.feather.builder.held is holds
+    one.drain()
+
+
+def test_what_pacing_cannot_go_with_ends_start_up(server, monkeypatch):
+    with pytest.raises(FeatherError, match=r"^--schedule-policy feather-order leaves admission to SGLang, .*drop it$"):
+        server(policy="feather-order")
+    with pytest.raises(FeatherError, match=r"^--feather-pace saves nothing under --enable-mixed-chunk, .*drop one$"):
+        server(enable_mixed_chunk=True, chunked_prefill_size=128)
+    assert server(0, enable_mixed_chunk=True, chunked_prefill_size=128).feather.builder.pacing is None
+    assert server(0, policy="feather-order").feather.builder.pacing is None
+
+
+def test_a_failure_while_a_round_is_held_is_served_as_fcfs(server, monkeypatch):
+    one = server()
+    run(one, "r0", "r1", "r2", "r3", outputs=20)
+    counter = feather_scheduler.failure_counter()
+    before = counter._value.get()
+
+    def fail(*args):
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(one.feather.builder.pacing, "holds", fail)
+    monkeypatch.setenv("FEATHER_DEBUG_CHECK", "0")
+    one.scheduler.__dict__.pop("get_next_batch_to_run", None)  # its check would say that feather failed
+    submit(one, "a0", outputs=20)
+    one.drain()
+    assert one.feather.failed and counter._value.get() == before + 1
+    assert all(len(tokens) == 20 for tokens in one.outputs().values())

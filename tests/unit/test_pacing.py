@@ -1,0 +1,342 @@
+"""Paced prefill: the rule, and rounds of a batch builder that are held."""
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from feather_sglang.batch_builder import BatchBuilder
+from feather_sglang.cht import ChunkedHashTree
+from feather_sglang.gathering import Gathering
+from feather_sglang.pacing import Pacing
+from feather_sglang.policies import Action, make_policy
+
+FIXED = 0.01
+
+
+def pacing(bound=1.0, admitted=0.0):
+    made = Pacing(bound)
+    made.admitted(admitted)
+    return made
+
+
+# The rule -------------------------------------------------------------------------------------------------------
+
+
+def test_it_holds_until_those_who_wait_have_waited_as_long_as_a_step_costs_those_who_run():
+    """On average each of them came in the middle: 4 x 0.05 s against 20 x 0.01 s."""
+    rule = pacing(admitted=7.0)
+    assert rule.holds(7.0, waiting=4, running=20, fixed_seconds=FIXED)
+    assert rule.holds(7.0999, waiting=4, running=20, fixed_seconds=FIXED)
+    assert not rule.holds(7.1001, waiting=4, running=20, fixed_seconds=FIXED)
+    assert not rule.holds(7.0999, waiting=5, running=20, fixed_seconds=FIXED)
+    assert not rule.holds(7.0999, waiting=4, running=19, fixed_seconds=FIXED)
+    assert not rule.holds(7.0999, waiting=4, running=20, fixed_seconds=0.9 * FIXED)
+
+
+def test_the_interval_is_the_one_that_costs_least():
+    """Arrivals at a steady rate: what all wait for in a second, by the interval between prefill steps."""
+    rate, running = 50.0, 40
+
+    def cost(interval):
+        return rate * interval / 2 + running * FIXED / interval
+
+    rule = pacing(bound=10.0)
+    found = next(t / 1e4 for t in range(1, 10**5) if not rule.holds(t / 1e4, rate * t / 1e4, running, FIXED))
+    assert cost(found) == pytest.approx(min(cost(t / 1e4) for t in range(1, 10**4)), rel=1e-6)
+
+
+def test_the_bound():
+    for bound in (0.1, 3.0):
+        rule = pacing(bound)
+        assert rule.holds(0.999 * bound, waiting=1, running=10**6, fixed_seconds=FIXED)
+        assert not rule.holds(bound, waiting=1, running=10**6, fixed_seconds=FIXED)
+    assert not pacing(bound=0).holds(0.0, waiting=1, running=10**6, fixed_seconds=FIXED)
+
+
+def test_nothing_is_held_without_a_reason():
+    assert not Pacing(1.0).holds(0.0, waiting=1, running=10**6, fixed_seconds=FIXED)  # nobody was ever admitted
+    rule = pacing(admitted=5.0)
+    assert rule.holds(5.0, waiting=1, running=1, fixed_seconds=FIXED)
+    assert not rule.holds(5.0, waiting=0, running=1, fixed_seconds=FIXED)
+    assert not rule.holds(5.0, waiting=1, running=0, fixed_seconds=FIXED)
+    assert not rule.holds(5.0, waiting=1, running=1, fixed_seconds=None)
+    assert not rule.holds(5.0, waiting=1, running=1, fixed_seconds=0.0)
+    assert not rule.holds(4.9, waiting=1, running=1, fixed_seconds=FIXED)  # a clock that was set back
+
+
+cases = {
+    "since": st.floats(0, 10),
+    "waiting": st.integers(0, 500),
+    "running": st.integers(0, 500),
+    "fixed": st.floats(0, 0.1),
+}
+
+
+@given(**cases, longer=st.floats(0, 10), more=st.integers(0, 100), fewer=st.integers(0, 100))
+def test_who_is_let_go_is_not_held_again_for_having_waited_or_for_company(
+    since, waiting, running, fixed, longer, more, fewer
+):
+    rule = pacing()
+    if waiting and not rule.holds(since, waiting, running, fixed):
+        assert not rule.holds(since + longer, waiting + more, max(0, running - fewer), fixed)
+
+
+# Rounds of a builder --------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A policy that answers from a list, then ADD, and notes what it is told."""
+
+    name = "counting"
+    explore = True
+
+    def __init__(self, *answers):
+        self.answers, self.decisions, self.rewards, self.cancelled = list(answers), 0, [], 0
+
+    def decide(self, state):
+        self.decisions += 1
+        return self.answers.pop(0) if self.answers else Action.ADD
+
+    def observe(self, reward):
+        self.rewards.append(reward)
+
+    def cancel(self):
+        self.cancelled += 1
+
+    def end_episode(self):
+        pass
+
+
+def builder(policy=None, bound=1.0, **bounds):
+    tree = ChunkedHashTree(chunk_size=2, seed=1)
+    return BatchBuilder(tree, policy or make_policy("always-add"), pacing=Pacing(bound), **bounds)
+
+
+def tokens(name):
+    """Those of the same first letter share four chunks."""
+    return array("q", [ord(name[0])] * 8 + [ord(c) for c in name])
+
+
+def arrive(b, *names):
+    for name in names:
+        b.arrive(name, tokens(name))
+
+
+def run_round(b, now, reward=None, fixed=FIXED, in_chunks=False, slots=1000):
+    b.begin_round(now, reward, None, fixed, in_chunks=in_chunks)
+    admitted = []
+    while len(admitted) < slots and (r := b.propose(len(b.cht.active), 1.0)) is not None:
+        b.admitted(r)
+        admitted.append(r)
+    b.end_round()
+    return admitted
+
+
+def running(b, count=20, now=0.0):
+    """A batch of so many, admitted at that time."""
+    arrive(b, *(f"r{i}" for i in range(count)))
+    assert len(run_round(b, now)) == count
+    return b
+
+
+def test_who_arrives_singly_is_admitted_together():
+    b = running(builder())
+    found = []
+    for step in range(1, 11):
+        arrive(b, f"n{step}")
+        found.append(len(run_round(b, now=step * 0.02)))
+    # 20 x 0.01 s: 4 x 0.08 / 2 is less, 5 x 0.1 / 2 more; then 25 x 0.01 s, which 5 x 0.1 / 2 reaches
+    assert found == [0, 0, 0, 0, 5, 0, 0, 0, 0, 5]
+    assert b.held_rounds == b.stats()["held_rounds"] == 8
+    assert b.round == b.stats()["rounds"] == 11
+
+
+def test_the_interval_begins_with_the_round_in_which_somebody_was_admitted():
+    b = running(builder(), now=5.0)
+    run_round(b, now=5.5)  # nobody waits: says nothing
+    b.end_round()  # SGLang closes a round that it has not opened
+    arrive(b, "a")
+    assert run_round(b, now=5.39) == []
+    assert run_round(b, now=5.41) == ["a"]
+    arrive(b, "b")
+    assert run_round(b, now=5.42) == []
+
+
+def test_nothing_is_held_without_pacing_or_with_a_bound_of_none():
+    for b in (BatchBuilder(ChunkedHashTree(2, seed=1), make_policy("always-add")), builder(bound=0.0)):
+        running(b)
+        arrive(b, "a")
+        assert run_round(b, now=0.001) == ["a"] and b.held_rounds == 0 and not b.held
+
+
+def test_nothing_is_held_where_nothing_runs():
+    b = running(builder(), count=2)
+    b.leave_batch("r0")
+    arrive(b, "a")
+    assert run_round(b, now=0.001) == []
+    b.leave_batch("r1")
+    assert run_round(b, now=0.002) == ["a"]
+
+
+def test_nothing_is_held_before_the_fixed_cost_is_known():
+    b = running(builder())
+    arrive(b, "a", "b")
+    assert run_round(b, now=0.001) == []
+    assert run_round(b, now=0.002, fixed=None) == ["a", "b"]
+
+
+def test_nothing_is_held_while_a_prompt_is_computed_in_chunks():
+    b = running(builder())
+    arrive(b, "a")
+    assert run_round(b, now=0.001) == []
+    assert run_round(b, now=0.002, in_chunks=True) == ["a"] and b.held_rounds == 1
+
+
+def test_nothing_is_held_while_a_retracted_one_waits():
+    b = running(builder())
+    b.requeue("r3", tokens("r3"))
+    arrive(b, "a")
+    assert run_round(b, now=0.001, slots=1) == ["r3"]
+    assert run_round(b, now=0.002) == []
+    b.requeue("r5", tokens("r5"))
+    b.leave_queue("r5")  # aborted
+    assert run_round(b, now=0.003) == []
+
+
+@pytest.mark.parametrize("bounds", [{"max_wait": 0.05}, {"max_wait_rounds": 5}])
+def test_nothing_is_held_while_somebody_is_overdue(bounds):
+    b = running(builder(**{"max_wait": 1e9, **bounds}))
+    arrive(b, "a")
+    assert [run_round(b, now=0.01 * i) for i in range(1, 6)] == [[]] * 5
+    arrive(b, "b")
+    assert run_round(b, now=0.061) == ["a", "b"] and b.overdue_admissions == 1
+
+
+def test_who_becomes_overdue_in_a_held_round_is_proposed():
+    """Preempted, say: it is as old as it was."""
+    b = running(builder(max_wait=0.05), now=0.0)
+    arrive(b, "a")
+    assert run_round(b, now=0.01) == []
+    b.leave_queue("a")
+    arrive(b, "b")
+    b.begin_round(0.05, None, None, FIXED)
+    assert b.held and b.propose(20, 1.0) is None
+    b.requeue("r3", tokens("r3"))
+    assert b.propose(19, 1.0) == "r3"
+    b.admitted("r3")
+    assert b.propose(20, 1.0) is None
+    b.end_round()
+
+
+def test_those_who_wait_for_a_prefix_that_is_computed_do_not_count():
+    b = running(builder())
+    for i in range(6):
+        b.arrive(i, array("q", [9] * 600) + array("q", [i] * 4))
+    b.begin_round(1.0, None, None, FIXED)
+    assert b.propose(20, 1.0) == 0
+    b.admitted(0, 0)
+    assert b.propose(21, 1.0) is None and set(b.computing) == {0}
+    b.end_round()
+    arrive(b, "a")
+    # Of six who wait one can be proposed: 1 x 0.4 / 2 is less than 21 x 0.01, 6 x 0.4 / 2 is not.
+    assert run_round(b, now=1.4) == [] and b.held_rounds == 1
+    b.leave_queue("a")
+    assert run_round(b, now=1.4) == [] and b.held_rounds == 1  # nobody is left to be held
+    b.computed(0)
+    assert run_round(b, now=1.4) == [1, 2, 3, 4, 5]
+
+
+class AlwaysShort(Gathering):
+    def short(self, demand_tokens, running):
+        return True
+
+    def waits(self, missing_tokens, together, waited, running):
+        return True
+
+
+def test_postponed_requests_are_not_counted_either():
+    b = running(builder(gathering=AlwaysShort(0), max_wait=1e9))
+    b.arrive("lone", array("q", [9] * 600))
+    b.begin_round(0.5, None, None, FIXED)
+    assert b.propose(20, 1.0) == "lone" and b.postpones("lone", 0, 600)
+    b.end_round()
+    assert run_round(b, now=0.6) == [] and b.held_rounds == 0
+    arrive(b, "a")
+    assert run_round(b, now=0.1) == [] and b.held_rounds == 1
+    assert run_round(b, now=0.5) == ["a"]
+
+
+def test_a_held_round_teaches_nothing_and_the_reward_after_it_is_due():
+    policy = Counting()
+    b = running(builder(policy))
+    told = policy.decisions
+    policy.answers = [Action.ADD, Action.STOP]
+    arrive(b, "a")
+    assert run_round(b, now=0.1, reward=500.0) == []
+    assert (policy.decisions, policy.rewards, policy.cancelled) == (told, [], 0)
+    assert run_round(b, now=0.6, reward=700.0) == ["a"]
+    assert policy.rewards == [700.0] and policy.decisions == told + 1
+    arrive(b, "b")
+    assert run_round(b, now=2.0, reward=800.0) == [] and not b.held and b.stops == 1
+    assert run_round(b, now=2.001, reward=900.0) == ["b"]  # nobody was admitted since 0.6
+    assert policy.rewards == [700.0, 800.0, 900.0]
+
+
+@pytest.mark.parametrize("kind", ["bandit", "qlearning"])
+def test_a_learner_is_the_same_after_held_rounds(kind):
+    b = running(builder(make_policy(kind, seed=0)))
+    arrive(b, "a", "b")
+    run_round(b, now=2.0, reward=900.0)
+    before = b.policy._export(), b.policy.stats()
+    for i in range(1, 30):
+        arrive(b, f"n{i}")
+        assert run_round(b, now=2.0 + 1e-4 * i, reward=1000.0 * i) == [] and b.held
+    assert (b.policy._export(), b.policy.stats()) == before
+
+
+def test_a_clock_that_begins_anew_holds_nobody():
+    """A replay that trains serves the trace several times."""
+    b = running(builder(), now=500.0)
+    arrive(b, "a")
+    assert run_round(b, now=0.0) == ["a"]
+    arrive(b, "b")
+    assert run_round(b, now=0.001) == []
+
+
+steps = st.lists(
+    st.tuples(st.floats(0.001, 0.3), st.integers(0, 4), st.integers(0, 3), st.sampled_from([None, 0.0, 0.002, 0.1])),
+    min_size=1,
+    max_size=40,
+)
+
+
+@given(steps, st.sampled_from([0.05, 0.2, 1.0]))
+def test_nobody_waits_longer_than_the_bound_and_a_round(steps, bound):
+    """With room for all under a policy that never stops: without pacing everybody is admitted in the next round."""
+    b = builder(bound=bound)
+    now, before, number, seen, last = 0.0, 0.0, 0, {}, None
+    for seconds, arrivals, departures, fixed in steps:
+        before, now = now, now + seconds
+        for r in sorted(b.cht.active)[:departures]:
+            b.leave_batch(r)
+        for _ in range(arrivals):
+            number += 1
+            arrive(b, f"{'abc'[number % 3]}{number}")
+        for r in b.cht.waiting:
+            seen.setdefault(r, now)
+        held = b.held_rounds
+        empty = not b.cht.active
+        admitted = run_round(b, now, fixed=fixed)
+        if b.held_rounds > held:
+            assert not admitted and not empty and fixed and now - last < bound and b.cht.waiting
+        else:
+            assert not b.cht.waiting
+        for r in admitted:
+            assert now - seen.pop(r) <= bound + (now - before)
+        last = now if admitted else last
+    for r in list(b.cht.active):
+        b.leave_batch(r)
+    run_round(b, now + 1e-3)
+    assert not b.cht.waiting
