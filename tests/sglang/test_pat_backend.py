@@ -549,9 +549,11 @@ class Rows:
         self.table[row, place * CHUNK : (place + 1) * CHUNK] = chunk
 
     def prefill(self, prompts):
-        """A batch: each finds what is in the cache now, and computes the rest into slots of its own."""
+        """A batch: each finds what is in the cache now, and computes the rest into slots of its own, while they last."""
         batch = []
         for prompt in prompts[: len(self.rows)]:
+            if len(self.free) + sum(not self.users[p] for p in self.cache) < len(prompt):
+                break
             row, own = self.rows.popleft(), {}
             found = next((n for n in range(len(prompt) - 1, 0, -1) if prompt[:n] in self.cache), 0)
             for place in range(len(prompt)):
