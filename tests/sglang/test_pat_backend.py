@@ -549,7 +549,7 @@ class Rows:
         self.table[row, place * CHUNK : (place + 1) * CHUNK] = chunk
 
     def prefill(self, prompts):
-        """A batch: each finds what is in the cache now, and computes the rest into slots of its own, while they last."""
+        """A batch: each finds what is in the cache now, and computes the rest into its own slots, while they last."""
         batch = []
         for prompt in prompts[: len(self.rows)]:
             if len(self.free) + sum(not self.users[p] for p in self.cache) < len(prompt):
