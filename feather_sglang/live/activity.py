@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
+
+from feather_sglang.live.machine import first_gpu
 
 try:
     import pynvml
@@ -61,9 +62,11 @@ class Activity:
             pynvml.nvmlInit()
         except pynvml.NVMLError:
             return
+        samples: list[Any] = []
         try:
             gpu = _handle()
-            before, after = pynvml.nvmlGpmSampleAlloc(), pynvml.nvmlGpmSampleAlloc()
+            samples += pynvml.nvmlGpmSampleAlloc(), pynvml.nvmlGpmSampleAlloc()
+            before, after = samples
             pynvml.nvmlGpmSampleGet(gpu, before)
             begun = time.monotonic()
             while not self._end.is_set():
@@ -75,6 +78,8 @@ class Activity:
         except pynvml.NVMLError:
             return  # what was read so far counts; `seconds` tells how much of the run that is
         finally:
+            for sample in samples:
+                pynvml.nvmlGpmSampleFree(sample)
             pynvml.nvmlShutdown()
 
 
@@ -89,8 +94,8 @@ def average(read: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, Any]
 
 
 def _handle() -> Any:
-    """NVML's handle of the first GPU that servers started from here see."""
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    """NVML's handle of that GPU."""
+    gpu = first_gpu()
     return pynvml.nvmlDeviceGetHandleByIndex(int(gpu)) if gpu.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID(gpu)
 
 

@@ -97,10 +97,18 @@ def summarize_clocks(text: str) -> dict[str, Any] | None:
     }
 
 
+def first_gpu() -> str:
+    """Index or UUID of the first GPU that servers started from here see."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+
+
 def _query(columns: Mapping[str, str]) -> list[str]:
-    """nvidia-smi about the first GPU that servers started from here see."""
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-    return ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(columns.values())}", "--format=csv,noheader,nounits"]
+    return [
+        "nvidia-smi",
+        f"--id={first_gpu()}",
+        f"--query-gpu={','.join(columns.values())}",
+        "--format=csv,noheader,nounits",
+    ]
 
 
 def _ask(command: list[str]) -> str:

@@ -19,7 +19,7 @@ class Library:
         pass
 
     def __init__(self, fails=None):
-        self.fails, self.open, self.samples, self.asked = fails, 0, 0, None
+        self.fails, self.open, self.samples, self.asked, self.held = fails, 0, 0, None, 0
 
     def nvmlInit(self):
         if self.fails == "nvmlInit":
@@ -38,7 +38,11 @@ class Library:
         return name
 
     def nvmlGpmSampleAlloc(self):
+        self.held += 1
         return SimpleNamespace(number=None)
+
+    def nvmlGpmSampleFree(self, sample):
+        self.held -= 1
 
     def nvmlGpmSampleGet(self, gpu, sample):
         if self.fails == "nvmlGpmSampleGet":
@@ -71,7 +75,7 @@ def test_readings_follow_each_other_until_the_end(monkeypatch):
     assert summary.pop("samples") == library.samples - 1 >= 2
     assert summary.pop("seconds") == pytest.approx(0.09, abs=0.05)
     assert summary == {"busy": 90.0, "sm": 70.0}
-    assert library.open == 0
+    assert library.open == library.held == 0
 
 
 @pytest.mark.parametrize("gpus, asked", [(None, 0), ("", 0), ("2,3", 2), ("GPU-7,1", "GPU-7")])
@@ -85,7 +89,7 @@ def test_the_gpu_is_the_servers(gpus, asked, monkeypatch):
 def test_a_gpu_that_does_not_tell(fails, monkeypatch):
     library = Library(fails)
     assert seen(library, monkeypatch) is None
-    assert library.open == 0
+    assert library.open == library.held == 0
 
 
 def test_without_the_library(monkeypatch):

@@ -11,6 +11,7 @@ from feather_sglang.cht import ChunkedHashTree
 from feather_sglang.gathering import Gathering
 from feather_sglang.pacing import Pacing
 from feather_sglang.policies import Action, make_policy
+from oracles.scripted import Scripted
 
 FIXED = 0.01
 
@@ -84,29 +85,6 @@ def test_who_is_let_go_is_not_held_again_for_having_waited_or_for_company(
 
 
 # Rounds of a builder --------------------------------------------------------------------------------------------
-
-
-class Counting:
-    """A policy that answers from a list, then ADD, and notes what it is told."""
-
-    name = "counting"
-    explore = True
-
-    def __init__(self, *answers):
-        self.answers, self.decisions, self.rewards, self.cancelled = list(answers), 0, [], 0
-
-    def decide(self, state):
-        self.decisions += 1
-        return self.answers.pop(0) if self.answers else Action.ADD
-
-    def observe(self, reward):
-        self.rewards.append(reward)
-
-    def cancel(self):
-        self.cancelled += 1
-
-    def end_episode(self):
-        pass
 
 
 def builder(policy=None, bound=1.0, **bounds):
@@ -269,15 +247,15 @@ def test_postponed_requests_are_not_counted_either():
 
 
 def test_a_held_round_teaches_nothing_and_the_reward_after_it_is_due():
-    policy = Counting()
+    policy = Scripted()
     b = running(builder(policy))
-    told = policy.decisions
+    told = len(policy.states)
     policy.answers = [Action.ADD, Action.STOP]
     arrive(b, "a")
     assert run_round(b, now=0.1, reward=500.0) == []
-    assert (policy.decisions, policy.rewards, policy.cancelled) == (told, [], 0)
+    assert (len(policy.states), policy.rewards, policy.cancelled) == (told, [], 0)
     assert run_round(b, now=0.6, reward=700.0) == ["a"]
-    assert policy.rewards == [700.0] and policy.decisions == told + 1
+    assert policy.rewards == [700.0] and len(policy.states) == told + 1
     arrive(b, "b")
     assert run_round(b, now=2.0, reward=800.0) == [] and not b.held and b.stops == 1
     assert run_round(b, now=2.001, reward=900.0) == ["b"]  # nobody was admitted since 0.6
