@@ -86,7 +86,6 @@ class BatchBuilder:
         self.longest_wait = 0.0
         self._now = 0.0
         self._stopped = False  # in this round, for everybody outside the main branch
-        self._anybody_admitted = False  # in this round
         self._unseen: dict[Hashable, int] = {}  # priority of those that arrived since the last round
         self._arrivals: dict[Hashable, Arrival] = {}
         self._undone: Hashable | None = None  # the last ADD, until the scheduler has carried it out
@@ -273,7 +272,8 @@ class BatchBuilder:
             self._computing[request_id] = depth
             self.cht.defer(request_id, depth)
         self._undone = None
-        self._anybody_admitted = True
+        if self.pacing is not None:
+            self.pacing.admitted(self._now)
         self.longest_wait = max(self.longest_wait, self._now - self._arrivals[request_id].time)
 
     def postpones(self, request_id: Hashable, cached_tokens: int, missing_tokens: int) -> bool:
@@ -368,9 +368,6 @@ class BatchBuilder:
     def end_round(self) -> None:
         """Close the round: requests passed over compete again in the next, an ADD not carried out teaches nothing."""
         self._cancel_undone()
-        if self._anybody_admitted and self.pacing is not None:
-            self.pacing.admitted(self._now)
-        self._anybody_admitted = False
         self.cht.resume()
         for request_id in list(self.cht.held):
             self.cht.requeue(request_id)
