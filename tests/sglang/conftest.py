@@ -1,6 +1,8 @@
 """Tests against the installed SGLang, whatever supported release that is."""
 
 import importlib.util
+import random
+import secrets
 
 import pytest
 
@@ -16,3 +18,9 @@ cpu_shims.install()
 def no_command_line(monkeypatch):
     """Every test begins in a program of the user's, although others have had SGLang read its flags in this process."""
     monkeypatch.setattr(failures, "_command_line", False)
+
+
+@pytest.fixture(autouse=True)
+def known_hash_seeds(monkeypatch):
+    """What a server draws in secret is the same in every run: the order of rows follows it, and with that evictions."""
+    monkeypatch.setattr(secrets, "randbits", random.Random(0).getrandbits)

@@ -1,6 +1,7 @@
 """All ranks form the same batch although their clocks and what they measure differ."""
 
 import random
+import secrets
 from array import array
 
 import torch.distributed as dist
@@ -23,6 +24,7 @@ class SometimesShort(Gathering):
 
 def serve(rank, store, results, agree):
     """One rank's scheduler: the shared request stream, but a clock, rewards and prefill times of its own."""
+    secrets.randbits = random.Random(rank).getrandbits  # what follows is the same in every run
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     agreement = Agreement(dist.group.WORLD if agree else None)
     assert agreement.all(True) and agreement.all(rank == 0) == (rank == 0 and not agree)

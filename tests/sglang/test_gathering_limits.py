@@ -1,7 +1,6 @@
 """Prefixes that wait, together with chunked prefill, retraction, LoRA adapters and cache salts."""
 
 import random
-import secrets
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ def server(tmp_path, monkeypatch):
     It has seen a load of short outputs in which requests often meet others of their prefix, and has timed prefill.
     """
     monkeypatch.setenv("FEATHER_DEBUG_CHECK", "1")
-    monkeypatch.setattr(secrets, "randbits", lambda bits: 1)  # the hash seed: what SGLang evicts follows the row order
     made = []
 
     def make(gather="on", **overrides):
