@@ -32,6 +32,7 @@ from decode_cases import (
     tree_case,
 )
 from decode_report import markdown, plot, row_header, row_line, summary
+from finished import read_finished
 
 from feather_kernels.trees import parse_tree
 
@@ -300,7 +301,7 @@ def report(content: dict[str, Any], options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     if options.source:
-        content, status = json.loads(options.source.read_text()), 0
+        content, status = read_finished(options.source, "machine", "left_out"), 0
         if options.markdown:
             print(markdown(content["records"]))
         elif not options.quiet:

@@ -25,6 +25,7 @@ import math
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -34,15 +35,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from finished import read_finished
 from server_report import merged, plot, progress, report
 
 from feather_sglang.errors import FeatherError
+from feather_sglang.live.ab import check_model
 from feather_sglang.live.activity import Activity
 from feather_sglang.live.cases import Case, Request, parse_case, probes
-from feather_sglang.live.client import HttpError, call_all, drive
+from feather_sglang.live.client import HttpError, allow_open_files, call_all, drive
 from feather_sglang.live.machine import Clocks, machine
 from feather_sglang.live.process import (
     COMMON_FLAGS,
+    POLICY_FLAG,
     Configuration,
     Server,
     ServerFailed,
@@ -90,6 +94,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     try:
         options.servers = [parse_server(text) for text in options.server]
         options.cases = [parse_case(text, options.seed, options.arrivals) for group in options.case for text in group]
+        options.for_all = shlex.split(options.common) + shlex.split(options.flags)
     except (ValueError, FeatherError) as error:
         parser.error(str(error))
     names = [server.name for server in options.servers]
@@ -102,8 +107,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--repeat, --overlap-starts and --stream-interval: give at least 1")
     if options.one_server and options.overlap_starts > 1:
         parser.error("--one-server starts servers one after the other: no --overlap-starts")
+    if options.one_server and any(word.partition("=")[0] == POLICY_FLAG for word in options.for_all):
+        parser.error("--one-server: name the policy in --server, not in --common or --flags")
     if not (options.model / "config.json").is_file():
         parser.error(f"--model {options.model}: has no config.json")
+    if shutil.which(options.python) is None:
+        parser.error(f"--python {options.python}: no such program")
     return options
 
 
@@ -126,14 +135,14 @@ class Bench:
         self.begun = time.monotonic()
         self.up: dict[str, Server] = {}  # by configuration; several may have the same
         self.key = secrets.token_hex(16) if options.one_server else None
-        config = json.loads((options.model / "config.json").read_text())
-        self.vocabulary = int(config["vocab_size"])
+        self.vocabulary = check_model(str(options.model))
         self._probes = probes().requests(self.vocabulary)
         self._made: dict[str, tuple[list[Request], list[Request]]] = {}
         self.content: dict[str, Any] = {
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "when": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "machine": machine(options.python), "model": config, "seed": options.seed, "arrivals": options.arrivals,
-            "stream_interval": options.stream_interval, "compare_tokens": options.compare_tokens,
+            "machine": machine(options.python), "model": json.loads((options.model / "config.json").read_text()),
+            "seed": options.seed, "arrivals": options.arrivals, "stream_interval": options.stream_interval,
+            "compare_tokens": options.compare_tokens,
             "servers": {
                 server.name: {
                     "flags": list(server.flags), "stock": server.stock, "start_seconds": [], "error": None, "probes": []
@@ -184,8 +193,7 @@ class Bench:
             self.await_start(server, deadline)
 
     def launch(self, configuration: Configuration) -> Server:
-        flags = shlex.split(self.options.common) + shlex.split(self.options.flags)
-        flags += switch_flags(self.key) if self.key else []
+        flags = [*self.options.for_all, *(switch_flags(self.key) if self.key else [])]
         command = [self.options.python, "-m", "sglang.launch_server", "--model-path", str(self.options.model), *flags]
         return Server(configuration, command, self.logs / f"{configuration.name.replace('/', '_')}.log", self.key)
 
@@ -321,6 +329,11 @@ def describe(problem: BaseException) -> str:
     return str(problem) if isinstance(problem, ServerFailed) else f"{type(problem).__name__}: {problem}"[:300]
 
 
+def incomplete(record: dict[str, Any]) -> bool:
+    """Whether a measurement, or some of its requests, did not come to an end."""
+    return "error" in record or bool(record["overall"]["failed"] or record["overall"]["unfinished"])
+
+
 def end_on_signal(number: int, frame: object) -> None:
     """Leave through all ``finally`` blocks, so that no server stays behind."""
     raise SystemExit(128 + number)
@@ -331,15 +344,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     if options.source:
         try:
-            content = merged([json.loads(path.read_text()) for path in options.source])
-        except (OSError, ValueError) as error:
+            content = merged([read_finished(path, "servers", "machine", "missing") for path in options.source])
+        except ValueError as error:
             raise SystemExit(f"--from {' '.join(map(str, options.source))}: {error}") from None
         print(report(content))
     else:
         signal.signal(signal.SIGTERM, end_on_signal)
         logs = options.logs or Path(tempfile.mkdtemp(prefix="bench_server_"))
         logs.mkdir(parents=True, exist_ok=True)
-        bench = Bench(options, logs)
+        try:
+            bench = Bench(options, logs)
+        except FeatherError as error:
+            raise SystemExit(str(error)) from None
+        allow_open_files(max(case.batch for case in options.cases) + 200)
         try:
             bench.run()
         finally:
@@ -347,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         content = bench.content
     if options.plot and any("error" not in record for record in content["records"]):
         plot(content["records"], options.plot)
-    return int(bool(content["missing"]) or any("error" in record for record in content["records"]))
+    return int(bool(content["missing"]) or any(incomplete(record) for record in content["records"]))
 
 
 if __name__ == "__main__":

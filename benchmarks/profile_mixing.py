@@ -17,7 +17,6 @@ mixing.csv`` joins the two again. Exit status: 0, 1 if something could not be me
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
 import shutil
@@ -34,6 +33,7 @@ import numpy as np
 import profile_decode_kernel
 from bench_decode_kernel import BUILD_SECONDS, CASE_SECONDS, CHECKED, TOLERANCE, LostDevice, prepare, write
 from decode_cases import Case, Heads, Ints, Watchdog, parse_heads
+from finished import read_finished
 from profile_decode_kernel import short
 
 from feather_kernels.forest import Forest
@@ -462,7 +462,7 @@ def main(argv: list[str] | None = None) -> int:
             counted(options)
             return 0
         if options.source:
-            content = json.loads(options.source.read_text())
+            content = read_finished(options.source, "machine")
             if options.csv:
                 content.pop("counters_error", None)
                 attach(content, options.csv.read_text(errors="replace"))

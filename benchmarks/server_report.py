@@ -131,8 +131,8 @@ def comparison(records: Sequence[Record], stock: Sequence[str]) -> str:
 def details(records: Sequence[Record]) -> str:
     """A line a case and server: latencies, cache hits, and how far the rounds lie apart."""
     rows = [[
-        "case", "server", "TTFT s", "p99", "e2e s", "p99", "TPOT p50", "p99", "hit", "done", "failed", "peak", "client",
-        "admission ms/round", "of run", "stops", "GPU busy", "SMs", "DRAM", "rounds +-",
+        "case", "server", "TTFT s", "p99", "e2e s", "p99", "TPOT p50", "p99", "hit", "done", "failed", "peak",
+        "retracted", "client", "admission ms/round", "of run", "stops", "GPU busy", "SMs", "DRAM", "rounds +-",
     ]]  # fmt: skip
     for case in _in_order(records, "case"):
         for server in _in_order(records, "server"):
@@ -147,6 +147,7 @@ def details(records: Sequence[Record]) -> str:
             row.append(_figure(_mean(r["overall"]["cache_hit"] for r in found), 3))
             for key in ("finished", "failed", "peak_running"):
                 row.append(_figure(_mean(r["overall"][key] for r in found), 0))
+            row.append(_figure(_mean(r["log"]["retractions"] for r in found), 0))
             row.append(f"{max(r['client_cpu'] for r in found):.0%}")
             row += _admission([(a, r["overall"]["seconds"]) for r in found if (a := r.get("admission"))])
             row += _activity([a for r in found if (a := r.get("activity"))])

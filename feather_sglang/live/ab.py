@@ -23,7 +23,7 @@ from feather_sglang.errors import FeatherError
 from feather_sglang.live.activity import Activity
 from feather_sglang.live.bench_serving import read_results
 from feather_sglang.live.cases import Case, Request, probes
-from feather_sglang.live.client import HttpError, call_all, drive
+from feather_sglang.live.client import HttpError, allow_open_files, call_all, drive
 from feather_sglang.live.machine import Clocks, machine
 from feather_sglang.live.process import (
     BACKENDS,
@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     comparer = Comparison(args, trace, vocabulary, chosen, target, console)
     comparer.tell(f"feather {__version__}, sglang {version}, {comparer.title}")
     comparer.write()  # so that a place where nothing can be written is found now
+    allow_open_files(len(trace.requests) + 200)
     with ending_on_signals():
         comparer.run()
     return comparer.report(peers)
@@ -364,7 +365,7 @@ class Comparison:
         plots.batch_size({name: [s[:3] for s in seen.steps] for name, seen in first.items()}, out / "batch_size.png")
         plots.latency({name: seen.latencies for name, seen in first.items()}, out / "latency.png")
         self.tell(f"results are in {self.target}; plots and the servers' logs are in {out}")
-        return int(bool(self.missing()) or any("error" in record for record in self.records))
+        return int(bool(self.missing()) or any(incomplete(record) for record in self.records))
 
     def servers(self) -> str:
         """How many servers these were."""
@@ -387,6 +388,11 @@ class Comparison:
         self.console.print(text, markup=False, soft_wrap=True)
 
 
+def incomplete(record: dict[str, Any]) -> bool:
+    """Whether a run, or some of its requests, did not come to an end."""
+    return "error" in record or bool(record["counted"]["failed"] or record["counted"]["unfinished"])
+
+
 def check_room(trace: Trace, server: Server) -> None:
     """Raise ``FeatherError`` if a request could never run, or not to its end, on that server."""
     longest = max(request.input_length + request.output_length for request in trace.requests)
@@ -405,7 +411,8 @@ def ending_on_signals() -> Iterator[None]:
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    ends = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]  # nohup
+    before = {number: signal.signal(number, leave) for number in ends}
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -117,6 +118,14 @@ async def drive(
     return Driven(streams, end, (time.process_time() - cpu) / (end - begun), held)
 
 
+def allow_open_files(count: int) -> None:
+    """Raise this process's limit as far as that is allowed: each open request is a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 async def _pause(address: Address) -> bool:
     """Whether this server can be held."""
     try:
@@ -148,7 +157,8 @@ async def _stream(address: Address, request: Request, stream: Stream, accepted: 
         if not stream.finished and stream.error is None:
             stream.error = "the stream ended early"
     except (OSError, EOFError, ValueError, KeyError, HttpError) as problem:
-        stream.error = f"{type(problem).__name__}: {problem}"[:200]
+        if not stream.finished:  # all of it is here, however the connection ends
+            stream.error = f"{type(problem).__name__}: {problem}"[:200]
     finally:
         accepted.set()
         if writer is not None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from feather_sglang.live.process import own_group
+
 PACKAGES = (
     "sglang", "sglang-kernel", "sgl-kernel", "flashinfer-python", "triton", "torch", "transformers", "feather-sglang",
 )  # fmt: skip
@@ -61,7 +63,11 @@ class Clocks:
         self._output = tempfile.TemporaryFile("w+")
         try:
             self._reader: subprocess.Popen[bytes] | None = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.DEVNULL
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.DEVNULL,
+                preexec_fn=own_group,  # it would read on for ever where this process is killed
             )
         except OSError:
             self._reader = None

@@ -33,6 +33,7 @@ BACKENDS = {
     "triton": "--attention-backend triton",
     "pat": "--attention-backend fa3 --decode-attention-backend pat",
 }
+_RETRACTED = re.compile(r"#retracted_reqs: (\d+)")
 T = TypeVar("T")
 POLICY_FLAG = "--schedule-policy"
 END_SECONDS = 30.0  # in which a killed server's processes must be gone, and with them its GPU memory
@@ -55,7 +56,8 @@ class Configuration:
     @property
     def stock(self) -> bool:
         """Nothing of this project decides how it runs."""
-        return not any(flag == "pat" or flag.startswith(("feather", "--feather")) for flag in self.flags)
+        words = [word for flag in self.flags for word in flag.split("=", 1)]
+        return not any(word == "pat" or word.startswith(("feather", "--feather")) for word in words)
 
     @property
     def policy(self) -> str:
@@ -68,17 +70,25 @@ class Configuration:
         return self._without_policy()[0]
 
     def _without_policy(self) -> tuple[tuple[str, ...], str]:
-        if POLICY_FLAG not in self.flags:
-            return self.flags, "fcfs"
-        at = self.flags.index(POLICY_FLAG)
-        return self.flags[:at] + self.flags[at + 2 :], self.flags[at + 1]
+        rest, policy = [], "fcfs"
+        words = iter(self.flags)
+        for word in words:
+            name, equals, value = word.partition("=")
+            if name == POLICY_FLAG:
+                policy = value if equals else next(words)
+            else:
+                rest.append(word)
+        return tuple(rest), policy
 
 
 def parse_server(text: str) -> Configuration:
     """``NAME=FLAGS``, or known names joined by ``+`` such as ``pat`` or ``fa3+feather-order``."""
     name, equals, flags = text.partition("=")
     if equals and name and not name.startswith("-"):
-        return Configuration(name, tuple(shlex.split(flags)))
+        words = tuple(shlex.split(flags))
+        if words[-1:] == (POLICY_FLAG,):
+            raise ValueError(f"{text}: {POLICY_FLAG} names no policy")
+        return Configuration(name, words)
     parts: list[str] = []
     for part in text.split("+"):
         if part in BACKENDS:
@@ -128,7 +138,7 @@ class Server:
         self._begun = time.monotonic()
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=_own_group
+                self.command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=own_group
             )
 
     def wait(self, deadline: float) -> None:
@@ -229,8 +239,13 @@ def read_log(text: str, batch: int | None = None) -> dict[str, Any]:
     return {
         "peak_running": most or None,
         "full_batch_tok_s": round(median(full), 1) if full else None,
-        "retractions": text.count("Retract requests"),
+        "retractions": retracted(text),
     }
+
+
+def retracted(text: str) -> int:
+    """Requests that were retracted because the KV pool was full; one line may tell of several."""
+    return sum(map(int, _RETRACTED.findall(text)))
 
 
 def end_group(leader: subprocess.Popen[bytes]) -> None:
@@ -255,7 +270,7 @@ def group_alive(group: int) -> bool:
     return False
 
 
-def _own_group() -> None:
+def own_group() -> None:
     """In the child: a group that can be killed as a whole, and an end with its parent even if that is killed.
 
     No session of its own: what cleans up after a session should find the server too.

@@ -10,12 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from feather_sglang.live.process import Server
+from feather_sglang.live.process import Server, retracted
 
 POLL_SECONDS = 0.1
 _LINE = re.compile(r"(?:Decode|Prefill) batch.*#running-req: (\d+).*")
 _USAGE = re.compile(r"token usage: ([\d.]+)")
-_RETRACTED = re.compile(r"#retracted_reqs: (\d+)")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -89,7 +88,7 @@ class Watch:
 
     def _take(self, text: str, before: float, now: float) -> None:
         self.lines += read_lines(text, before, now)
-        self.retractions += sum(map(int, _RETRACTED.findall(text)))
+        self.retractions += retracted(text)
         self.fell_back = self.fell_back or "goes on as fcfs" in text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rich.markup import escape
 from rich.table import Table
 
 from feather_sglang.report.summary import RunSummary
@@ -58,10 +59,10 @@ def comparison(summaries: Sequence[RunSummary], title: str = "", figures: Sequen
 
     What a run could not tell is a dash.
     """
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     table.add_column("", no_wrap=True)
     for summary in summaries:
-        table.add_column(summary.policy, justify="right", overflow="fold")
+        table.add_column(escape(summary.policy), justify="right", overflow="fold")
     base = summaries[0].output_tok_s if summaries else 0.0
     for figure in figures:
         values = [getattr(summary, figure.field) for summary in summaries]
@@ -72,5 +73,5 @@ def comparison(summaries: Sequence[RunSummary], title: str = "", figures: Sequen
             cells = [f"[bold]{c}[/bold]" if v == best else c for c, v in zip(cells, values, strict=True)]
         table.add_row(figure.name, *cells)
         if figure.field == "output_tok_s":
-            table.add_row(f"  to {summaries[0].policy}", *[f"{v / base:.2f}x" if base else "" for v in values])
+            table.add_row(f"  to {escape(summaries[0].policy)}", *[f"{v / base:.2f}x" if base else "" for v in values])
     return table

@@ -44,7 +44,7 @@ from pat_compare import Answer, Answers, Spread, Tolerance
 from sending import body
 
 from feather_sglang.live.client import HttpError, call
-from feather_sglang.live.process import Configuration, Server, ServerFailed
+from feather_sglang.live.process import Configuration, Server, ServerFailed, retracted
 
 TOP = 8  # most likely tokens that the reference names at each position
 EXACT = 1e-3  # accepted in float32 in any case, in which two right backends differ by about 1e-5
@@ -396,7 +396,7 @@ class Check:
         problems += check_metrics(counts, row["metrics"]["all"], variant)
         if any(left):
             problems.append(f"left in the idle server (running, waiting, KV tokens): {left}")
-        row["retractions"] = server.printed(offset).count("Retract requests")
+        row["retractions"] = retracted(server.printed(offset))
         sent = sum(row["churn"]["fates"].values()) if seconds > 0 else 0
         if variant.tight and sent > 2 * options.running and not row["retractions"]:
             problems.append(f"nothing was retracted with {self.tight} KV tokens: give --tight-tokens fewer")

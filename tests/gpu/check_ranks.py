@@ -25,7 +25,6 @@ import contextlib
 import itertools
 import json
 import math
-import resource
 import secrets
 import shlex
 import sys
@@ -43,9 +42,17 @@ from ranks_memory import SCHEDULER, Growth, Sample
 
 from feather_sglang.adapter.decision_log import DECISION_LOG, Comparison, compare
 from feather_sglang.errors import FeatherError
-from feather_sglang.live.client import HttpError, call
+from feather_sglang.live.client import HttpError, allow_open_files, call
 from feather_sglang.live.machine import machine
-from feather_sglang.live.process import BACKENDS, Configuration, Server, ServerFailed, shown, switch_flags
+from feather_sglang.live.process import (
+    BACKENDS,
+    Configuration,
+    Server,
+    ServerFailed,
+    retracted,
+    shown,
+    switch_flags,
+)
 from feather_sglang.policy_names import FEATHER, STOCK
 
 ALLOWED_BYTES = 1024  # that a scheduler may grow by with each short request after the warm-up
@@ -296,7 +303,7 @@ class Check:
     def judge_log(self, server: Server) -> None:
         """What the server's output should say, and should not."""
         options, whole, since_up = self.options, server.printed(), server.printed(self.up_at)
-        self.result["retractions"] = whole.count("Retract requests")
+        self.result["retractions"] = retracted(whole)
         active = [] if self.stock else [options.policy]
         active += ["pat"] if options.attention == "pat" else []
         for name in active:
@@ -404,17 +411,9 @@ def table(samples: Sequence[Sample]) -> str:
     return aligned(lines, str.rjust)
 
 
-def allow_open_files(count: int) -> None:
-    """Raise this process's limit as far as that is allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    allow_open_files(options.open + 4 * options.running + 1000)  # each open request is a connection
+    allow_open_files(options.open + 4 * options.running + 1000)
     if options.logs:
         options.logs.mkdir(parents=True, exist_ok=True)
         return Check(options, options.logs.resolve()).run()

@@ -169,11 +169,26 @@ class TestServers:
             True, True, False, False, False,
         ]  # fmt: skip
 
+    @pytest.mark.parametrize(
+        "flag", ["--schedule-policy=feather", "--decode-attention-backend=pat", "--feather-pace=1"]
+    )
+    def test_what_is_not_stock_in_one_word(self, flag):
+        assert not parse_server(f"x=--page-size 1 {flag}").stock
+
+    def test_a_policy_in_one_word_or_two(self):
+        for flags in ("--schedule-policy=lpm --page-size 16", "--page-size 16 --schedule-policy lpm"):
+            one = parse_server(f"x={flags}")
+            assert (one.policy, one.server_flags) == ("lpm", ("--page-size", "16"))
+        with pytest.raises(ValueError, match="x=--schedule-policy: --schedule-policy names no policy"):
+            parse_server("x=--schedule-policy")
+
     def test_log_lines(self):
         line = "[..] Decode batch, #running-req: {}, #token: 9, cuda graph: True, gen throughput (token/s): {}, #queue"
         text = "\n".join(line.format(*pair) for pair in ((3, 5.0), (8, 60.0), (8, 90.0), (8, 100.0), (2, 7.5)))
-        found = read_log(f"{text}\nKV cache pool is full. Retract requests. #retracted_reqs: 1")
-        assert found == {"peak_running": 8, "full_batch_tok_s": 95.0, "retractions": 1}
+        found = read_log(
+            f"{text}\nKV cache pool is full. Retract requests. #retracted_reqs: 3" + "\n...#retracted_reqs: 2"
+        )
+        assert found == {"peak_running": 8, "full_batch_tok_s": 95.0, "retractions": 5}
         assert read_log(text, batch=9)["full_batch_tok_s"] is None
         assert read_log("") == {"peak_running": None, "full_batch_tok_s": None, "retractions": 0}
 
@@ -223,6 +238,9 @@ class TestPlan:
         [["--server", "fa3"], ["--server", "fa3", "--server", "fa3=", "--case", "W1"], ["--case", "W1"],
          ["--server", "fa3", "--case", "W1", "W1"], ["--server", "fa3", "--case", "W1", "--repeat", "0"],
          ["--server", "fa3", "--case", "W1", "--one-server", "--overlap-starts", "2"],
+         ["--server", "fa3", "--case", "W1", "--one-server", "--flags=--schedule-policy=lpm"],
+         ["--server", "fa3", "--case", "W1", "--flags", "'open"],
+         ["--server", "fa3", "--case", "W1", "--python", "/nowhere"],
          ["--server", "nobody", "--case", "W1"], ["--server", "fa3", "--case", "W1", "--model", "/nowhere"]],
     )  # fmt: skip
     def test_bad_command_lines(self, arguments, tmp_path, capsys):
@@ -316,6 +334,24 @@ class TestReport:
         with pytest.raises(SystemExit, match=r"no_such\.json.*No such file"):
             bench.main(["--from", str(tmp_path / "no_such.json")])
 
+    def test_another_benchmarks_file_is_one_line(self, tmp_path):
+        for content, says in (("[]", "no object in it"), ('{"records": []}', "no servers, machine, missing in it")):
+            (tmp_path / "other.json").write_text(content)
+            with pytest.raises(SystemExit, match=f"other.json: not written by this benchmark \\({says}\\)"):
+                bench.main(["--from", str(tmp_path / "other.json")])
+
+    @pytest.mark.parametrize("change", [{"failed": 1}, {"unfinished": 1}])
+    def test_lost_requests_are_a_status(self, change, tmp_path, capsys):
+        server = {"stock": True, "error": None, "start_seconds": [9.0], "probes": []}
+        content = {
+            "model": {}, "machine": {"gpu": "H200", "versions": {"sglang": "0.5.17"}}, "servers": {"fa3": server},
+            "order": ["fa3"], "missing": [],
+        }  # fmt: skip
+        for lost, status in (({}, 0), (change, 1)):
+            records = [record("fa3", "W1", 10.0, overall=lost)]
+            (tmp_path / "run.json").write_text(json.dumps(content | {"records": records}))
+            assert bench.main(["--from", str(tmp_path / "run.json")]) == status
+
     def test_what_admission_took(self):
         counted = {"rounds": 200, "seconds": 0.05, "stops": 1234}
         (row,) = report.details([record("fa3", "W1", 100.0, admission=counted)]).splitlines()[1:]
@@ -367,7 +403,8 @@ class TestClient:
                     await writer.drain()
                 await asyncio.sleep(0.01 if tokens != 98 else 30)
             else:
-                writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+                if tokens != 97:  # else it hangs up before the last chunk
+                    writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
         else:
             status = b"404 Not Found" if path == b"/nowhere" else b"200 OK"
             writer.write(b"HTTP/1.1 " + status + b'\r\ncontent-length: 8\r\n\r\n{"a": 1}')
@@ -398,6 +435,12 @@ class TestClient:
         requests = parse_case("open:1,40,5,50,8", arrivals="fixed").requests(300, 16)
         sent = [s.sent for s in self.served(lambda address: drive(address, requests, 5.0)).streams]
         assert sent[-1] - sent[0] == pytest.approx(requests[-1].due, abs=0.05)
+
+    def test_a_stream_that_was_whole_before_its_connection_broke_has_not_failed(self):
+        requests = [parse_case("decode:1,1,40,97").requests(300, 16)[0]] * 3
+        driven = self.served(lambda address: drive(address, requests, 5.0))
+        whole = overall(driven.streams, driven.end)
+        assert (whole["finished"], whole["failed"], whole["unfinished"]) == (3, 0, 0)
 
     def test_broken_and_hanging_streams(self):
         requests = [parse_case(f"decode:1,1,40,{tokens}").requests(300, 16)[0] for tokens in (16, 98, 99)]

@@ -250,7 +250,7 @@ def test_the_docs_say_what_was_measured():
         f"{max(one['waiting'] for one in samples):,} waiting",
         f"{fates['aborted']:,} were aborted, {fates['hung up']:,} hung up, "
         f"{fates['over before it was given up']:,} were over before they could be given up, "
-        f"{fates['answered']:,} were answered; {found['retractions']:,} retractions",
+        f"{fates['answered']:,} were answered; requests were retracted {found['retractions']:,} times",
         f"{sum(batches.values()):,} batches were the same** ({batches['prefill']:,} prefill batches of "
         f"{rows['prefill']:,} rows, {batches['decode']:,} decode batches of {rows['decode']:,} rows; "
         f"{decisions['adds']:,} ADD, no STOP, {decisions['postponed']} prefixes made to wait",

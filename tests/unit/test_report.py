@@ -70,6 +70,13 @@ def test_the_table_fits_a_terminal_and_shows_ratios():
     assert "…" not in text and max(map(len, text.splitlines())) <= 80
 
 
+def test_names_are_no_markup():
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))
+    console.print(comparison([RunSummary("run[/x]", 9, 10.0), RunSummary("fa3[lpm]", 9, 10.0)], "a [/b]"))
+    text = console.export_text()
+    assert text.count("run[/x]") == 2 and "fa3[lpm]" in text and "a [/b]" in text
+
+
 def test_what_a_run_cannot_tell_is_a_dash_and_never_the_best():
     console = Console(width=80, record=True, file=open("/dev/null", "w"))
     console.print(comparison([RunSummary("other", 9, 10.0), summary()], figures=SERVER_FIGURES))

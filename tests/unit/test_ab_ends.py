@@ -1,0 +1,108 @@
+"""``feather ab --engine server`` as a process: how it ends, and what it leaves behind."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--prefix-tokens", "40", "--output-tokens", "8", "--groups", "2", "--policies", "fcfs", "--rate"]
+
+
+def as_from_a_terminal(ignored=(), files=None):
+    """In the child: signals end it, but for the ignored ones; so many files may be open."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+    if files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
+
+
+class Run:
+    """The command in a process of its own, its servers being ``tests/data/fake_server``."""
+
+    def __init__(self, folder, *flags, **terminal):
+        (folder / "config.json").write_text('{"vocab_size": 300}')
+        (folder / "bin").mkdir()
+        self.folder, self.pids = folder, [folder / "server.pid", folder / "clocks.pid"]
+        self._script("nvidia-smi", f'case "$*" in *loop*) echo $$ > {self.pids[1]}; exec sleep 60;; esac')
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/data/fake_server"), str(ROOT), str(ROOT / "kernels")]),
+            "PATH": os.pathsep.join([str(folder / "bin"), os.environ["PATH"]]),
+            "FAKE_PID": str(self.pids[0]),
+        }
+        command = [sys.executable, "-m", "feather_sglang.cli", "ab", "--engine", "server", "--model", str(folder)]
+        self.process = subprocess.Popen(
+            [*command, "--out", str(folder / "out"), *SMALL, *flags],
+            env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            preexec_fn=lambda: as_from_a_terminal(**terminal),
+        )  # fmt: skip
+
+    def _script(self, name, line):
+        (self.folder / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
+        (self.folder / "bin" / name).chmod(0o755)
+
+    def await_load(self):
+        """Return once the server answers requests and the clocks are read."""
+        deadline = time.monotonic() + 60
+        while not all(file.exists() and file.read_text().strip() for file in self.pids):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()[0]
+            time.sleep(0.05)
+
+    def left(self):
+        """Whether the server, or who reads the clocks, is alive some time later."""
+        deadline = time.monotonic() + 10
+        while alive := [file.name for file in self.pids if is_alive(int(file.read_text()))]:
+            if time.monotonic() > deadline:
+                return alive
+            time.sleep(0.05)
+        return []
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGKILL, -9)],
+    ids=lambda given: getattr(given, "name", given),
+)
+def test_a_signal_ends_it_and_its_server(number, status, tmp_path):
+    run = Run(tmp_path, "20", "--requests", "1000")
+    run.await_load()
+    run.process.send_signal(number)
+    said = run.process.communicate(timeout=30)[0]
+    assert run.process.returncode == status, said
+    assert run.left() == [] and "Traceback" not in said
+
+
+def test_under_nohup_it_outlives_its_terminal(tmp_path):
+    run = Run(tmp_path, "100", "--requests", "150", ignored=[signal.SIGHUP])
+    run.await_load()
+    run.process.send_signal(signal.SIGHUP)
+    said = run.process.communicate(timeout=60)[0]
+    assert run.process.returncode == 0, said
+    assert run.left() == []
+
+
+def test_more_requests_at_a_time_than_files_may_be_open(tmp_path):
+    run = Run(tmp_path, "100000", "--requests", "200", files=(64, 1024))
+    said = run.process.communicate(timeout=60)[0]
+    (record,) = json.loads((tmp_path / "out" / "results.json").read_text())["records"]
+    assert (run.process.returncode, record["counted"]["failed"]) == (0, 0), said
+
+
+def test_requests_that_failed_are_a_status(tmp_path):
+    run = Run(tmp_path, "500", "--requests", "200", files=(64, 64))
+    said = run.process.communicate(timeout=60)[0]
+    assert run.process.returncode == 1 and "of 200 requests failed: OSError: [Errno 24]" in said, said
