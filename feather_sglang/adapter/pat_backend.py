@@ -70,7 +70,7 @@ class PatBackend(AttentionBackend):
         overlap = not model_runner.server_args.disable_overlap_schedule
         self.sharing = RowSharing(self._table, rows.req_generation.numpy(), settled_at=2 if overlap else 1)
         self.plan: PackPlan | None = None
-        self._expected: tuple[list[str], np.ndarray] | None = None
+        self._expected: tuple[list[Any], np.ndarray] | None = None
         self._metrics = pat_metrics()
         self._recorder = plan_recorder()
         self._debug = os.environ.get(DEBUG_CHECK) == "1"
@@ -126,14 +126,14 @@ class PatBackend(AttentionBackend):
         if in_capture or expected is None:  # a dummy batch: nobody's requests
             self._plan_apart(forward_batch)
             return
-        rids, rows = expected
+        requests_now, rows = expected
         if forward_batch.seq_lens_cpu is None:
             raise RuntimeError("pat: SGLang gave no lengths on the host")
         if len(rows) > requests:
             raise RuntimeError(f"pat: SGLang announced {len(rows)} rows and runs {requests}")
         lens = np.full(requests, FILL, np.int32)
         lens[: len(rows)] = forward_batch.seq_lens_cpu.numpy()[: len(rows)]
-        changed = self.sharing.observe(rids, rows, lens[: len(rows)])
+        changed = self.sharing.observe(requests_now, rows, lens[: len(rows)])
         total = int(lens.sum())
         plan = self.plan
         if not changed and plan is not None and plan.valid_for(lens)[0]:
@@ -190,7 +190,7 @@ class PatBackend(AttentionBackend):
 
     def expect(self, batch: Any) -> None:
         """The host side of the decode batch that SGLang is about to run."""
-        self._expected = [req.rid for req in batch.reqs], batch.req_pool_indices_cpu.numpy()
+        self._expected = list(batch.reqs), batch.req_pool_indices_cpu.numpy()
 
     def prefill(self, batch: Any) -> None:
         """The host side of the prefill batch that SGLang is about to run."""

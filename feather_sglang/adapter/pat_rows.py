@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,8 +95,9 @@ class RowHasher:
 class RowSharing:
     """The running requests by their rows, and the forest of what they share.
 
-    A request is its id, its row and that row's generation, which SGLang counts up whenever it gives the row away; a
-    retracted request that comes back is a new one. A request that is not in a decode batch has left.
+    A request is SGLang's object, which a client cannot make twice as it can an id; its row; and that row's generation,
+    which SGLang counts up whenever it gives the row away, so a retracted request that comes back is a new one. A
+    request that is not in a decode batch has left.
 
     **When a row is hashed.** What a request has found in the prefix cache, while its prefill runs: those slots are the
     cache's, which keeps them for as long as the request runs. The whole row only once it has settled. Under the overlap
@@ -124,9 +126,9 @@ class RowSharing:
         self._stride = table.stride(0)
         self._generation = generation
         self._settled_at = settled_at
-        self._rids: list[str] = []
+        self._requests: list[Hashable] = []  # kept, so that no other object gets the place of one of these
         self._rows = np.empty(0, np.int64)  # of the last decode batch, in its order
-        self._seen = np.zeros((4, len(generation)), np.int64)  # id, generation, length, entry; by row
+        self._seen = np.zeros((4, len(generation)), np.int64)  # request, generation, length, entry; by row
         self._present = np.zeros(len(generation), bool)
         self._steps = np.zeros(len(generation), np.int64)
         self._hashed = np.zeros(len(generation), bool)  # the whole row, or its hashes are on their way
@@ -152,13 +154,13 @@ class RowSharing:
         shared = chunks > 0
         self._submit(rows[shared], self._prefills[rows[shared]], chunks[shared], in_prefill=True)
 
-    def observe(self, rids: list[str], rows: Rows, lengths: npt.NDArray[np.int32]) -> bool:
+    def observe(self, requests: list[Hashable], rows: Rows, lengths: npt.NDArray[np.int32]) -> bool:
         """Take note of the next decode batch.
 
         Parameters
         ----------
-        rids : list of str
-            The requests' ids, in the order of the batch.
+        requests : list
+            The requests, equal only if they are the same, in the order of the batch.
         rows : int64 [requests]
             Their rows in the table.
         lengths : int32 [requests]
@@ -170,12 +172,12 @@ class RowSharing:
             Whether the forest has changed: other requests, another order, or more that they are known to share.
         """
         revision = self.trie.revision
-        changed = not self._same_batch(rids, rows, lengths)
+        changed = not self._same_batch(requests, rows, lengths)
         if changed:
-            if len(rids) != len(rows):  # rows of beams follow those of the requests, and change places
+            if len(requests) != len(rows):  # rows of beams follow those of the requests, and change places
                 self.forget()
                 return True
-            self._enter(rids, rows, lengths)
+            self._enter(requests, rows, lengths)
         self._seen[2, rows] = lengths
         self._steps[rows] += 1
         self._collect()
@@ -204,7 +206,7 @@ class RowSharing:
     def forget(self) -> None:
         """Let every request leave."""
         self._leave(self._rows)
-        self._rids, self._rows = [], np.empty(0, np.int64)
+        self._requests, self._rows = [], np.empty(0, np.int64)
 
     def _leave(self, rows: Rows) -> None:
         for row in rows[self._chunks[rows] > 0].tolist():
@@ -212,20 +214,18 @@ class RowSharing:
         self._chunks[rows] = 0
         self._present[rows] = False
 
-    def _same_batch(self, rids: list[str], rows: Rows, lengths: npt.NDArray[np.int32]) -> bool:
+    def _same_batch(self, requests: list[Hashable], rows: Rows, lengths: npt.NDArray[np.int32]) -> bool:
         return (
-            rids == self._rids
+            requests == self._requests
             and np.array_equal(rows, self._rows)
             and bool((self._generation[rows] == self._seen[1, rows]).all())
             and bool((lengths > self._seen[2, rows]).all())
         )
 
-    def _enter(self, rids: list[str], rows: Rows, lengths: npt.NDArray[np.int32]) -> None:
+    def _enter(self, requests: list[Hashable], rows: Rows, lengths: npt.NDArray[np.int32]) -> None:
         """Let those leave who are not in the batch, and enter those who were not."""
-        identity = np.fromiter(map(hash, rids), np.int64, len(rids))
+        identity = np.fromiter(map(hash, requests), np.int64, len(requests))
         generation = self._generation[rows]
-        # A request grows at every step. The lengths tell a request from its predecessor in the one case where the
-        # rest does not: after a flush, which in most releases sets the generations back, with ids used again.
         known = (
             self._present[rows]
             & (self._seen[0, rows] == identity)
@@ -242,7 +242,7 @@ class RowSharing:
         self._seen[0, new], self._seen[1, new] = identity[~known], generation[~known]
         self._seen[3, new] = self._entries + np.arange(len(new))
         self._entries += len(new)
-        self._rids, self._rows = rids, rows.copy()
+        self._requests, self._rows = requests, rows.copy()
 
     def _collect(self) -> None:
         """Enter the hashes that have arrived; those of requests that have left meanwhile are dropped."""

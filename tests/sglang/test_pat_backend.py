@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import os
+import random
 from collections import Counter, deque
 from types import SimpleNamespace
 
@@ -231,18 +232,21 @@ def test_requests_retracted_in_the_overlap_schedulers_order(server, monkeypatch)
     assert answers["pat"] == answers[None]
 
 
-def test_an_id_and_a_row_that_are_used_again_are_another_request(server):
+@pytest.mark.parametrize("length", [70, 91, 120])  # shorter than the first, one decode step longer, much longer
+def test_an_id_and_a_row_that_are_used_again_are_another_request(server, length):
     # After a flush even the row's generation is the same again, but in 0.5.23.
+    draw = random.Random(length)
+    later = {rid: draw.choices(range(2, 500), k=length) for rid in "abcdef"}
     one = server()
-    for prompt in ([7] * 80, [9] * 70):
-        for rid in ("a", "b"):
-            one.submit(rid, [*prompt, ord(rid)], max_new_tokens=12)
+    for prompts in ({rid: [*[7] * 80, ord(rid)] for rid in later}, later):
+        for rid, prompt in prompts.items():
+            one.submit(rid, prompt, max_new_tokens=12)
         one.drain()
         one.step()
         assert one.scheduler.flush_cache()
     other = server(decode_attention_backend=None)
-    for rid in ("a", "b"):
-        other.submit(rid, [*[9] * 70, ord(rid)], max_new_tokens=12)
+    for rid, prompt in later.items():
+        other.submit(rid, prompt, max_new_tokens=12)
     other.drain()
     assert one.outputs() == other.outputs()
 
