@@ -9,6 +9,7 @@ from a mixed batch are ours.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, KeysView, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -95,6 +96,7 @@ class BatchBuilder:
         self._staying = 0  # waiting requests that are postponed
         self._frozen: tuple[StopPolicy, bool] | None = None  # who may not explore, and whether it does otherwise
         self._asked = 0  # prefixes postponed in this round for the first time
+        self._late: deque[Hashable] | None = None  # in this round, most urgent first; None: nobody has looked
 
     # Life cycle -----------------------------------------------------------------------------------------------
 
@@ -185,6 +187,7 @@ class BatchBuilder:
         self._stopped = False
         self._now = now
         self._staying = self._asked = 0
+        self._late = None
         for request_id, priority in self._unseen.items():
             self._arrivals[request_id] = Arrival(now, self.round, priority)
         self._unseen.clear()
@@ -373,14 +376,21 @@ class BatchBuilder:
             self.cht.requeue(request_id)
 
     def _overdue(self, best: Hashable | None) -> Hashable | None:
-        """The oldest waiting request once it is past the bound, unless a more urgent priority class waits."""
-        oldest = self.cht.oldest()
-        if oldest is None:
+        """The oldest waiting request that is past the bound, of the classes that are as urgent as the best's."""
+        arrivals, oldest = self._arrivals, self.cht.oldest()
+        if oldest is None or not self._is_late(arrivals[oldest]):
             return None
-        arrival = self._arrivals[oldest]
-        if not self._is_late(arrival):
-            return None
-        return oldest if best is None or arrival.priority <= self._arrivals[best].priority else None
+        if best is None or arrivals[oldest].priority <= arrivals[best].priority:
+            return oldest
+        # Where there are classes, those who have waited longest are the least urgent; others may be late as well.
+        if self._late is None:
+            late = [r for r in self.cht.waiting if self._is_late(arrivals[r])]
+            self._late = deque(sorted(late, key=lambda r: (arrivals[r].priority, arrivals[r].round)))
+        while self._late and self._late[0] not in self.cht.waiting:
+            self._late.popleft()
+        if self._late and arrivals[self._late[0]].priority <= arrivals[best].priority:
+            return self._late[0]
+        return None
 
     def _is_late(self, arrival: Arrival) -> bool:
         return self._now - arrival.time >= self.max_wait or self.round - arrival.round >= self.max_wait_rounds

@@ -73,6 +73,9 @@ HOOKS = (
         _SCHEDULER + "process_batch_result", "scheduler", ("self", "batch", "result"), "decode throughput, the reward"
     ),
     Hook(
+        _SCHEDULER + "continue_generation", "scheduler", ("self", "recv_req"), "a pause is over: nothing was measured"
+    ),
+    Hook(
         _SCHEDULER + "get_next_batch_to_run",
         "scheduler",
         ("self", "running_batch", "last_batch"),

@@ -165,7 +165,7 @@ def _parse(given: dict[str, Any], head: str) -> dict[str, Any]:
             continue
         try:
             values[name] = known[name].metadata["parse"](value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise FeatherError(f"{head}{name}={value!r}: {error}") from None
     return values
 

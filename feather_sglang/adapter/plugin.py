@@ -17,6 +17,7 @@ from feather_sglang.adapter.attention import decode_only, offer_backend, registe
 from feather_sglang.adapter.failures import begin_command_line, end_start_up
 from feather_sglang.adapter.hooks import HOOKS, exists, installed_version, mismatches
 from feather_sglang.adapter.options import FeatherOptions, add_flags, switch_allowed
+from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.errors import FeatherError
 from feather_sglang.policy_names import FEATHER
 
@@ -75,6 +76,8 @@ def start(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             _start_policy(scheduler, scheduler.schedule_policy)
         if switch_allowed():
             _start_switch(scheduler, functools.partial(original, scheduler, *args, **kwargs))
+        if scheduler.schedule_policy in FEATHER or switch_allowed():
+            _watch_pauses(scheduler)
     except FeatherError as error:
         end_start_up(error)
     return result
@@ -89,6 +92,18 @@ def _start_policy(scheduler: Any, name: str) -> None:
     refuse_unsupported(scheduler, name, options)
     take_over(scheduler, name, options, make_stop_policy(name, options))
     logger.info("feather: %s is active (sglang %s)", name, installed_version())
+
+
+def _watch_pauses(scheduler: Any) -> None:
+    """Tell the policy in force when a pause is over; SGLang binds this handler once, after its policy is set up."""
+
+    def continue_generation(original: Any, *args: Any, **kwargs: Any) -> Any:
+        feather = getattr(scheduler, "feather", None)
+        if feather is not None:
+            feather.resumed()
+        return original(*args, **kwargs)
+
+    Wrappings().wrap(scheduler, "continue_generation", continue_generation)
 
 
 def _start_switch(scheduler: Any, initialise: Any) -> None:

@@ -179,12 +179,16 @@ class FeatherScheduler:
 
     def _enter(self, req: Any) -> None:
         tree = self.builder.cht
-        if req.rid in tree.active:  # retracted or preempted: it now owes its prompt and what it has generated
+        if req.rid in tree.active and self._requests[req.rid] is req:
+            # Retracted or preempted: it now owes its prompt and what it has generated.
             tokens = array("q", req.origin_input_ids)
             tokens.extend(req.output_ids)
             self.builder.requeue(req.rid, tokens)
         else:
-            if req.rid in tree.waiting:  # the id of a request aborted since the last round, used again
+            # The id of a request that has finished or was aborted since the last round may be used again.
+            if req.rid in tree.active:
+                self.builder.leave_batch(req.rid, len(self._requests[req.rid].output_ids))
+            elif req.rid in tree.waiting:
                 self.builder.leave_queue(req.rid)
             isolation = (req.extra_key, getattr(req, "cache_salt", None), req.lora_id)
             self.builder.arrive(
@@ -215,6 +219,9 @@ class FeatherScheduler:
             for rid in [rid for rid in builder.cht.waiting if rid not in queued]:
                 builder.leave_queue(rid)
                 del self._requests[rid]
+            for req in list.__iter__(queue):
+                if req.rid not in builder.cht:  # tokenizer workers do not know of each other's ids: two were equal
+                    self._enter(req)
 
     def _note_computed(self) -> None:
         """A request's first new token says that its prompt is computed and in the cache."""
@@ -278,7 +285,8 @@ class FeatherScheduler:
         self._adder = adder
         if not self.failed and self.policy is not None:
             with self._guard("whether a prefix should wait could not be decided"):
-                cached = _cached_tokens(req)
+                # What a hierarchical cache has on the host is not in its place yet, but will not be computed.
+                cached = _cached_tokens(req) + getattr(req, "host_hit_length", 0)
                 return self.builder.postpones(req.rid, cached, len(req.origin_input_ids) - cached)
         return False
 
@@ -352,6 +360,11 @@ class FeatherScheduler:
         if all(req.finished() for req in chain(batch.reqs, self.scheduler.running_batch.reqs)):
             self._prefill_meter.idle()
         return result
+
+    def resumed(self) -> None:
+        """SGLang goes on after a pause, whose time is nobody's."""
+        self._meter.restart()
+        self._prefill_meter.idle()
 
     # Never worse than off -------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from harness import CONFIG, Server
 from sglang.srt.lora.lora_registry import LoRARef
 from torch.overrides import TorchFunctionMode
 
+from feather_sglang.adapter.scheduler import FeatherScheduler
 from feather_sglang.policies import make_policy
 
 PREFIX, TAIL = 640, 4
@@ -321,6 +322,26 @@ def test_nobody_waits_for_a_prefix_that_is_computed_under_another_key(server, lo
     one.drain()
     assert computed(one) == 4 * PREFIX + 11 * TAIL
     one.assert_nothing_left()
+
+
+@pytest.mark.parametrize("on_host", [0, 400, 640])
+def test_what_a_hierarchical_cache_has_on_the_host_is_not_computed(server, monkeypatch, on_host):
+    one = server(max_total_tokens=3000)
+    run(one, "f0 f1 f2 f3", outputs=30)
+    submit(one, "e0 b0 c0 a0")
+    postpones = FeatherScheduler.postpones
+
+    def with_host(feather, adder, req):
+        # SGLang loads it within add_one_req; here there is no such cache, so it must not try.
+        req.host_hit_length = on_host if req.rid == "e0" else 0
+        try:
+            return postpones(feather, adder, req)
+        finally:
+            req.host_hit_length = 0
+
+    monkeypatch.setattr(FeatherScheduler, "postpones", with_host)
+    one.step()
+    assert postponed(one) == ({"b0", "c0", "a0"} if on_host else {"e0", "b0", "c0", "a0"})
 
 
 def test_adapters_in_a_batch_stay_within_their_limit(lora_server):

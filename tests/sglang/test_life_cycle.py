@@ -6,6 +6,8 @@ import time
 import pytest
 from harness import Server
 
+from feather_sglang.adapter.switch import Order
+
 POLICIES = ["feather", "feather-heuristic", "feather-bandit", "feather-qlearning", "feather-order"]
 
 
@@ -211,6 +213,87 @@ def test_flush_cache_and_pause(server, expected):
     workload(one, count=4)
     one.drain()
     one.assert_nothing_left()
+
+
+@pytest.mark.parametrize("by", ["priority", "age"])
+def test_an_id_that_is_used_again_is_another_request(server, monkeypatch, by):
+    """A finished request leaves the tree in the next admission round: there is none while nobody waits."""
+    monkeypatch.delenv("FEATHER_DEBUG_CHECK")  # which opens rounds of its own
+    priorities = {"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}
+    flags = {**priorities, "disable_priority_preemption": True} if by == "priority" else {}
+    first = {}
+    for policy in ("fcfs", "feather"):
+        one = server(policy, max_running_requests=1, **flags)
+
+        def submit(rid, group, priority, one=one):
+            one.submit(rid, prompt(group, group), max_new_tokens=3, **({"priority": priority} if flags else {}))
+
+        submit("talk", 0, 9)
+        while one.step() is not None:
+            pass
+        assert one.requests["talk"].finished()
+        if policy == "feather":
+            later = one.feather.clock() + 130  # past max_wait, if it were the first one's age
+            one.feather.clock = lambda later=later: later
+        submit("other", 1, 5)
+        submit("talk", 2, 0)
+        first[policy] = [req.rid for req in one.step().reqs]
+        one.drain()
+    assert first["feather"] == first["fcfs"] == (["talk"] if flags else ["other"])
+    assert one.feather.builder.overdue_admissions == 0
+
+
+def test_two_requests_of_one_id_are_both_served(server, monkeypatch):
+    monkeypatch.delenv("FEATHER_DEBUG_CHECK")  # it tells requests apart by their ids
+    one = server(max_running_requests=1)
+    one.submit("busy", prompt(0, 0), max_new_tokens=10)
+    for _ in range(3):
+        one.step()
+    twins = []
+    for group in (1, 2):
+        one.submit("twin", prompt(group, group), max_new_tokens=5)
+        twins.append(one.requests["twin"])
+    for _ in range(60):
+        one.step()
+    assert all(twin.finished() for twin in twins) and not one.scheduler.waiting_queue
+    assert not one.feather.failed
+
+
+@pytest.mark.parametrize("switched", [False, True])
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_the_time_of_a_pause_is_nobodys(server, monkeypatch, mode, switched):
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput, SetInternalStateReq
+
+    monkeypatch.setenv("FEATHER_OPTIONS", '{"allow_switch": true}')
+    one = server("fcfs" if switched else "feather", admin_api_key="key")
+    go_on = one.scheduler.continue_generation  # as SGLang's table of handlers holds it
+    if switched:
+        order = Order("feather", {}).as_message()
+        assert one.scheduler.set_internal_state(SetInternalStateReq(server_args=order)).updated
+    feather, now = one.feather, [0.0]
+    feather.clock = lambda: now[0]
+
+    def step(seconds):
+        now[0] += seconds
+        return one.step()
+
+    for rid, token in (("a", 5), ("b", 6)):
+        one.submit(rid, [token] * 1500, max_new_tokens=60)
+        step(0.05)
+    for _ in range(5):
+        step(0.01)
+    rate, before = feather._meter.rate, feather._prefill_meter.seconds_per_token
+    assert rate == pytest.approx(200) and before == pytest.approx(0.05 / 1500, rel=0.05)
+    one.scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
+    now[0] += 600
+    if mode == "retract":
+        one.scheduler.flush_cache()  # as where the weights are new; releases before 0.5.21 refuse
+    go_on(ContinueGenerationReqInput())
+    step(0.1)
+    for _ in range(6):
+        step(0.01)
+    assert feather._meter.rate == pytest.approx(200, rel=0.01)
+    assert feather._prefill_meter.seconds_per_token == pytest.approx(before, rel=0.05)
 
 
 def test_five_hundred_random_events(server):

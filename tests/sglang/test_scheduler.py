@@ -245,7 +245,8 @@ def test_the_debug_check_finds_a_difference(server, monkeypatch):
     monkeypatch.setitem(os.environ, "FEATHER_DEBUG_CHECK", "1")
     one = server()
     one.submit("a", prompt(0))
-    one.feather.builder.leave_queue("a")
+    one.step()
+    one.feather.builder.leave_batch("a")
     with pytest.raises(AssertionError, match="differ"):
         one.step()
     one.feather.fail("on purpose", RuntimeError())

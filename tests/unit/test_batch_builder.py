@@ -181,6 +181,29 @@ def test_without_the_bound_it_would_starve():
     assert all(run_round(b, batch_size=2, now=float(step)) == [] for step in range(1, 50))
 
 
+def test_late_requests_of_the_urgent_class_do_not_hide_behind_older_ones_of_another():
+    b = builder(make_policy("always-add"), max_wait=10.0)
+    b.arrive("background", [9] * 40, priority=9)
+    b.arrive("a0", [1] * 40, priority=0)
+    b.begin_round(0.0, None)
+    assert b.propose(0, 1.0) == "a0"
+    b.admitted("a0")
+    b.end_round()
+    b.arrive("stranger", [5] * 40, priority=0)
+    b.arrive("stranger's twin", [5] * 40, priority=0)
+    admitted = []
+    for step in range(1, 30):  # others come all the time that match the batch better
+        b.arrive(f"a{step}", [1] * 40, priority=0)
+        b.begin_round(float(step), None)
+        admitted.append(b.propose(len(b.cht.active), 1.0))
+        b.admitted(admitted[-1])
+        b.end_round()
+        if step > 1:
+            b.leave_batch(admitted[-2])
+    assert (admitted.index("stranger"), admitted.index("stranger's twin")) == (10, 11)
+    assert "background" not in admitted and b.overdue_admissions >= 2
+
+
 def test_an_overdue_request_yields_to_a_more_urgent_class_only():
     b = builder(Scripted(), max_wait=1.0)
     b.arrive("late", tokens("A"), priority=5)

@@ -43,6 +43,7 @@ def test_round_trip_through_the_environment():
         ('{"chunk_size": true}', "chunk_size=True"),
         ('{"chunk_size": 1.5}', "chunk_size=1.5"),
         ('{"max_wait": -1}', "max_wait=-1"),
+        ('{"max_wait": 1' + "0" * 400 + "}", "int too large"),
         ('{"max_wait": NaN}', "max_wait=nan"),
         ('{"explore": "maybe"}', "explore='maybe': expected on or off"),
         ('{"gather": 1}', "gather=1: expected on or off"),
