@@ -107,9 +107,9 @@ def load_batch(path: Path) -> Batch:
     FeatherError
         No such file, or one that is no recorded batch of this version.
     """
-    if path.is_dir():
-        path = path / LATEST
     try:
+        if path.is_dir():
+            path = path / LATEST
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FeatherError(f"{path}: {error.strerror}; a server writes it with --feather-record-plan DIR") from None

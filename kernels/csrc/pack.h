@@ -7,6 +7,8 @@
 // that merge, only if it is the only one.
 #pragma once
 
+#include <numeric>
+
 #include "plan.h"
 
 namespace feather {
@@ -317,6 +319,8 @@ inline void make_packs(const Config& config, const Forest& forest, const Tree& t
     order[(p < 0 ? next : cursor[p])++] = r;
     if (leaf_split[r]) ++pack_of[p];
   }
+  const int64_t most = std::accumulate(pack_of.begin(), pack_of.end(), int64_t{forest.n_requests});
+  FEATHER_REQUIRE(most <= INT32_MAX, "packs of up to " << most << " members are too many: use another strategy");
   out.packs.clear();
   int32_t members = 0;
   for (int32_t u = 0; u < n; ++u) {
@@ -326,7 +330,7 @@ inline void make_packs(const Config& config, const Forest& forest, const Tree& t
     out.packs.push_back({from[u], tree.end[u], members, count, -1, shared_chunk});
     members += count;
   }
-  out.members.resize(members + forest.n_requests);
+  out.members.resize(most);
   for (int32_t u = 0; u < n; ++u) {
     if (!split[u]) continue;
     int32_t& fill = cursor[tree.parent[u]];

@@ -46,9 +46,12 @@ def source_dir() -> Path:
 
 def cache_dir() -> Path:
     """``$FEATHER_KERNELS_CACHE``, or a folder of the user's cache."""
-    given = os.environ.get("FEATHER_KERNELS_CACHE")
-    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return Path(given) if given else base / "feather_kernels"
+    if given := os.environ.get("FEATHER_KERNELS_CACHE"):
+        return Path(given)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "feather_kernels"
+    except RuntimeError:
+        raise BuildError("no home folder to cache libraries in: set FEATHER_KERNELS_CACHE to a folder") from None
 
 
 @functools.cache
@@ -193,7 +196,10 @@ def _target(capability: int) -> str:
 
 @functools.cache
 def _version(compiler: str) -> str:
-    answer = subprocess.run([compiler, "--version"], capture_output=True, text=True)
+    try:
+        answer = subprocess.run([compiler, "--version"], capture_output=True, text=True)
+    except OSError as error:
+        raise BuildError(f"cannot run the compiler {compiler}: {error.strerror}") from None
     if answer.returncode:
         raise BuildError(f"{compiler} --version failed: {answer.stderr.strip().splitlines()[-1:]}")
     return answer.stdout
@@ -214,11 +220,17 @@ def _compile(name: str, source: Path, command: list[str], toolkit: str) -> Path:
     flags = " ".join(word for word in command[1:] if not word.startswith("-I"))
     key = hashlib.sha256("\0".join((_source_key(source), flags, toolkit)).encode()).hexdigest()[:16]
     library = cache_dir() / f"{name}-{key}.so"
-    if not library.is_file():  # else nothing is written: the cache may be read-only
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(library):
-            if not library.is_file():  # nobody has compiled it meanwhile
-                _run_compiler(library, name, source, command)
+    try:
+        if not library.is_file():  # else nothing is written: the cache may be read-only
+            library.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(library):
+                if not library.is_file():  # nobody has compiled it meanwhile
+                    _run_compiler(library, name, source, command)
+    except OSError as error:
+        raise BuildError(
+            f"cannot compile {source.name} into {library.parent}: {error.strerror}; set FEATHER_KERNELS_CACHE to a "
+            "folder that can be written"
+        ) from None
     return library
 
 
@@ -273,7 +285,19 @@ def _locked(lock: IO[str]) -> bool:
 def _load(library: Path) -> Any:
     import tvm_ffi
 
-    return tvm_ffi.load_module(str(library))
+    try:
+        return tvm_ffi.load_module(str(library.absolute()))  # a bare name is looked up where the system's libraries lie
+    except (OSError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise BuildError(f"cannot load {library}: {reason}") from None
+
+
+def _copied(library: Path, target: Path) -> Path:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.copyfile(library, target))
+    except OSError as error:
+        raise BuildError(f"cannot write {target}: {error.strerror}") from None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -290,8 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
             configuration = Configuration(*choice)
             library = kernel_library(configuration)
             if options.out:
-                options.out.mkdir(parents=True, exist_ok=True)
-                library = Path(shutil.copyfile(library, options.out / configuration.prebuilt))
+                library = _copied(library, options.out / configuration.prebuilt)
             print(library, flush=True)
     except BuildError as error:
         print(f"feather_kernels.build: error: {error}", file=sys.stderr)

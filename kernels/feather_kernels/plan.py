@@ -32,6 +32,7 @@ UNLIMITED = 2**31 - 1
 DOUBLINGS = 16  # of the price of parts, at most: nothing is shared at 2**16 times their price
 CLOSES = -2  # in place of a member's partial row: its item writes the request's result
 _MAX_TILES = 15
+_MAX_TILE = 1 << 20  # rows, or tokens: more than any kernel has, and far from the planner's int32
 _MAX_PROCESSORS = 1 << 12
 _PART_PRICE = slice(2, 4)  # of the reals, as csrc/plan.h numbers them
 _WIDENED = 7  # entry of the stats
@@ -198,12 +199,18 @@ class Planner:
         PlanError
             A forest that contradicts itself, or a plan that exceeds the capacity. The buffer keeps its last plan.
         """
+        dearer = self._fit(forest, self.buffer)
+        self._stats[_WIDENED] |= dearer
+        return PackPlan(self, forest, self.buffer, int(self.buffer[_SERIAL]), tuple(self._stats.tolist()))
+
+    def _fit(self, forest: Forest, buffer: IntArray) -> bool:
+        """Plan within the capacity; whether that took a higher price of parts."""
         price = self._reals[_PART_PRICE]
         normal = price.copy()
         try:
             for doublings in range(DOUBLINGS + 1):
                 try:
-                    self._call(forest, self.buffer)
+                    self._call(forest, buffer)
                     break
                 except PlanError:
                     if self.strategy != "time" or doublings == DOUBLINGS:
@@ -211,8 +218,7 @@ class Planner:
                     price *= 2
         finally:
             price[:] = normal
-        self._stats[_WIDENED] |= doublings > 0
-        return PackPlan(self, forest, self.buffer, int(self.buffer[_SERIAL]), tuple(self._stats.tolist()))
+        return doublings > 0
 
     def _call(self, forest: Forest, buffer: IntArray) -> None:
         try:
@@ -411,7 +417,7 @@ def make_plan(forest: Forest, *, max_requests: int | None = None, **arguments: A
     if not arguments.keys() & {"max_items", "max_members", "buffer"}:
         scout = Planner(max_requests=requests, **arguments, max_items=1, max_members=1)
         scout._config[9:11] = UNLIMITED
-        scout._call(forest, np.empty(0, np.int32))
+        scout._fit(forest, np.empty(0, np.int32))
         arguments |= {"max_items": max(int(scout._stats[4]), 1), "max_members": max(int(scout._stats[5]), 1)}
     return Planner(max_requests=requests, **arguments).plan(forest)
 
@@ -431,8 +437,10 @@ def _known(name: str, value: str, choices: dict[str, str]) -> str:
 def _checked_tiles(tiles: Tiles, group_size: int) -> tuple[tuple[int, int], ...]:
     checked = tuple((int(m), int(n)) for m, n in tiles)
     rows = [m for m, _ in checked]
-    if not 1 <= len(checked) <= _MAX_TILES or min(min(tile) for tile in checked) < 1 or rows != sorted(set(rows)):
-        raise PlanError(f"tiles are {checked}: give 1 to {_MAX_TILES} pairs (m, n) of ascending m")
+    sizes = [size for tile in checked for size in tile]
+    in_range = 1 <= len(checked) <= _MAX_TILES and 1 <= min(sizes) and max(sizes) <= _MAX_TILE
+    if not in_range or rows != sorted(set(rows)):
+        raise PlanError(f"tiles are {checked}: give 1 to {_MAX_TILES} pairs (m, n) of ascending m, up to {_MAX_TILE}")
     if group_size > rows[-1]:
         raise PlanError(f"the group of {group_size} query heads has more rows than the largest tile, {rows[-1]}")
     return checked

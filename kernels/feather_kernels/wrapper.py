@@ -192,8 +192,9 @@ class PackedDecodeWrapper:
             raise PlanError(
                 f"table is {table.dtype} on {table.device}: give a contiguous int32 or int64 tensor on {self.device}"
             )
-        if forest.n_requests and int(forest.row_offset.max()) >= table.numel():
-            raise PlanError(f"a row starts at entry {int(forest.row_offset.max())} of a table of {table.numel()}")
+        starts = forest.row_offset[forest.seq_len > 0]  # nothing is read of other rows: they may begin at the end
+        if len(starts) and int(starts.max()) >= table.numel():
+            raise PlanError(f"a row starts at entry {int(starts.max())} of a table of {table.numel()}")
         if seq_lens is not None and (
             seq_lens.dtype != torch.int32 or seq_lens.device != self.device or seq_lens.shape != (forest.n_requests,)
             or not seq_lens.is_contiguous()
@@ -212,7 +213,7 @@ class PackedDecodeWrapper:
         if seq_lens is None:
             self._seq_lens[: forest.n_requests].copy_(torch.from_numpy(np.array(forest.seq_len)))
             seq_lens = self._seq_lens
-        copied.record()
+        copied.record(torch.cuda.current_stream(self.device))  # which need not be the current device
         self.pack_plan, self._table, self._lens = plan, table, seq_lens
         return plan
 
@@ -335,7 +336,12 @@ class PackedDecodeWrapper:
                 continue
             if tuple(tensor.shape) != shape:
                 raise PlanError(f"{name} is {list(tensor.shape)}, the plan is for {list(shape)}: plan this batch first")
-            if tensor.stride(2) != 1 or tensor.stride(1) != self.head_dim or tensor.stride(0) % 8:
+            if (
+                tensor.stride(2) != 1
+                or tensor.stride(1) != self.head_dim
+                or tensor.stride(0) % 8
+                or tensor.data_ptr() % 16
+            ):
                 raise PlanError(
                     f"{name} has strides {tensor.stride()}: its heads must lie side by side, rows 16-byte aligned"
                 )

@@ -178,6 +178,72 @@ def test_without_nvcc_or_headers_the_message_says_what_to_do(cache, tmp_path, mo
         build.cutlass_include()
 
 
+@pytest.mark.parametrize(("folder", "reason"), [("file/cache", "Not a directory"), ("x" * 300, "File name too long")])
+def test_a_cache_that_cannot_be_written_is_named(cache, tmp_path, monkeypatch, folder, reason):
+    install_nvcc(tmp_path, monkeypatch)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FEATHER_KERNELS_CACHE", str(tmp_path / folder))
+    with pytest.raises(BuildError) as error:
+        kernel_library(Configuration("float16", 64, 90))
+    advice = "set FEATHER_KERNELS_CACHE to a folder that can be written"
+    assert str(error.value) == f"cannot compile packed_decode.cu into {tmp_path / folder}: {reason}; {advice}"
+
+
+def test_a_compiler_that_cannot_be_run_is_named(cache, monkeypatch):
+    monkeypatch.setenv("CXX", "ccache g++")
+    with pytest.raises(BuildError) as error:
+        build.load_planner.__wrapped__()
+    assert str(error.value) == "cannot run the compiler ccache g++: No such file or directory"
+
+
+def test_a_library_that_cannot_be_loaded_is_named(cache, tmp_path, monkeypatch):
+    library = tmp_path / Configuration("float16", 64, 90).prebuilt
+    library.write_bytes(b"cut off")
+    monkeypatch.setenv("FEATHER_KERNELS_PREBUILT", str(tmp_path))
+    with pytest.raises(BuildError, match="file too short") as error:
+        build.load_kernel.__wrapped__("float16", 64, 90)
+    assert str(error.value).startswith(f"cannot load {library}: ") and "\n" not in str(error.value)
+
+
+def test_a_library_in_the_current_folder_is_loaded(monkeypatch):
+    build.load_planner()  # so that it is there
+    monkeypatch.chdir(build.cache_dir())
+    monkeypatch.setenv("FEATHER_KERNELS_CACHE", ".")
+    assert build.load_planner.__wrapped__().plan
+
+
+def test_the_cache_is_the_users_unless_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("FEATHER_KERNELS_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given, folder in (("", tmp_path / ".cache"), (str(tmp_path / "xdg"), tmp_path / "xdg")):
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+        assert build.cache_dir() == folder / "feather_kernels"
+
+
+def test_a_user_without_a_home_must_name_the_cache(tmp_path, monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("FEATHER_KERNELS_CACHE", str(tmp_path))
+    assert build.cache_dir() == tmp_path
+    monkeypatch.delenv("FEATHER_KERNELS_CACHE")
+    with pytest.raises(BuildError, match="no home folder to cache libraries in: set FEATHER_KERNELS_CACHE to a folder"):
+        build.cache_dir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.cache_dir() == tmp_path / "feather_kernels"
+
+
+def test_a_folder_for_copies_that_cannot_be_written_is_named(cache, tmp_path, monkeypatch, capsys):
+    install_nvcc(tmp_path, monkeypatch)
+    out = tmp_path / "file"
+    out.touch()
+    assert build.main(["--dtype", "float16", "--head-dim", "64", "--out", str(out)]) == 2
+    library = out / Configuration("float16", 64, 90).prebuilt
+    assert capsys.readouterr().err == f"feather_kernels.build: error: cannot write {library}: File exists\n"
+
+
 def test_a_prebuilt_library_needs_no_compiler_and_is_used_only_for_its_own_sources_and_flags(
     cache, tmp_path, monkeypatch
 ):

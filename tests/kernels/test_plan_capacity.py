@@ -5,7 +5,7 @@ import pytest
 from plan_checks import HEADS, check_plan, plan_of
 
 from feather_kernels.forest import Forest
-from feather_kernels.plan import Planner, default_parts
+from feather_kernels.plan import Planner, default_parts, make_plan
 from feather_kernels.trees import PAT_TREES, parse_tree, random_forest, tree_forest
 
 LAYERS = [(32, 8), (64, 8), (32, 32), (128, 8), (16, 2), (8, 1), (4, 1)]
@@ -65,3 +65,10 @@ def test_what_is_packed_less_is_complete():
     plan = Planner(**HEADS, max_requests=36, split="none", max_parts=40).plan(forest)
     assert not free.widened and free.n_parts > 40 >= plan.n_parts > 0 and plan.widened
     check_plan(plan, forest)
+
+
+def test_a_single_plan_is_packed_less_too():
+    forest, capacity = chain(12, 3, 300), {"split": "none", "max_parts": 40}
+    plan = make_plan(forest, **HEADS, **capacity)
+    planned = Planner(**HEADS, max_requests=36, **capacity).plan(forest)
+    assert plan.widened and plan.stats == planned.stats and plan.items.tolist() == planned.items.tolist()

@@ -28,6 +28,8 @@ FOREST = tree_forest((1, 8), (400, 100))
         ({"head_dim": -64}, "head_dim is -64"),
         ({"tiles": ()}, "give 1 to 15 pairs"),
         ({"tiles": ((32, 16), (16, 16))}, "of ascending m"),
+        ({"tiles": ((8, 2**33),)}, "of ascending m, up to 1048576"),
+        ({"tiles": ((8, 16), (2**33, 16))}, "of ascending m, up to 1048576"),
         ({"tiles": ((2, 16),)}, "group of 4 query heads has more rows than the largest tile, 2"),
         ({"alpha": (1.0,)}, "alpha is .*: give a number above 0 for each of the 4 tiles"),
         ({"alpha": (1.0, 0, 1, 1)}, "give a number above 0"),
@@ -68,6 +70,15 @@ def test_a_table_beyond_memory_is_refused(strategy):
     n = 9000
     chain = Forest(np.arange(-1, n - 1), np.ones(n, int), np.arange(n), np.arange(n) + 1, np.zeros(n, int))
     with pytest.raises(PlanError, match=rf"strategy {strategy} needs .* states"):
+        plan_of(chain, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["naive", "two-phase"])
+def test_packs_of_more_members_than_the_planner_can_number_are_refused(strategy):
+    n = 70_000
+    chain = Forest(np.arange(-1, n - 1), np.ones(n, int), np.arange(n), np.arange(n) + 1, np.zeros(n, int))
+    members = sum(range(2, n + 1)) + n  # the last node has one request: no pack
+    with pytest.raises(PlanError, match=f"packs of up to {members} members are too many: use another strategy"):
         plan_of(chain, strategy=strategy)
 
 

@@ -302,6 +302,7 @@ def test_a_file_that_is_wrong_is_one_clear_line(recorded, capsys, change, says):
         ([], "give one of"),
         (["none.json", "--tree", TREE], "give one of"),
         (["/no/such/batch.json"], "/no/such/batch.json: No such file or directory"),
+        (["x" * 300], "xxx: File name too long"),
         ([__file__], "not JSON"),
         (["--tree", "1,2"], "--tree '1,2': give nodes and tokens per level"),
         (["--tree", "1,x_2,3"], "--tree '1,x_2,3': give nodes and tokens per level"),
