@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         return 0
+    except OSError as error:  # a full disk, a folder that cannot be written to
+        print(f"feather: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("feather: interrupted", file=sys.stderr)
         return 130

@@ -11,12 +11,14 @@ from importlib import metadata
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from feather_sglang import __version__
 from feather_sglang.adapter.hooks import HOOKS, SUPPORTED, installed_version, mismatch
 from feather_sglang.adapter.options import VARIABLE, FeatherOptions
 from feather_sglang.errors import FeatherError
+from feather_sglang.policies import load_policy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,9 +91,18 @@ def examine() -> dict[str, Any]:
         hooks = [{**hook._asdict(), "problem": mismatch(hook)} for hook in HOOKS]
     loaded, activation = _activation()
     try:
-        options, options_problem = str(FeatherOptions.from_environment()), None
+        given = FeatherOptions.from_environment()
+        if given.policy_file is not None:
+            load_policy(given.policy_file)
+        options, options_problem = str(given), None
     except FeatherError as error:
         options, options_problem = "", str(error)
+    fits = {
+        "sglang": version in SUPPORTED,
+        "activation": loaded,
+        "options": options_problem is None,
+        "hooks": all(hook["problem"] is None for hook in hooks),
+    }
     kernels = "installed" if importlib.util.find_spec("feather_kernels") else "not installed (needed by no policy)"
     return {
         "feather": __version__,
@@ -105,10 +116,8 @@ def examine() -> dict[str, Any]:
         "activation": activation,
         "options": options_problem or f"{VARIABLE}: {options}",
         "hooks": hooks,
-        "healthy": version in SUPPORTED
-        and loaded
-        and options_problem is None
-        and all(hook["problem"] is None for hook in hooks),
+        "problems": [name for name, fit in fits.items() if not fit],
+        "healthy": all(fits.values()),
     }
 
 
@@ -121,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     facts = Table(show_header=False, box=None)
     for name in ("feather", "python", "sglang", "torch", "gpu", "kernels", "pat", "activation", "options"):
-        facts.add_row(f"[bold]{name}", str(report[name]))
+        facts.add_row(f"[bold]{name}", escape(str(report[name])))
     console.print(facts)
     when = {
         "start": "wrapped at start-up",
@@ -132,13 +141,15 @@ def run(args: argparse.Namespace) -> int:
     }
     console.print("\n[bold]hooks")
     for hook in report["hooks"]:
-        target = hook["target"].removeprefix("sglang.srt.")
+        signature = f"{hook['target'].removeprefix('sglang.srt.')}({', '.join(hook['parameters'])})"
         status = "[green]fits[/green]   " if hook["problem"] is None else "[red]differs[/red]"
-        console.print(f"{status} {target}({', '.join(hook['parameters'])})", soft_wrap=True, highlight=False)
+        console.print(f"{status} {escape(signature)}", soft_wrap=True, highlight=False)
         note = hook["problem"] or f"{when[hook['kind']]}: {hook['purpose']}"
-        console.print(f"        [dim]{note}[/dim]", soft_wrap=True, highlight=False)
+        console.print(f"        [dim]{escape(note)}[/dim]", soft_wrap=True, highlight=False)
     if report["healthy"]:
         console.print("[green]healthy")
     else:
-        console.print(f"[red]not ready[/red]: feather supports sglang {SUPPORTED[0]} to {SUPPORTED[-1]}; see above")
+        notes = {"sglang": f"sglang (feather supports {SUPPORTED[0]} to {SUPPORTED[-1]})"}
+        problems = ", ".join(notes.get(name, name) for name in report["problems"])
+        console.print(f"[red]not ready[/red], because of {problems}: see above", soft_wrap=True, highlight=False)
     return 0 if report["healthy"] else 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,12 @@ def build_scheduler(folder: Path, policy: str, context_length: int, **arguments:
         **arguments,
     )
     ports = PortArgs.init_new(args)
-    if "gpu_id" in inspect.signature(sglang_scheduler.Scheduler.__init__).parameters:
-        sglang_scheduler.publish(args, role="scheduler")
-        scheduler = sglang_scheduler.Scheduler(args, ports, 0, 0, 0, 0, 0, 0, None)
-    else:
-        ranks = sglang_scheduler.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
-        sglang_scheduler.publish(args, role="scheduler", ranks=ranks)
-        scheduler = sglang_scheduler.Scheduler(args, ports)
+    try:
+        scheduler = _start(args, ports)
+    finally:  # the files that SGLang makes for its sockets and leaves; nobody connects to them
+        for address in astuple(ports):
+            if str(address).startswith("ipc://"):
+                Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
     scheduler.load_snapshot_writer = None  # load reports to a router: not scheduling, and dear on a long queue
     # The classes have slots: their methods are replaced, in a process that runs nothing else.
     for channel, method in (
@@ -78,3 +78,12 @@ def build_scheduler(folder: Path, policy: str, context_length: int, **arguments:
     ):
         setattr(type(channel), method, lambda *args, **kwargs: None)
     return scheduler
+
+
+def _start(args: Any, ports: Any) -> Any:
+    if "gpu_id" in inspect.signature(sglang_scheduler.Scheduler.__init__).parameters:
+        sglang_scheduler.publish(args, role="scheduler")
+        return sglang_scheduler.Scheduler(args, ports, 0, 0, 0, 0, 0, 0, None)
+    ranks = sglang_scheduler.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
+    sglang_scheduler.publish(args, role="scheduler", ranks=ranks)
+    return sglang_scheduler.Scheduler(args, ports)

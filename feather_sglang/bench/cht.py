@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import json
 import platform
 import warnings
@@ -26,17 +27,19 @@ from feather_sglang.bench.cht_measure import (
     measure_scaling,
 )
 from feather_sglang.errors import FeatherError
+from feather_sglang.file_writing import check_target, replace_bytes, replace_text
 
 LENGTHS = (1_000, 2_000, 5_000, 10_000, 20_000)  # tokens, the prefix lengths of figure 5.9
 SIZES = (100, 1_000, 10_000)  # waiting requests
 MAX_RATIO = 1.2  # of the costs at the two sizes
+PLOTS = (".png", ".pdf", ".svg")
 MIN_SPEEDUP, PAPER_SPEEDUP = 100.0, 1_000.0  # over each stock policy at the longest prefix
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of ``feather bench cht``."""
     parser.add_argument("--json", metavar="PATH", type=Path, help="write every figure as JSON")
-    parser.add_argument("--plot", metavar="PATH", type=Path, help="draw both comparisons as PNG")
+    parser.add_argument("--plot", metavar="PATH", type=Path, help="draw both comparisons: a .png, .pdf or .svg file")
     parser.add_argument(
         "--quick", action="store_true", help="fewer requests, for a first look; no verdict on figure 5.9"
     )
@@ -45,9 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the tables and the verdicts, write the files."""
-    for path in (args.json, args.plot):
-        if path is not None and not path.parent.is_dir():
+    for path, what in ((args.json, "figures"), (args.plot, "plot")):
+        if path is None:
+            continue
+        if not path.parent.is_dir():
             raise FeatherError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
+        check_target(path, what)
+    if args.plot is not None and args.plot.suffix not in PLOTS:
+        raise FeatherError(f"--plot {args.plot}: must end in one of {', '.join(PLOTS)}")
     stock: Any = None if args.no_sglang else _stock_policies()
     console = Console()
     results: dict[str, Any] = {
@@ -85,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     results["verdicts"] = verdicts(results)
     _print(console, results)
     if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+        replace_text(args.json, json.dumps(results, indent=2) + "\n", "figures")
     if args.plot:
         _plot(results, args.plot)
     return 0
@@ -215,5 +223,7 @@ def _plot(results: dict[str, Any], path: Path) -> None:
     lines.grid(alpha=0.3)
     lines.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    image = io.BytesIO()
+    figure.savefig(image, format=path.suffix[1:], dpi=120)
     pyplot.close(figure)
+    replace_bytes(path, image.getvalue(), "plot")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from feather_sglang import __version__
 from feather_sglang.errors import FeatherError
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         raise FeatherError(f"--json {target}: is a folder")
     console = Console(highlight=False)
     for notice in trace.notices:
-        console.print(f"[yellow]notice:[/yellow] {notice}")
+        console.print(f"[yellow]notice:[/yellow] {escape(notice)}")
     comparer = Comparison(args, trace, vocabulary, chosen, target, console)
     comparer.tell(f"feather {__version__}, sglang {version}, {comparer.title}")
     comparer.write()  # so that a place where nothing can be written is found now

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -21,10 +20,10 @@ class Number(NamedTuple):
     def check(self, name: str, value: Any) -> float:
         """Return `value` as a number within the bounds, or raise FeatherError."""
         kind = int if self.integer else float
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or (self.integer and value != int(value)):
-            raise FeatherError(f"{name}={value!r} must be {'an integer' if self.integer else 'a number'}")
-        if not (math.isfinite(value) and self.low <= value <= self.high):
-            raise FeatherError(f"{name}={value!r} must lie between {self.low:g} and {self.high:g}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or (self.integer and value % 1):
+            raise FeatherError(f"{name}={repr(value)[:40]} must be {'an integer' if self.integer else 'a number'}")
+        if not self.low <= value <= self.high:  # true for NaN too
+            raise FeatherError(f"{name}={repr(value)[:40]} must lie between {self.low:g} and {self.high:g}")
         return kind(value)
 
 

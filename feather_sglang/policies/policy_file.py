@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from feather_sglang.errors import FeatherError
+from feather_sglang.file_writing import replace_text
 
 FORMAT = "feather-policy"
 VERSION = 1
@@ -16,20 +17,8 @@ _LARGEST = 1e300  # a larger number is damage, and would overflow in the arithme
 
 def write_document(path: str | os.PathLike[str], policy: str, content: dict[str, Any]) -> None:
     """Write a policy file: a reader sees the old file or the new one, never a part of one."""
-    target = Path(path)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     text = json.dumps({"format": FORMAT, "version": VERSION, "policy": policy, **content}, indent=1, allow_nan=False)
-    try:
-        try:
-            with scratch.open("w", encoding="utf-8") as stream:
-                stream.write(text + "\n")
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(scratch, target)
-        finally:
-            scratch.unlink(missing_ok=True)
-    except OSError as error:
-        raise FeatherError(f"cannot write policy file {target}: {error.strerror or error}") from error
+    replace_text(path, text + "\n", "policy file")
 
 
 def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:

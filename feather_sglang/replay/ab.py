@@ -23,10 +23,13 @@ from queue import Empty
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from feather_sglang import __version__
+from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.errors import FeatherError
+from feather_sglang.file_writing import replace_text
 from feather_sglang.live.arguments import SERVER_ONLY, add_server_arguments
 from feather_sglang.policy_names import FEATHER, STOCK
 from feather_sglang.replay import workloads
@@ -144,6 +147,10 @@ def workload(args: argparse.Namespace) -> Trace:
     if args.requests is not None and args.requests < 1:
         raise FeatherError(f"--requests {args.requests}: must be at least 1")
     if args.trace is not None:
+        if ignored := workloads.given(args):
+            instead = "; with a trace use --rate-scale" if ignored == ["rate"] else ", not with a trace"
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in ignored)
+            raise FeatherError(f"{flags}: for a generated workload{instead}")
         trace = load_trace(args.trace, args.block_size)
         trace = trace.head(args.requests) if args.requests else trace
     elif args.no_sharing:
@@ -180,9 +187,10 @@ def step_model(args: argparse.Namespace) -> tuple[StepTimeModel, dict[str, Any]]
 
 def check_sizes(args: argparse.Namespace) -> None:
     """Raise ``FeatherError`` for a size of the server that cannot be."""
-    for flag, value in (("--max-running", args.max_running), ("--page-size", args.page_size)):
-        if value < 1:
-            raise FeatherError(f"{flag} {value}: must be at least 1")
+    for name in ("kv_tokens", "max_running", "page_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise FeatherError(f"--{name.replace('_', '-')} {value}: must be at least 1")
 
 
 def check_sglang() -> str:
@@ -292,7 +300,9 @@ def run_jobs(
             while waiting or running:
                 while waiting and len(running) < at_a_time:
                     job = waiting.pop(0)
-                    process = context.Process(target=_child, args=(work, job, logs / f"{job.name}.log", queue))
+                    log = logs / f"{job.name}.log"
+                    log.write_bytes(b"")  # a child that cannot write its log could not even say so
+                    process = context.Process(target=_child, args=(work, job, log, queue))
                     process.start()
                     running[job.name] = process
                     progress.start_task(bars[job.name])
@@ -322,9 +332,7 @@ def run_jobs(
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON atomically."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    scratch.write_text(json.dumps(content, indent=1))
-    os.replace(scratch, path)
+    replace_text(path, json.dumps(content, indent=1), "results")
 
 
 def make_folder(path: Path) -> Path:
@@ -353,13 +361,15 @@ def common_options(args: argparse.Namespace) -> dict[str, Any]:
     """What FEATHER_OPTIONS holds for nearly all policies (``suited``), whether they are compared or trained."""
     if not 0 <= args.feather_pace < math.inf:
         raise FeatherError(f"--feather-pace {args.feather_pace:g}: expected seconds, 0 or more")
-    return {
+    options = {
         "seed": args.seed,
         "chunk_size": args.feather_chunk_size,
         "gather": args.feather_gather == "on",
         "pace": args.feather_pace,
         "max_wait": args.feather_max_wait,
     }
+    FeatherOptions().updated(options)  # a mistake ends the command here, not a replay after minutes
+    return options
 
 
 def suited(policy: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -408,9 +418,9 @@ def run(args: argparse.Namespace) -> int:
     out = make_folder(args.out)
     console = Console()
     for notice in trace.notices:
-        console.print(f"[yellow]notice:[/yellow] {notice}")
+        console.print(f"[yellow]notice:[/yellow] {escape(notice)}")
     title = f"{trace.name}: {len(trace.requests):,} requests, {args.profile}, {settings['kv_tokens']:,} KV tokens"
-    console.print(f"feather {__version__}, sglang {version}, {title}")
+    console.print(f"feather {__version__}, sglang {version}, {escape(title)}")
     jobs = [Job(name, trace, model, settings, by_policy[name]) for name in policies]
     results = run_jobs(jobs, args.jobs, out, console)
     console.print(comparison([r.summary for r in results.values()], title))
@@ -438,7 +448,7 @@ def run(args: argparse.Namespace) -> int:
     plots.throughput({name: r.summary.output_tok_s for name, r in results.items()}, out / "throughput.png")
     plots.batch_size({name: r.batches for name, r in results.items()}, out / "batch_size.png")
     plots.latency({name: r.latencies for name, r in results.items()}, out / "latency.png")
-    console.print(f"results.json, throughput.png, batch_size.png and latency.png are in {out}")
+    console.print(f"results.json, throughput.png, batch_size.png and latency.png are in {escape(str(out))}")
     return 0
 
 

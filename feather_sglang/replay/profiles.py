@@ -117,7 +117,7 @@ def _parse(document: Any) -> HardwareProfile:
     for kernel, entry in kernels.items():
         where = f"attention.{kernel}"
         kind = entry.get("kind") if isinstance(entry, dict) else None
-        if kind not in KINDS:
+        if not isinstance(kind, str) or kind not in KINDS:
             raise ValueError(f"{where}.kind: must be one of {', '.join(KINDS)}, not {str(kind)[:40]!r}")
         names = [f.name for f in fields(KINDS[kind])]
         attention[kernel] = KINDS[kind](**_numbers(entry.get("parameters"), names, where, sources))

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from feather_sglang.replay import workloads
@@ -47,11 +48,12 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "make":
         trace = make(args)
         save_trace(trace, args.out)
-        console.print(f"{args.out}: {trace.name}, {len(trace.requests):,} requests", highlight=False, soft_wrap=True)
+        made = f"{args.out}: {trace.name}, {len(trace.requests):,} requests"
+        console.print(made, markup=False, highlight=False, soft_wrap=True)
         return 0
     trace = load_trace(args.file, args.block_size)
     for notice in trace.notices:
-        Console(stderr=True).print(f"notice: {notice}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"notice: {notice}", markup=False, highlight=False, soft_wrap=True)
     facts = describe(trace)
     if args.json:
         print(json.dumps({**asdict(facts), "notices": trace.notices}, indent=1))
@@ -78,7 +80,7 @@ def make(args: argparse.Namespace) -> Trace:
 
 def table(facts: TraceFacts) -> Table:
     """Return the facts as a table for people."""
-    result = Table(title=facts.name, title_justify="left", show_header=False)
+    result = Table(title=escape(facts.name), title_justify="left", show_header=False)
     result.add_column(no_wrap=True)
     result.add_column()
     own = f"; {facts.alone:,} requests have a first block of their own" if facts.alone else ""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from feather_sglang.errors import FeatherError
+from feather_sglang.file_writing import replace_text
 
 MOONCAKE_BLOCK = 512  # tokens in a block of the published traces
 VOCABULARY = 32_000  # made tokens are below this,
@@ -128,19 +129,7 @@ def load_trace(path: str | os.PathLike[str], block_size: int = MOONCAKE_BLOCK) -
 
 def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write a trace in Mooncake's format; a reader sees the old file or the new one, never a part of one."""
-    target = Path(path)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            with scratch.open("w", encoding="utf-8") as stream:
-                stream.writelines(f"{line}\n" for line in _lines(trace))
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(scratch, target)
-        finally:
-            scratch.unlink(missing_ok=True)
-    except OSError as error:
-        raise FeatherError(f"cannot write trace {target}: {error.strerror or error}") from error
+    replace_text(path, "".join(f"{line}\n" for line in _lines(trace)), "trace")
 
 
 def _lines(trace: Trace) -> Iterable[str]:

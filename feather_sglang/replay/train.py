@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from feather_sglang.errors import FeatherError
+from feather_sglang.file_writing import check_target
 from feather_sglang.policies.rehearsal import FIRST_RULES, NEVER, Rehearsal, Rule, neighbours
 from feather_sglang.policies.rehearsal import teach as credit
 from feather_sglang.replay import ab
@@ -105,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         raise FeatherError(f"--rounds {args.rounds}: must be at least 2, to see whether the policy settles")
     if args.out.suffix != ".json":
         raise FeatherError(f"--out {args.out}: must be a .json file, the policy file to write")
+    check_target(args.out, "policy file")
     ab.check_sglang()
     first, rest = ab.workload(args).split(args.split)
     if not first.requests or not rest.requests:
@@ -112,11 +115,11 @@ def run(args: argparse.Namespace) -> int:
     model, settings = ab.step_model(args)
     for part in (first, rest):
         ab.check_fits(part, settings["kv_tokens"])
+    options, out = ab.common_options(args), str(args.out.absolute())
     folder = ab.make_folder(args.out.parent / f"{args.out.stem}-training")
     name = f"feather-{args.policy}"
     console = Console()
-    console.print(f"training {name} on {len(first.requests):,} requests of {first.name}, {args.profile}")
-    options, out = ab.common_options(args), str(args.out.absolute())
+    console.print(f"training {name} on {len(first.requests):,} requests of {escape(f'{first.name}, {args.profile}')}")
     job = TrainJob(name, first, model, settings, options, "training", rounds=args.rounds, out=out)
     most = len(FIRST_RULES) + 1 + (args.rounds - 1) * (len(neighbours(FIRST_RULES[-1])) + 1)
     passes: list[Pass] = ab.run_jobs([job], 1, folder, console, teach, passes=most)["training"]
@@ -153,5 +156,5 @@ def run(args: argparse.Namespace) -> int:
             "held_out": {label: r.summary.as_dict() for label, r in results.items()},
         },
     )
-    console.print(f"wrote {args.out}; learning_curve.png and results.json are in {folder}")
+    console.print(f"wrote {escape(str(args.out))}; learning_curve.png and results.json are in {escape(str(folder))}")
     return 0

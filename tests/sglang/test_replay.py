@@ -1,11 +1,16 @@
 """Replay through the installed SGLang's own scheduler, in processes of its own, by the commands a user types."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 from feather_sglang.adapter.hooks import SUPPORTED, installed_version
 from feather_sglang.cli import main
+from feather_sglang.errors import FeatherError
+from feather_sglang.replay import ab as replay_ab
 from feather_sglang.replay.traces import save_trace
 from feather_sglang.replay.workloads import shared_prefix
 
@@ -157,21 +162,72 @@ def test_training_under_a_pace(tmp_path):
     [
         (["--policies", "fcfs,fifo"], "--policies fcfs,fifo: unknown ['fifo']; choose from"),
         (["--policies", "fcfs,fcfs"], "a policy is named twice"),
+        (["--kv-tokens", "0"], "--kv-tokens 0: must be at least 1"),
         (["--kv-tokens", "300"], "needs 436 tokens of KV, --kv-tokens is 300; raise it"),
         (["--profile", "h100"], "unknown hardware profile 'h100'"),
         (["--requests", "0"], "--requests 0: must be at least 1"),
         (["--feather-pace", "-1"], "--feather-pace -1: expected seconds, 0 or more"),
+        (["--feather-max-wait", "nan"], "max_wait=nan: expected seconds, 0 or more"),
+        (["--feather-chunk-size", "0"], "chunk_size=0: expected a whole number of at least 1"),
         (["--profile", "rtx6000ada", "--prefill-graphs", "off"], "does not say how long a prefill without CUDA graphs"),
-        (["no-such-trace.jsonl"], "no-such-trace.jsonl: no such trace file"),
         (["--feather-policy-file", "missing.json"], "missing.json"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_long_starts(tmp_path, capsys, flags, says):
     base = ["--prefix-tokens", "400", "--output-tokens", "8", "--out", str(tmp_path / "out")]
-    assert main(["ab", *flags[:1], *base, *flags[1:]] if not flags[0].startswith("-") else ["ab", *base, *flags]) == 2
+    assert main(["ab", *base, *flags]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("feather: error: ") and says in error and "\n" not in error
     assert not (tmp_path / "out" / "results.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--rate", "5"], "--rate: for a generated workload; with a trace use --rate-scale"),
+        (["--groups", "3", "--no-sharing"], "--groups and --no-sharing: for a generated workload, not with a trace"),
+        (["--prefix-tokens", "8", "--levels", "2", "--output-tokens", "8"], "--output-tokens: for a generated"),
+        ([], "no-such-trace.jsonl: no such trace file"),
+    ],
+)
+@pytest.mark.parametrize("command", [["ab"], ["train", "--policy", "bandit"]], ids=" ".join)
+def test_a_mistake_about_a_trace(tmp_path, capsys, command, flags, says):
+    out = str(tmp_path / "out.json")
+    assert main([*command, "no-such-trace.jsonl", *flags, "--out", out]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("feather: error: ") and says in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_about_an_option_is_found_before_training(tmp_path, capsys):
+    assert main(["train", "--policy", "bandit", "--feather-chunk-size", "0", "--out", str(tmp_path / "p.json")]) == 2
+    assert "chunk_size=0" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [["ab"], ["train", "--policy", "bandit"]], ids=" ".join)
+def test_brackets_in_the_name_of_a_trace_are_text(tmp_path, monkeypatch, capsys, command):
+    def stop(*given, **options):
+        raise FeatherError("enough")
+
+    trace = tmp_path / "t[red].jsonl"
+    save_trace(shared_prefix(requests=10), trace)
+    trace.write_text("".join(reversed(trace.read_text().splitlines(keepends=True))))
+    monkeypatch.setattr(replay_ab, "run_jobs", stop)
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main([*command, str(trace), "--out", str(tmp_path / "out.json")]) == 2
+    shown = capsys.readouterr().out
+    assert "t[red]" in shown.splitlines()[-1]
+    if command == ["ab"]:
+        assert f"notice: {trace}: 9 of 10" in shown
+
+
+def test_a_replay_of_a_trace_leaves_nothing_among_the_temporary_files(tmp_path):
+    (tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-m", "feather_sglang.cli", "ab", *SMALL, "--policies", "fcfs"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    ended = subprocess.run([*command, "--out", str(tmp_path / "out")], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert [path for path in (tmp_path / "temporary").iterdir() if not path.is_dir()] == []
 
 
 def test_trace_make_and_inspect(tmp_path, capsys):

@@ -23,7 +23,7 @@ from feather_sglang.live.result import Admission, decode_steps, notes, summarize
 from feather_sglang.live.stats import Stream, token_gaps
 from feather_sglang.live.watch import Line, read_lines, scheduler_cpu
 from feather_sglang.replay import ab as replay_ab
-from feather_sglang.replay.traces import Trace, TraceRequest
+from feather_sglang.replay.traces import Trace, TraceRequest, save_trace
 from feather_sglang.report.summary import RunSummary
 
 LOG = """\
@@ -36,6 +36,11 @@ LOG = """\
 
 def stream(*events, due=0.0, cached=0, finished=True, error=None):
     return Stream(due, 10, due, list(events), cached, finished, error)
+
+
+def save(trace, path):
+    save_trace(trace, path)
+    return str(path)
 
 
 def arguments(*words):
@@ -68,6 +73,9 @@ class TestCommandLine:
             (["--repeat", "0"], "--repeat and --stream-interval: must be at least 1"),
             (["--time-limit", "0"], "must be more than 0 seconds"),
             (["--max-running", "0"], "--max-running 0: must be at least 1"),
+            (["--kv-tokens", "0"], "--kv-tokens 0: must be at least 1"),
+            (["--feather-max-wait", "nan"], "max_wait=nan: expected seconds, 0 or more"),
+            (["--feather-chunk-size", "0"], "chunk_size=0: expected a whole number of at least 1"),
             (["--bench-serving", "/no/file"], "--bench-serving /no/file: cannot read: No such file"),
             (["--model", "/no/model"], "--model /no/model: --engine server needs the folder of a model"),
         ],
@@ -85,6 +93,24 @@ class TestCommandLine:
         assert "cannot write" in capsys.readouterr().err
         assert main([*base, "--json", str(model)]) == 2
         assert "is a folder" in capsys.readouterr().err
+
+    def test_a_trace_is_not_generated(self, model, capsys):
+        trace = save(Trace("t", 8, [TraceRequest(0, 0.0, 20, 4, (5, 6, 7))]), model / "t.jsonl")
+        base = ["ab", trace, "--engine", "server", "--model", str(model), "--out", str(model / "out")]
+        assert main([*base, "--rate", "5"]) == 2
+        assert "--rate: for a generated workload; with a trace use --rate-scale" in capsys.readouterr().err
+        assert not (model / "out").exists()
+
+    def test_brackets_in_a_name_are_text(self, model, monkeypatch, capsys):
+        def stop(*given):
+            raise FeatherError("enough")
+
+        rows = [TraceRequest(0, 1.0, 4, 4, (5,)), TraceRequest(1, 0.0, 4, 4, (6,))]
+        trace = save(Trace("t", 8, rows), model / "t[red].jsonl")
+        monkeypatch.setattr(ab, "Comparison", stop)
+        monkeypatch.setenv("COLUMNS", "400")
+        assert main(["ab", trace, "--engine", "server", "--model", str(model), "--out", str(model / "out")]) == 2
+        assert f"notice: {trace}: 1 of 2" in capsys.readouterr().out
 
     def test_a_server_flag_without_servers_is_a_mistake(self, capsys):
         assert main(["ab", "--repeat", "2"]) == 2

@@ -5,6 +5,7 @@ Times on a shared machine are noisy upwards only, so each figure is the best of 
 
 import importlib.util
 import json
+import os
 import sys
 import timeit
 from array import array
@@ -101,6 +102,21 @@ def test_a_missed_target_is_called_missed():
 def test_a_file_that_cannot_be_written_is_refused_before_measuring(flag, tmp_path, capsys):
     assert main(["bench", "cht", "--no-sglang", flag, str(tmp_path / "missing" / "file")]) == 2
     assert "create it first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--json", "--plot"])
+def test_a_folder_or_a_pipe_is_refused_before_measuring(flag, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe.png")
+    for path in (tmp_path, tmp_path / "pipe.png"):
+        assert main(["bench", "cht", "--no-sglang", flag, str(path)]) == 2
+        error = capsys.readouterr().err
+        assert f"{path}: it exists and is no regular file" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["cht.foo", "cht"])
+def test_a_plot_of_an_unknown_kind_is_refused_before_measuring(name, tmp_path, capsys):
+    assert main(["bench", "cht", "--no-sglang", "--plot", str(tmp_path / name)]) == 2
+    assert "must end in one of .png, .pdf, .svg" in capsys.readouterr().err
 
 
 def test_without_sglang_one_line_says_what_to_do(monkeypatch, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from importlib import metadata
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 
 import feather_sglang
+from feather_sglang.adapter import doctor
+from feather_sglang.adapter.hooks import SUPPORTED
+from feather_sglang.cli import main
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -66,6 +70,40 @@ def test_a_users_mistake_is_one_line_and_status_2(tmp_path: Path) -> None:
     assert ended.returncode == 2
     (line,) = ended.stderr.strip().splitlines()
     assert line.startswith("feather: error: ") and str(missing) in line
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which `feather doctor` finds no SGLang, and does not look for a GPU."""
+    monkeypatch.setattr(doctor, "installed_version", lambda: None)
+    monkeypatch.setattr(doctor, "_torch", lambda: ("none", "none"))
+    monkeypatch.setattr(doctor, "_pat", lambda: "not available")
+    monkeypatch.setenv("COLUMNS", "400")
+
+
+@pytest.mark.usefixtures("bare")
+def test_the_doctor_reads_the_policy_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p[red].json"
+    path.write_text("{}")
+    monkeypatch.setenv("FEATHER_OPTIONS", json.dumps({"policy_file": str(path)}))
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert f"{path} is not a policy file" in shown
+    assert f"because of sglang (feather supports {SUPPORTED[0]} to {SUPPORTED[-1]}), options: see above" in shown
+
+
+@pytest.mark.usefixtures("bare")
+def test_the_doctor_names_only_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "installed_version", lambda: SUPPORTED[0])
+    monkeypatch.setattr(doctor, "HOOKS", ())
+    monkeypatch.delenv("FEATHER_OPTIONS", raising=False)
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "not ready, because of activation: see above"
 
 
 def package_table() -> dict[str, Any]:

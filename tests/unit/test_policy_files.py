@@ -175,6 +175,8 @@ DAMAGE = {
     "params": lambda d: d.update(params=[1]),
     "unknown param": lambda d: d["params"].update(speed=1),
     "param NaN": lambda d: d["params"].update(margin=float("nan")),
+    "param infinite": lambda d: d["params"].update(trial=float("inf")),
+    "param huge": lambda d: d["params"].update(margin=10**400),
     "param type": lambda d: d["params"].update(margin="2%"),
     "features": lambda d: d["params"].update(features="all"),
     "no table": lambda d: d.pop("table"),

@@ -86,6 +86,7 @@ def test_a_profile_that_knows_no_prefill_without_graphs(tmp_path):
         (lambda d: d["parameters"]["copy_bytes_per_s"].update(value=0), "copy_bytes_per_s.value: must be"),
         (lambda d: d.update(attention={}), "attention: must be"),
         (lambda d: d["attention"]["fa3"].update(kind="magic"), "attention.fa3.kind: must be one of"),
+        (lambda d: d["attention"]["fa3"].update(kind=[]), "attention.fa3.kind: must be one of"),
         (lambda d: d["attention"]["fa3"]["parameters"].pop("overlap"), "attention.fa3.overlap: missing"),
         (lambda d: d["attention"]["fa3"]["parameters"]["overlap"].update(value=0), "fa3.overlap.value: must be"),
     ],

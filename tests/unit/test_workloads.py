@@ -174,6 +174,18 @@ def test_inspect_says_that_it_sorted(tmp_path, capsys):
     assert "1 of 2 requests were out of order" in err and "out of order" in json.loads(out)["notices"][0]
 
 
+def test_brackets_in_a_name_are_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "400")
+    path = tmp_path / "t[red].jsonl"
+    assert main(["trace", "make", "--requests", "2", "--out", str(path)]) == 0
+    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+    assert main(["trace", "inspect", str(path)]) == 0
+    made, title, *_ = capsys.readouterr().out.splitlines()
+    assert made.startswith(f"{path}: ") and title.strip() == "t[red]"
+    assert main(["trace", "inspect", str(path)]) == 0
+    assert f"notice: {path}: 1 of 2" in capsys.readouterr().err
+
+
 def test_one_request_has_facts():
     facts = describe(no_sharing(requests=1))
     assert (facts.requests, facts.duration_s, facts.rate) == (1, 0, 0)

@@ -1,0 +1,37 @@
+"""Files that a reader sees whole: the old one or the new one, never a part of one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from feather_sglang.errors import FeatherError
+
+
+def check_target(path: str | os.PathLike[str], what: str) -> None:
+    """Raise ``FeatherError`` where a device, a pipe or a folder would have to give way to the file."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise FeatherError(f"cannot write {what} {path}: it exists and is no regular file; name another")
+
+
+def replace_text(path: str | os.PathLike[str], text: str, what: str) -> None:
+    """Write a file by renaming, so that one that cannot be written leaves the old one."""
+    replace_bytes(path, text.encode(), what)
+
+
+def replace_bytes(path: str | os.PathLike[str], content: bytes, what: str) -> None:
+    """Write a file by renaming; a link stays, and leads to it."""
+    check_target(path, what)
+    target = Path(os.path.realpath(path))
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with scratch.open("wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(scratch, target)
+        finally:
+            scratch.unlink(missing_ok=True)
+    except OSError as error:
+        raise FeatherError(f"cannot write {what} {path}: {error.strerror or error}") from error
