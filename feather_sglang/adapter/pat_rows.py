@@ -230,7 +230,7 @@ class RowSharing:
             self._present[rows]
             & (self._seen[0, rows] == identity)
             & (self._seen[1, rows] == generation)
-            & (self._seen[2, rows] < lengths)
+            & (self._seen[2, rows] < lengths)  # it grows at every step
         )
         stays = np.zeros(len(self._present), bool)
         stays[rows[known]] = True

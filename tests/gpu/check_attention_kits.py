@@ -142,7 +142,7 @@ def fit_for_pat(dense: ModuleType, graph: ModuleType) -> Iterator[Callable[[bool
     def make_forward_batch(case: Any, runner: Any, **options: Any) -> Any:
         batch = original(case, runner, **options)
         if announced:  # as `ForwardBatch.init_new` does, which the kits leave out
-            reqs = [SimpleNamespace(rid=f"r{row}") for row in range(case.batch_size)]
+            reqs = [f"r{row}" for row in range(case.batch_size)]
             rows = batch.req_pool_indices.cpu().long()
             runner.feather_pat.expect(SimpleNamespace(reqs=reqs, req_pool_indices_cpu=rows))
         return batch

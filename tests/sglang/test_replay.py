@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -222,12 +224,12 @@ def test_brackets_in_the_name_of_a_trace_are_text(tmp_path, monkeypatch, capsys,
 
 
 def test_a_replay_of_a_trace_leaves_nothing_among_the_temporary_files(tmp_path):
-    (tmp_path / "temporary").mkdir()
     command = [sys.executable, "-m", "feather_sglang.cli", "ab", *SMALL, "--policies", "fcfs"]
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
-    ended = subprocess.run([*command, "--out", str(tmp_path / "out")], env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert [path for path in (tmp_path / "temporary").iterdir() if not path.is_dir()] == []
+    command += ["--out", str(tmp_path / "out")]
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is too long for the sockets of processes
+        ended = subprocess.run(command, env={**os.environ, "TMPDIR": folder}, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        assert [path for path in Path(folder).iterdir() if not path.is_dir()] == []
 
 
 def test_trace_make_and_inspect(tmp_path, capsys):
