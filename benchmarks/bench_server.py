@@ -22,7 +22,6 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import secrets
 import shlex
 import shutil
@@ -39,6 +38,7 @@ from finished import read_finished
 from server_report import merged, plot, progress, report
 
 from feather_sglang.errors import FeatherError
+from feather_sglang.file_writing import replace_text
 from feather_sglang.live.ab import check_model
 from feather_sglang.live.activity import Activity
 from feather_sglang.live.cases import Case, Request, parse_case, probes
@@ -298,9 +298,7 @@ class Bench:
         path = self.options.json
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            scratch.write_text(json.dumps(self.content, indent=1) + "\n")
-            os.replace(scratch, path)
+            replace_text(path, json.dumps(self.content, indent=1) + "\n", "results")
 
     def elapsed(self) -> float:
         return time.monotonic() - self.begun
