@@ -9,11 +9,11 @@ measures the time in which a batch of B requests in G groups with L shared token
 docstring of feather_sglang/live/cases.py has them all). The cache is flushed before each case.
 
 Servers run one after the other; one that does not come up, or ends, is left out. ``--repeat 2`` runs A B B A; with
-``--overlap-starts N`` N servers start at once, before anything is measured, stay up and take turns case by case,
-if the GPU's memory holds them all. With ``--one-server`` neighbours that differ in the policy alone are one server,
-whose policy is switched before each case. The JSON file is whole after every measurement; at ``--time-limit`` what is
-missing is named. ``--from server.json`` prints a finished run again, several files as one: runs at the same time on
-GPUs of their own (``CUDA_VISIBLE_DEVICES``), say.
+``--overlap-starts N`` N servers start at once, before anything is measured, stay up and take turns case by case, if the
+GPU's memory holds them all. With ``--one-server`` neighbours that differ in the policy and its options alone
+(``paced=--schedule-policy feather --feather-pace 0.1``) are one server, which is switched before each case. The JSON
+file is whole after every measurement; at ``--time-limit`` what is missing is named. ``--from server.json`` prints a
+finished run again, several files as one: runs at the same time on GPUs of their own (``CUDA_VISIBLE_DEVICES``), say.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--start-timeout", type=float, default=180.0, help="seconds (default: %(default)g)")
     parser.add_argument("--repeat", type=int, default=1, help="rounds, every other one backwards (default: 1)")
     parser.add_argument("--overlap-starts", type=int, default=1, metavar="N", help="servers that are up together")
-    parser.add_argument("--one-server", action="store_true", help="switch the policy instead of starting a server")
+    parser.add_argument("--one-server", action="store_true", help="switch the policy instead of starting anew")
     parser.add_argument("--arrivals", choices=("poisson", "fixed"), default="poisson")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals")
     parser.add_argument("--stream-interval", type=int, default=16, help="tokens a piece (default: %(default)s)")
@@ -195,6 +195,8 @@ class Bench:
     def launch(self, configuration: Configuration) -> Server:
         flags = [*self.options.for_all, *(switch_flags(self.key) if self.key else [])]
         command = [self.options.python, "-m", "sglang.launch_server", "--model-path", str(self.options.model), *flags]
+        if self.key:  # it starts without what a switch to any of them sets
+            configuration = Configuration(configuration.name, configuration.server_flags)
         return Server(configuration, command, self.logs / f"{configuration.name.replace('/', '_')}.log", self.key)
 
     def await_start(self, server: Server, deadline: float) -> None:
@@ -221,8 +223,8 @@ class Bench:
         record: dict[str, Any] = {"server": name, "case": case.name, "round": number, "steady_case": case.steady}
         failure = None
         try:
-            policy = configuration.policy if self.options.one_server else None
-            record |= self.measured(server, case, policy, min(self.options.case_limit, self.remaining()))
+            switched = configuration if self.options.one_server else None
+            record |= self.measured(server, case, switched, min(self.options.case_limit, self.remaining()))
             server.check()
         except Misfit as problem:
             record["error"] = str(problem)
@@ -236,21 +238,21 @@ class Bench:
             self.give_up(server, failure)
         self.write()
 
-    def measured(self, server: Server, case: Case, policy: str | None, limit: float) -> dict[str, Any]:
-        """Flush, switch to a policy, warm up, drive; the figures of a record."""
+    def measured(self, server: Server, case: Case, switched: Configuration | None, limit: float) -> dict[str, Any]:
+        """Flush, switch to a configuration's policy, warm up, drive; the figures of a record."""
         check_fit(case, server.kv_tokens, server.max_running)
         begun = time.monotonic()
         server.flush()
-        if policy is not None:
-            server.switch(policy, {})
+        if switched is not None:
+            server.switch(switched.policy, switched.policy_options)
         requests, prefixes = self.requests(case)
         asyncio.run(call_all(server.address, prefixes, limit))
-        before = server.counters() if policy is not None else None
+        before = server.counters() if switched is not None else None
         mark = server.printed_bytes()
         with Clocks() as clocks, Activity() as activity:
             rest = limit - (time.monotonic() - begun)
             driven = asyncio.run(drive(server.address, requests, rest, case.steady, server.alive))
-        admission = Admission.between(before, server.counters()) if policy is not None else None
+        admission = Admission.between(before, server.counters()) if switched is not None else None
         return {
             "overall": overall(driven.streams, driven.end),
             "admission": admission and admission._asdict(),

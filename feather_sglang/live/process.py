@@ -13,11 +13,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.ports import free_port
 from feather_sglang.live.client import Address, HttpError, call
 from feather_sglang.policy_names import FEATHER, STOCK, SWITCH_PATH
@@ -36,6 +37,11 @@ BACKENDS = {
 _RETRACTED = re.compile(r"#retracted_reqs: (\d+)")
 T = TypeVar("T")
 POLICY_FLAG = "--schedule-policy"
+SWITCHED = {
+    f"--feather-{spec.name.replace('_', '-')}": spec.name
+    for spec in fields(FeatherOptions)
+    if not spec.metadata["at_start"]
+}  # flags of a policy's options that can change while the server runs
 END_SECONDS = 30.0  # in which a killed server's processes must be gone, and with them its GPU memory
 _PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -62,23 +68,31 @@ class Configuration:
     @property
     def policy(self) -> str:
         """The schedule policy, SGLang's default if the flags name none."""
-        return self._without_policy()[1]
+        return self._switched().get(POLICY_FLAG, "fcfs")
+
+    @property
+    def policy_options(self) -> dict[str, str]:
+        """The options of the schedule policy that can change while a server runs, by name."""
+        return {SWITCHED[flag]: value for flag, value in self._switched().items() if flag in SWITCHED}
 
     @property
     def server_flags(self) -> tuple[str, ...]:
-        """The flags but for the schedule policy."""
-        return self._without_policy()[0]
+        """The flags but for the schedule policy and those options."""
+        rest: list[str] = []
+        self._switched(rest)
+        return tuple(rest)
 
-    def _without_policy(self) -> tuple[tuple[str, ...], str]:
-        rest, policy = [], "fcfs"
+    def _switched(self, rest: list[str] | None = None) -> dict[str, str]:
+        """Value of each flag that a switch can change; the others are added to `rest`."""
+        found: dict[str, str] = {}
         words = iter(self.flags)
         for word in words:
             name, equals, value = word.partition("=")
-            if name == POLICY_FLAG:
-                policy = value if equals else next(words)
-            else:
+            if name == POLICY_FLAG or name in SWITCHED:
+                found[name] = value if equals else next(words)
+            elif rest is not None:
                 rest.append(word)
-        return tuple(rest), policy
+        return found
 
 
 def parse_server(text: str) -> Configuration:
@@ -88,6 +102,8 @@ def parse_server(text: str) -> Configuration:
         words = tuple(shlex.split(flags))
         if words[-1:] == (POLICY_FLAG,):
             raise ValueError(f"{text}: {POLICY_FLAG} names no policy")
+        if words and words[-1] in SWITCHED:
+            raise ValueError(f"{text}: {words[-1]} has no value")
         return Configuration(name, words)
     parts: list[str] = []
     for part in text.split("+"):

@@ -182,6 +182,14 @@ class TestServers:
         with pytest.raises(ValueError, match="x=--schedule-policy: --schedule-policy names no policy"):
             parse_server("x=--schedule-policy")
 
+    def test_options_that_can_be_switched(self):
+        one = parse_server("x=--feather-pace 0.1 --page-size 16 --schedule-policy feather --feather-max-wait=30")
+        assert (one.policy, one.policy_options) == ("feather", {"pace": "0.1", "max_wait": "30"})
+        assert one.server_flags == ("--page-size", "16")
+        assert parse_server("x=--feather-record-plan DIR").server_flags == ("--feather-record-plan", "DIR")
+        with pytest.raises(ValueError, match="x=--feather-pace: --feather-pace has no value"):
+            parse_server("x=--feather-pace")
+
     def test_log_lines(self):
         line = "[..] Decode batch, #running-req: {}, #token: 9, cuda graph: True, gen throughput (token/s): {}, #queue"
         text = "\n".join(line.format(*pair) for pair in ((3, 5.0), (8, 60.0), (8, 90.0), (8, 100.0), (2, 7.5)))
@@ -222,6 +230,8 @@ class TestPlan:
         groups = [[server.name for server in group] for _, group in bench.plan(servers, 2, 1, one_server=True)]
         first = [["fa3", "fa3+lpm", "fa3+feather"], ["pat+feather", "pat"], ["fa3+hrrn"]]
         assert groups == first + [group[::-1] for group in first[::-1]]
+        paced = [parse_server("fa3+feather"), parse_server("x=--attention-backend fa3 --feather-pace 1")]
+        assert [len(group) for _, group in bench.plan(paced, 1, 1, one_server=True)] == [2]
 
     def test_what_can_never_be_complete_is_refused(self):
         case = parse_case("decode:10,2,100,50")
