@@ -281,8 +281,8 @@ struct HopperForward {
       bool const first = work.wide.n_work + work.group.n_work == 0;
       Small::run(params, work.small, first, warp, 4 * kGroups, ring + warp % 4 * kSmallBytes, own.barriers, own.infos,
                  &own.source, own.members);
-      meet<128>(kGroupDone + group);
     }
+    meet<128>(kGroupDone + group);  // a warpgroup may change its registers again only after its warps have met
   }
 
   // The warps of a group, and those that copied for it.
