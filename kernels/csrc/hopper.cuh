@@ -111,8 +111,8 @@ struct GroupTeam {
   static __device__ void see_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 };
 
-// kGroups warpgroups that compute, and one that copies for them and lends them its registers. Queues, largest first:
-// both warpgroups on one KV tile (with two), each on its own, single warps, and tails.
+// kGroups warpgroups that compute, and one that copies for them and lends two of them its registers. Queues, largest
+// first: both warpgroups on one KV tile (with two), each on its own, single warps, and tails.
 template <typename T, int kHeadDim, int kStages, int kGroups>
 struct HopperForward {
   static constexpr int kThreads = 128 * (kGroups + 1), kComputing = 128 * kGroups;
@@ -220,23 +220,29 @@ struct HopperForward {
     __syncthreads();
     let_next_kernel_start();
     if (threadIdx.x >= kComputing) {
-      cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
+      if constexpr (kLends) cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
       copy(params, smem, control);
-      meet<kThreads>(kDealt);  // taken back before the others have theirs, they would wait for ever
-      cutlass::arch::warpgroup_reg_alloc<168>();
+      if constexpr (kLends) {
+        meet<kThreads>(kDealt);  // taken back before the others have theirs, they would wait for ever
+        cutlass::arch::warpgroup_reg_alloc<kRegisters>();
+      }
     } else {
-      cutlass::arch::warpgroup_reg_alloc<kComputeRegisters>();
-      pass<kThreads>(kDealt);
+      if constexpr (kLends) {
+        cutlass::arch::warpgroup_reg_alloc<kComputeRegisters>();
+        pass<kThreads>(kDealt);
+      }
       compute(params, smem, control);
-      cutlass::arch::warpgroup_reg_dealloc<168>();
+      if constexpr (kLends) cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
     }
     run_tails(params, smem, control);
     __syncthreads();
     leave(params);
   }
 
-  // 168 registers a thread at launch: as many as the copying warps give up, the computing ones get.
-  static constexpr int kCopyRegisters = 72, kComputeRegisters = kGroups == 2 ? 216 : 240;
+  // Registers of a thread at launch, and then: as many as the copying warps give up, the computing ones get. Beside one
+  // group alone, every thread has as many as it can use from the start.
+  static constexpr bool kLends = kGroups == 2;
+  static constexpr int kRegisters = 168, kCopyRegisters = 72, kComputeRegisters = 216;
 
   static __device__ void copy(Params<T> const& params, unsigned char* smem, Control& control) {
     if constexpr (kHasWide) copy_wide(params, smem, control);
