@@ -154,13 +154,11 @@ struct GroupFeed {
         if (last) break;
       }
     }
-    if (announces) {  // the end of the queue
-      barrier_wait(control.empty + stage, parity);
+    barrier_wait(control.empty + stage, parity);  // the end of the queue
+    if (announces) {
       if (lane == 0) control.infos[stage] = {-1, 0, 0};
       __syncwarp();
       if (lane == 0) barrier_arrive(control.full + stage);
-    } else {
-      barrier_wait(control.empty + stage, parity);
     }
     barrier_arrive_after_copies(control.full + stage);
   }

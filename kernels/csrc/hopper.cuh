@@ -147,14 +147,9 @@ struct HopperForward {
 
   // Named barriers, and who meets there.
   enum Meeting { kDealt = 1, kWideRead, kWideDone, kGroupRead, kGroupDone = kGroupRead + kGroups };
-  template <int kCount>
-  static __device__ void meet(int id) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kCount) : "memory");
-  }
   static __device__ void meet(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
-  template <int kCount>
-  static __device__ void pass(int id) {  // arrive without waiting
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kCount) : "memory");
+  static __device__ void pass(int id, int count) {  // arrive without waiting
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory");
   }
 
   // Read again where it is used: a value from before the registers are dealt out would wait in local memory.
@@ -223,13 +218,13 @@ struct HopperForward {
       if constexpr (kLends) cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
       copy(params, smem, control);
       if constexpr (kLends) {
-        meet<kThreads>(kDealt);  // taken back before the others have theirs, they would wait for ever
+        meet(kDealt, kThreads);  // taken back before the others have theirs, they would wait for ever
         cutlass::arch::warpgroup_reg_alloc<kRegisters>();
       }
     } else {
       if constexpr (kLends) {
         cutlass::arch::warpgroup_reg_alloc<kComputeRegisters>();
-        pass<kThreads>(kDealt);
+        pass(kDealt, kThreads);
       }
       compute(params, smem, control);
       if constexpr (kLends) cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
@@ -257,7 +252,7 @@ struct HopperForward {
     Queue const wide = find_queue(params, 0);
     if (wide.n_work == 0) return;
     Wide::produce(params, wide, blockIdx.x, gridDim.x, smem, control.wide, thread() / 32 % 4);
-    meet<kThreads>(kWideRead);  // the ring has been read
+    meet(kWideRead, kThreads);  // the ring has been read
   }
 
   static __device__ void compute(Params<T> const& params, unsigned char* smem, Control& control) {
@@ -273,14 +268,14 @@ struct HopperForward {
     if constexpr (kHasWide) {
       if (work.wide.n_work) {
         Wide::consume(params, smem, control.wide, warp);
-        pass<kThreads>(kWideRead);
-        meet<kComputing>(kWideDone);
+        pass(kWideRead, kThreads);
+        meet(kWideDone, kComputing);
       }
     }
     unsigned char* const ring = smem + group * kGroupBytes;
     if (work.group.n_work) {
       Group::consume(params, ring, control.groups[group], warp % 4);
-      meet<128>(kGroupDone + group);
+      meet(kGroupDone + group, 128);
     }
     if (work.small.n_work) {
       SmallControl& own = control.small[warp];
@@ -288,7 +283,7 @@ struct HopperForward {
       Small::run(params, work.small, first, warp, 4 * kGroups, ring + warp % 4 * kSmallBytes, own.barriers, own.infos,
                  &own.source, own.members);
     }
-    meet<128>(kGroupDone + group);  // a warpgroup may change its registers again only after its warps have met
+    meet(kGroupDone + group, 128);  // a warpgroup may change its registers again only after its warps have met
   }
 
   // The warps of a group, and those that copied for it.

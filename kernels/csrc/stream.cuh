@@ -286,13 +286,6 @@ struct KvStream {
   __device__ int const* members() const { return member_table + consumed % kStages * kMemberWords; }
   __device__ T const* k_tile() const { return ring + (consumed % kStages) * kStageElements; }
   __device__ T const* v_tile() const { return k_tile() + kTile; }
-  // The stage behind the one at hand, if it is there already; else tokens = -1.
-  __device__ StageInfo peek() const {
-    int const next = consumed + 1, stage = next % kStages;
-    bool const there = kWarps == 1 ? issued > next : barrier_ready(full + stage, (next / kStages) & 1);
-    return __all_sync(~0u, there) ? info[stage] : StageInfo{-1, 0, 0};
-  }
-  __device__ int const* peek_members() const { return member_table + (consumed + 1) % kStages * kMemberWords; }
   __device__ void release() {
     __syncwarp();
     if (kWarps > 1 && lane == 0) barrier_arrive(empty + consumed % kStages);
