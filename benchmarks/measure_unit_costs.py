@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from decode_cases import Heads, grid, parse_heads, tree_case
 
-from feather_kernels.plan import DEFAULT_ALPHA, TAIL_WARPS
+from feather_kernels.plan import DEFAULT_ALPHA, tail_warps_of
 
 BATCHES = (
     "1,12_6000,300", "1,384_512,48", "1,6,96_700,200,64", "1,3,24,384_128,384,64,48", "1,10,40,80,640_300,96,48,40,24",
@@ -30,9 +30,9 @@ BATCHES = (
 )  # fmt: skip
 HEADS = ("32/8", "64/8", "32/32", "16/8")
 STRATEGIES = ("naive", "profit", "compute")
-# Of a processor on the Hopper path, by m.
-TEAMS = {m: round(1 / share) for m, share in DEFAULT_ALPHA.items()} | {8: TAIL_WARPS["hopper"]}
 HEAD_DIM = 128
+# Of a processor on the Hopper path, by m.
+TEAMS = {m: round(1 / share) for m, share in DEFAULT_ALPHA.items()} | {8: tail_warps_of("hopper", HEAD_DIM)}
 ROUNDS = 5
 
 

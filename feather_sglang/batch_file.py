@@ -17,7 +17,7 @@ import numpy as np
 
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
-from feather_kernels.plan import TAIL_WARPS, PackPlan
+from feather_kernels.plan import PackPlan
 from feather_kernels.tiles import TILES
 from feather_kernels.trees import parse_tree, tree_forest
 from feather_sglang.errors import FeatherError
@@ -79,7 +79,7 @@ def batch_text(plan: PackPlan, requests: int) -> str:
         "tiles": planner.tiles,
         "head_pack": planner.head_pack,
         "n_sm": planner.n_sm,
-        "tail_warps": TAIL_WARPS[path_of(planner.tiles)],
+        "tail_warps": planner.tail_warps,
         "max_requests": planner.max_requests,
         "max_items": planner.max_items,
         "max_members": planner.max_members,

@@ -342,7 +342,7 @@ def _queues(plan: PackPlan) -> list[QueueFacts]:
             continue
         index = len(plan.tiles) - 1 - queue
         heads = plan.head_pack if index == tail else 1  # KV heads to a unit
-        teams = max(1, path.teams(plan.tiles[index][0])) * path.blocks * plan.planner.n_sm
+        teams = max(1, path.teams_per_processor(plan.tiles[index][0])) * plan.planner.n_sm
         found.append(_queue(plan, index, slice(begin, end), heads, teams, deposits, unit_ns[index], step_ns[index]))
     return found
 

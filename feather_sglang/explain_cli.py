@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from feather_kernels.pack import STRATEGIES
-from feather_kernels.plan import TAIL_WARPS
+from feather_kernels.plan import tail_warps_of
 from feather_kernels.tiles import built_tiles
 from feather_sglang.batch_file import Batch, load_batch, path_of, tree_batch
 from feather_sglang.errors import FeatherError
@@ -72,7 +72,7 @@ def _changes(args: argparse.Namespace, batch: Batch) -> dict[str, Any]:
     if args.head_dim is not None:
         path = path_of(batch.arguments["tiles"])
         changes |= {"head_dim": args.head_dim, "tiles": built_tiles(path, args.head_dim)}
-        changes["tail_warps"] = TAIL_WARPS[path]
+        changes["tail_warps"] = tail_warps_of(path, args.head_dim)
     if args.strategy is not None:
         changes["strategy"] = args.strategy
     if args.sm is not None:

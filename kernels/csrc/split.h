@@ -41,14 +41,15 @@ inline int64_t least_chunk(const Config& config, int32_t tile) {
 // A few long packs in a tile of single warps would keep few warps busy for long: they go to the next larger tile, whose
 // teams take several times as many tokens at once.
 inline void promote_long(const Config& config, const Packing& packing, std::vector<RowTile>& rows) {
-  constexpr int64_t kLong = 256, kTeams = 8;  // tokens; single warps of a processor that take shared packs
+  constexpr int64_t kLong = 256;  // tokens
   auto length = [&](const RowTile& row) { return packing.packs[row.pack].length(); };
   auto shared = [&](const RowTile& row) { return row.count > 1 && config.tile(row.tile).m <= kWarpRows; };
   int64_t tokens = 0;
   for (const RowTile& row : rows) tokens += shared(row) ? length(row) : 0;
-  const int64_t share = tokens * config[kKvHeads] / (kTeams * config[kProcessors]);  // of a warp
   for (RowTile& row : rows) {
-    if (shared(row) && length(row) >= std::max(kLong, 4 * share) && row.tile + 1 < config.n_tiles()) ++row.tile;
+    if (!shared(row) || row.tile + 1 == config.n_tiles()) continue;
+    const int64_t share = tokens * config[kKvHeads] / (config.teams(row.tile) * config[kProcessors]);  // of a warp
+    if (length(row) >= std::max(kLong, 4 * share)) ++row.tile;
   }
 }
 

@@ -18,12 +18,13 @@ from feather_kernels.costs import UnitCosts
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest, IntArray
 from feather_kernels.pack import MERGES, SPLITS, STRATEGIES
+from feather_kernels.tile_solver import Path
 
 Tiles = Sequence[tuple[int, int]]
 
-DEFAULT_ALPHA = {8: 0.125, 16: 0.125, 32: 0.25, 64: 0.5, 128: 1.0}  # one over a processor's teams, by m
+# One over a processor's teams, by m, on either path; beyond head_dim 128 there are half as many teams.
+DEFAULT_ALPHA = {8: 0.125, 16: 0.125, 32: 0.25, 64: 0.5, 128: 1.0}
 COMPUTE_SPLIT_COST = 64.0  # row-tokens that a partial row is worth to `compute`: its bytes at a few FLOP each
-TAIL_WARPS = {"hopper": 12, "portable": 8}  # of a processor, by the kernel's path
 MIN_GROWTH = 256  # tokens that any tail may grow before its plan is stale
 
 MAGIC = 0x70616B31
@@ -52,6 +53,11 @@ class Traffic(NamedTuple):
     @property
     def total(self) -> int:
         return self.kv + self.partial
+
+
+def tail_warps_of(path: str, head_dim: int) -> int:
+    """Warps of a processor that take tails, on a path of the kernel (``tiles.TILES``)."""
+    return Path.of(path, head_dim).teams_per_processor(_THIN_ROWS)
 
 
 class Planner:
@@ -103,8 +109,8 @@ class Planner:
     head_pack : {1, 2}, optional
         KV heads to a unit of the m = 8 queue. 2 needs 2 * G <= 8 and an even number of KV heads, and is taken by
         default where it has them, up to head_dim 128.
-    tail_warps : int
-        Warps of a processor that take tails, each a unit at a time.
+    tail_warps : int, optional
+        Warps of a processor that take tails, each a unit at a time; by default those of the Hopper path.
     buffer : int32 [capacity], optional
         Memory to plan into (pinned, for example); at least ``Planner.buffer_size`` entries.
 
@@ -138,16 +144,16 @@ class Planner:
         item_overhead: int = 0,
         costs: UnitCosts | None = None,
         head_pack: int | None = None,
-        tail_warps: int = TAIL_WARPS["hopper"],
+        tail_warps: int | None = None,
         buffer: IntArray | None = None,
     ) -> None:
         from feather_kernels.build import load_planner  # here: `python -m feather_kernels.build`, and `.tiles`,
-        from feather_kernels.tiles import TILES  # import this module first
+        from feather_kernels.tiles import TILES, WIDEST_HEAD  # import this module first
 
+        self.tail_warps = tail_warps_of("hopper", head_dim) if tail_warps is None else tail_warps
         _require_positive(
             num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, max_requests=max_requests,
-            min_chunk=min_chunk, n_sm=n_sm, shared_chunk=shared_chunk,
-            tail_warps=tail_warps,
+            min_chunk=min_chunk, n_sm=n_sm, shared_chunk=shared_chunk, tail_warps=self.tail_warps,
         )  # fmt: skip
         if n_sm > _MAX_PROCESSORS:
             raise PlanError(f"n_sm is {n_sm}: a GPU has no more than {_MAX_PROCESSORS} processors")
@@ -172,13 +178,13 @@ class Planner:
         self._config[:_CONFIG_TILES] = [
             list(STRATEGIES).index(strategy), list(SPLITS).index(split), grow, num_kv_heads, self.group_size, head_dim,
             min_chunk, n_sm, max_requests, self.max_items, self.max_members, self.max_parts, shared_chunk,
-            item_overhead, list(MERGES).index(merge), head_pack or 0, tail_warps, len(self.tiles),
+            item_overhead, list(MERGES).index(merge), head_pack or 0, self.tail_warps, len(self.tiles),
         ]  # fmt: skip
         self._config[_CONFIG_TILES : _CONFIG_TILES + 2 * len(self.tiles)] = np.ravel(self.tiles)
         costs = UnitCosts() if costs is None else costs
         self._reals = np.array([
-            profit_factor or 0, compute_split_cost, costs.part, costs.part_row, *_alpha(alpha, self.tiles),
-            *costs.of_tiles(self.tiles),
+            profit_factor or 0, compute_split_cost, costs.part, costs.part_row,
+            *_alpha(alpha, self.tiles, head_dim > WIDEST_HEAD), *costs.of_tiles(self.tiles),
         ], np.float64)  # fmt: skip
         self._stats = np.zeros(8, np.int64)
         module = load_planner()
@@ -457,9 +463,10 @@ def _check_head_pack(head_pack: int | None, group_size: int, num_kv_heads: int, 
         )
 
 
-def _alpha(alpha: Sequence[float] | None, tiles: tuple[tuple[int, int], ...]) -> list[float]:
+def _alpha(alpha: Sequence[float] | None, tiles: tuple[tuple[int, int], ...], half: bool) -> list[float]:
     if alpha is None:
-        return [max((share for m, share in DEFAULT_ALPHA.items() if m <= tile[0]), default=0.3) for tile in tiles]
+        shares = [max((share for m, share in DEFAULT_ALPHA.items() if m <= tile[0]), default=0.3) for tile in tiles]
+        return [min(1.0, 2 * share) for share in shares] if half else shares
     if len(alpha) != len(tiles) or min(alpha) <= 0:
         raise PlanError(f"alpha is {tuple(alpha)}: give a number above 0 for each of the {len(tiles)} tiles")
     return [float(share) for share in alpha]

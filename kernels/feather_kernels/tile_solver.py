@@ -74,6 +74,9 @@ class Path:
         warps = self.threads // 32 if self.name == "hopper" and m == 8 else self.warps
         return warps // self.team_warps(m)
 
+    def teams_per_processor(self, m: int) -> int:
+        return self.blocks * self.teams(m)
+
     def copies(self, m: int) -> int:
         """KV tiles that are copied for a block at the same time: one a team, but two for m = 128.
 

@@ -55,7 +55,7 @@ def table(device: Device, head_dim: int, dtype: str, registers: dict[str, Regist
         lines.append(f"{'m':>5} {'n':>4} {'teams/SM':>9} {'shared/block':>13} {'least n':>8}  feasible")
         for m, n, ok, reason in verdicts:
             mark = "*" if (m, n) in built else " "
-            teams = path.blocks * path.teams(m)
+            teams = path.teams_per_processor(m)
             shared = shared_bytes(path, m, n, head_dim, size, stages) if teams else "-"
             least = least_n(device, path, m, head_dim, size) if teams else None
             verdict = "yes" if ok else f"no ({reason})"

@@ -10,7 +10,7 @@ import torch
 from feather_kernels.build import load_kernel
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
-from feather_kernels.plan import TAIL_WARPS, PackPlan, Planner, default_parts
+from feather_kernels.plan import PackPlan, Planner, default_parts, tail_warps_of
 from feather_kernels.tiles import built_tiles
 
 LAUNCHES = ("persistent", "streams", "serial")
@@ -149,7 +149,8 @@ class PackedDecodeWrapper:
             strategy=strategy or ("time" if self.path == "hopper" else "profit"),
             split=split or ("rounds" if self.path == "hopper" else "balanced"),
             merge=merge or ("fused" if may_fuse else "kernel"), n_sm=properties.multi_processor_count,
-            max_requests=max_requests, max_parts=max_parts, **{"tail_warps": TAIL_WARPS[self.path], **planner_options},
+            max_requests=max_requests, max_parts=max_parts,
+            **{"tail_warps": tail_warps_of(self.path, head_dim), **planner_options},
         )  # fmt: skip
         self.pack_plan: PackPlan | None = None
         size = len(self.planner.buffer)

@@ -108,7 +108,8 @@ def row_tiles(plan):
     if plan.planner.split not in ("balanced", "rounds"):
         return rows
     shared = [row for row in rows if len(row[3]) > 1 and plan.tiles[row[0]][0] <= 16]
-    least = least_promoted([stop - start for _, start, stop, _ in shared], plan.planner.num_kv_heads, plan.planner.n_sm)
+    warps = plan.planner.n_sm * (8 if plan.planner.head_dim <= 128 else 4)
+    least = least_promoted([stop - start for _, start, stop, _ in shared], plan.planner.num_kv_heads, warps)
     largest = len(plan.tiles) - 1
     promoted = [(min(row[0] + 1, largest), *row[1:]) for row in shared if row[2] - row[1] >= least]
     return [row for row in rows if row not in shared or row[2] - row[1] < least] + promoted

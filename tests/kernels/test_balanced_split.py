@@ -247,6 +247,8 @@ def test_a_pack_is_long_by_four_times_a_warps_share_of_all_of_its_kind():
     assert [rows for rows, _ in chunks] == [64, 64]
     chunks = shared_tiles([(300, 2)] + [(100, 2)] * 4)  # 87: 348
     assert [rows for rows, _ in chunks] == [16] * 5
+    chunks = shared_tiles([(1000, 2), (1000, 3)], head_dim=256)  # of four warps, 500 to each
+    assert [rows for rows, _ in chunks] == [16, 16]
 
 
 def test_a_long_pack_moves_by_one_tile_and_out_of_single_warps_only():

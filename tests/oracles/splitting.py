@@ -57,13 +57,13 @@ def share(packs, units, warps):
     return sum(packs) * units // warps
 
 
-def least_promoted(lengths, kv_heads, n_sm):
+def least_promoted(lengths, kv_heads, warps):
     """The length from which a pack of several requests leaves its tile of at most 16 rows for the next larger one.
 
-    `lengths` are those of all such packs. Eight warps of each processor share them; a pack is long if it is four times
-    what falls to a warp.
+    `lengths` are those of all such packs, which so many warps share; a pack is long if it is four times what falls to a
+    warp.
     """
-    return max(256, 4 * share(lengths, kv_heads, 8 * n_sm))
+    return max(256, 4 * share(lengths, kv_heads, warps))
 
 
 def even_limits(longest, least, step):
