@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, KeysView, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from feather_sglang.cht import Candidate, ChunkedHashTree
@@ -398,14 +397,15 @@ class BatchBuilder:
     # Row order ------------------------------------------------------------------------------------------------
 
     def row_order(self, request_ids: Sequence[Hashable]) -> list[int] | None:
-        """The permutation that puts rows into depth-first prefix order, or None if they are in it already.
+        """The permutation that puts rows into depth-first prefix order, or None if they are in one already.
 
         Rows of one prefix become neighbours at every level of the tree, because the key is the packed vector of
-        cumulative chunk hashes. Unknown ids sort first.
+        cumulative chunk hashes. Which branch comes first does not matter, so a row that joins its group at the end of
+        the batch stays there. Unknown ids sort first.
         """
-        keys = [self.cht.order_key(r) if r in self.cht else b"" for r in request_ids]
-        if all(a <= b for a, b in pairwise(keys)):
+        if self.cht.keeps_together(request_ids):
             return None
+        keys = [self.cht.order_key(r) if r in self.cht else b"" for r in request_ids]
         return sorted(range(len(keys)), key=keys.__getitem__)
 
     # Figures --------------------------------------------------------------------------------------------------

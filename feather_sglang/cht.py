@@ -12,7 +12,7 @@ vectors, ``prefix_trie.py`` keeps the trie.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable, KeysView
+from collections.abc import Hashable, Iterable, KeysView
 from heapq import heappop, heappush
 from operator import attrgetter, index
 from typing import NamedTuple
@@ -262,7 +262,34 @@ class ChunkedHashTree:
 
     def order_key(self, request_id: Hashable) -> bytes:
         """Return the packed hash vector: sorting by it brings requests into a depth-first prefix order."""
-        return self._get(request_id, self._waiting, self._active, self._held).vector
+        return self._get(request_id, self._active, self._waiting, self._held).vector
+
+    def keeps_together(self, request_ids: Iterable[Hashable]) -> bool:
+        """Return whether requests are in a depth-first order: at every level, those that share a prefix are neighbours.
+
+        Which branch comes first does not matter. Unknown requests share nothing.
+        """
+        path: list[Node] = [self._root]  # from the root to the node above the last request
+        places = {self._root: 0}  # in the path
+        left: set[Node] = set()  # no request below these may follow
+        for request in map(self._find, request_ids):
+            node = self._root if request is None else request.parent
+            if node is path[-1]:
+                continue
+            entered = []
+            while node not in places:
+                if node in left:
+                    return False
+                entered.append(node)
+                node = node.parent
+            for passed in path[places[node] + 1 :]:
+                del places[passed]
+                left.add(passed)
+            del path[places[node] + 1 :]
+            for inner in reversed(entered):
+                places[inner] = len(path)
+                path.append(inner)
+        return True
 
     def oldest(self) -> Hashable | None:
         """Return the waiting request that was inserted first; None when nothing waits."""
@@ -301,7 +328,7 @@ class ChunkedHashTree:
         return len(self._waiting) + len(self._active) + len(self._held)
 
     def __contains__(self, request_id: Hashable) -> bool:
-        return request_id in self._waiting or request_id in self._active or request_id in self._held
+        return request_id in self._active or request_id in self._waiting or request_id in self._held
 
     # -- the trie ----------------------------------------------------------------------------------------------
 
@@ -407,6 +434,13 @@ class ChunkedHashTree:
 
     def _state(self, request_id: Hashable) -> str:
         return "waiting" if request_id in self._waiting else "active" if request_id in self._active else "held"
+
+    def _find(self, request_id: Hashable) -> Request | None:
+        """Return the request, whatever its state; most who ask have active ones."""
+        request = self._active.get(request_id)
+        if request is None:
+            request = self._waiting.get(request_id) or self._held.get(request_id)
+        return request
 
     def _get(self, request_id: Hashable, *states: dict[Hashable, Request]) -> Request:
         """Return the request if it is in one of the states; raise otherwise."""

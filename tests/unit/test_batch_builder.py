@@ -234,23 +234,42 @@ def test_the_oracle_stops_at_the_group_border():
     assert run_round(b) == ["a1", "a2"]
 
 
-@given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=12), st.randoms())
-def test_rows_of_one_prefix_are_neighbours_at_every_level(prompts, random):
+def neighbours_at_every_level(prompts):
+    for level in range(1, 7):
+        seen, last = set(), None
+        for prefix in (tuple(prompt[:level]) if len(prompt) >= level else None for prompt in prompts):
+            if prefix is not None and prefix != last and prefix in seen:
+                return False
+            seen.add(prefix)
+            last = prefix
+    return True
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=12), st.randoms(), st.randoms())
+def test_rows_of_one_prefix_are_neighbours_at_every_level(prompts, random, states):
     b = builder()
     for i, prompt in enumerate(prompts):
         b.arrive(i, array("q", [token for t in prompt for token in (t, t)]))
+        if states.random() < 0.7:
+            b.begin_round(0.0, None)
+            b.admitted(i)
     rows = list(range(len(prompts)))
     random.shuffle(rows)
     order = b.row_order(rows)
     ordered = rows if order is None else [rows[i] for i in order]
     assert sorted(ordered) == sorted(rows)
     assert b.row_order(ordered) is None  # in order: nothing to permute
-    for level in range(1, 7):
-        seen, last = set(), None
-        for prefix in (tuple(prompts[r][:level]) if len(prompts[r]) >= level else None for r in ordered):
-            assert prefix is None or prefix == last or prefix not in seen
-            seen.add(prefix)
-            last = prefix
+    assert neighbours_at_every_level([prompts[r] for r in ordered])
+    # Nobody is moved without need.
+    assert (order is None) == neighbours_at_every_level([prompts[r] for r in rows])
+
+
+def test_rows_that_have_left_the_tree_come_first():
+    b = builder()
+    for name in ("a1", "b1", "a2"):
+        b.arrive(name, tokens(name[0].upper(), name[1]))
+    order = b.row_order(["a1", "gone", "a2", "b1"])
+    assert order[0] == 1 and b.row_order(["gone", "a1", "a2", "b1"]) is None
 
 
 def test_a_mixed_batch_finds_back_to_one_prefix():
