@@ -10,7 +10,7 @@ class PrefillMeter:
     """Moving means over prefill steps.
 
     The time between two results is the duration of the later step, whether results are processed at once or one step
-    late, unless nothing ran in between: then `idle` is due.
+    late, unless nothing ran in between: then `idle` is due, and `begin` when something runs again.
 
     Parameters
     ----------
@@ -29,6 +29,11 @@ class PrefillMeter:
         self.fixed_seconds: float | None = None
         self._previous: float | None = None  # when the previous result arrived
 
+    def begin(self, now: float) -> None:
+        """A prefill step is launched at `now`: where nothing ran before, that is when it begins."""
+        if self._previous is None:
+            self._previous = now
+
     def step(self, now: float, prompt_tokens: int) -> None:
         """Take the result of a step that computed so many prompt tokens, at `now` (s, any monotonic clock)."""
         if prompt_tokens > 0 and self._previous is not None and now > self._previous:
@@ -41,7 +46,7 @@ class PrefillMeter:
         self._previous = now
 
     def idle(self) -> None:
-        """Nothing runs any more: the time until the next result says nothing."""
+        """Nothing runs any more: the time until the next step says nothing."""
         self._previous = None
 
 

@@ -311,6 +311,7 @@ class FeatherScheduler:
             plan = original(*args, running_batch=running_batch, **kwargs)
             if plan[0] is not None:  # the batch changes: a decode step still in flight belongs to the old one
                 self._meter.restart(in_flight=int(self.scheduler.enable_overlap))
+                self._prefill_meter.begin(self.clock())
             return plan
         finally:
             _admitting = None

@@ -101,6 +101,22 @@ def test_those_who_arrive_singly_share_prefill_steps_and_all_finish(server, kind
     assert 3 <= paced < 0.6 * plain
 
 
+@pytest.mark.parametrize("kind", [Server, OverlapServer])
+def test_one_long_prompt_on_an_idle_server_is_enough_to_know_what_prefill_takes(server, kind):
+    one = server(kind=kind, timed=False, chunked_prefill_size=256)
+    assert one.feather._prefill_meter.seconds_per_token is None
+    one.now = 100.0
+    run(one, "r0")
+    one.step()
+    took = FIXED + 134 * TOKEN, FIXED + 134 * TOKEN + DECODE  # of the later, a result is seen a step late
+    assert took[0] <= 134 * one.feather._prefill_meter.seconds_per_token * 1.0001 <= took[1] * 1.001
+    submit(one, "r1")
+    one.drain()
+    assert one.feather._prefill_meter.fixed_seconds > 0
+    serve_singles(one)
+    assert one.feather.builder.held_rounds > 10
+
+
 def test_off_is_off(server):
     one = server(0)
     assert one.feather.builder.pacing is None

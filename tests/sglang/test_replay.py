@@ -109,10 +109,10 @@ def test_on_an_h200_the_bandit_does_not_stop_for_locality(tmp_path, groups):
 
 
 @newest_only
-@pytest.mark.parametrize("graphs", ["on", "off"])
-def test_paced_prefill_takes_fewer_steps_and_serves_more(tmp_path, graphs):
-    flags = ["--groups", "5", "--requests", "300", "--kv-tokens", "200000", "--model", "qwen3-8b", "--attention", "pat"]
-    flags += ["--scheduler-cost", "off", "--prefill-graphs", graphs, "--policies"]
+@pytest.mark.parametrize(("graphs", "groups"), [("on", "5"), ("off", "5"), ("on", "1")])
+def test_paced_prefill_takes_fewer_steps_and_serves_more(tmp_path, graphs, groups):
+    flags = ["--groups", groups, "--requests", "300", "--kv-tokens", "200000", "--model", "qwen3-8b"]
+    flags += ["--attention", "pat", "--scheduler-cost", "off", "--prefill-graphs", graphs, "--policies"]
     paced = ab(tmp_path / "paced", *flags, "feather-order,feather-bandit", "--feather-pace", "0.1")["runs"]
     plain = ab(tmp_path / "plain", *flags, "feather-bandit")["runs"]["feather-bandit"]
     order, bandit = paced["feather-order"], paced["feather-bandit"]

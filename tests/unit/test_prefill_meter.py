@@ -56,6 +56,23 @@ def test_idle_time_is_nobodys():
     assert measured(None, (0.0, 0), (2.0, 2000)) == pytest.approx(1e-3)
 
 
+@pytest.mark.parametrize("before", [(), ((0.0, 0), (2.0, 0), None)])
+def test_after_idling_a_step_takes_the_time_since_its_launch(before):
+    meter = metered(*before)
+    meter.begin(500.0)
+    meter.step(504.0, 2000)
+    assert meter.seconds_per_token == pytest.approx(2e-3)
+    meter.step(504.5, 100)
+    assert meter.fixed_seconds == pytest.approx(0.3)
+
+
+def test_a_launch_while_something_runs_changes_nothing():
+    meter = metered((10.0, 0))
+    meter.begin(11.0)
+    meter.step(12.0, 2000)
+    assert meter.seconds_per_token == pytest.approx(1e-3)
+
+
 def test_a_clock_that_stands_still_or_steps_back_measures_nothing():
     assert measured((5.0, 0), (5.0, 2000), (4.0, 2000)) is None
     assert measured((5.0, 0), (4.0, 2000), (6.0, 2000)) == pytest.approx(1e-3)
