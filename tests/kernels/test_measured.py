@@ -37,6 +37,12 @@ def test_the_table_holds_the_measured_means(heads):
     assert said[-2] == HAD_TO_BE[heads] >= said[0]
 
 
+def test_the_latest_run_of_the_kernel_by_itself():
+    means = [f"{mean('decode_h200_latest.json', 'feather', heads):.2f}" for heads in HAD_TO_BE]
+    assert f"it then took {', '.join(means[:3])} and {means[3]}" in " ".join(TEXT.split())
+    assert all(float(value) <= limit for value, limit in zip(means, HAD_TO_BE.values(), strict=True))
+
+
 def test_only_batches_without_sharing_are_slower_than_a_peer():
     behind = {}
     for row in records("decode_h200.json"):

@@ -184,3 +184,28 @@ def test_what_is_said_of_memory_for_everything_follows():
         f"gains {gains[0][1:]} and {gains[1][1:]} on W2 and W6 with `pat`",
         f"the mean time to the first token is {waits[0]:.2f}x and {waits[1]:.2f}x",
     )
+
+
+def test_the_page_on_pacing_and_the_readme_say_the_same():
+    gains = [100 * gain(*run, PACED, BANDIT) - 100 for run in FITTING]
+    scarce = (("pat_a", "W2"), ("pat_b", "W2"), ("pat_c", "W6"), ("pat_c", "W3"))
+    assert all(gain(*run, PACED, BANDIT) > 0.999 for run in scarce)
+    longer = {}
+    for run in (*FITTING, *scarce):
+        alone, paced = (f"{figure(*run, server, 'overall', 'ttft_s', 'mean'):.2f}" for server in (BANDIT, PACED))
+        if float(paced) > float(alone):
+            longer[run] = paced, alone
+    assert list(longer) == [("pat_a", "W2")]
+    paced, alone = longer["pat_a", "W2"]
+    said(
+        f"{min(gains):+.1f} to {max(gains):+.1f}% tok/s where memory suffices",
+        f"no longer in any such pair but one, W2 ({paced} s for {alone} s)",
+        where=SCHEDULER,
+    )
+    fcfs, alone, paced = (f"{tok_s('pat_a', 'W1', server):,.0f}" for server in ("pat", BANDIT, PACED))
+    w4 = percent("pat_c", "W4", PACED, "pat")
+    said(
+        f"fcfs {fcfs} tok/s, `feather-bandit` {alone}, with `--feather-pace 0.1` {paced}",
+        f"it is 5 to 6% faster, but for one group ({w4})",
+        where=" ".join((ROOT / "README.md").read_text().split()),
+    )
