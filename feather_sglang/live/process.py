@@ -68,31 +68,29 @@ class Configuration:
     @property
     def policy(self) -> str:
         """The schedule policy, SGLang's default if the flags name none."""
-        return self._switched().get(POLICY_FLAG, "fcfs")
+        return self._split()[1].get(POLICY_FLAG, "fcfs")
 
     @property
     def policy_options(self) -> dict[str, str]:
-        """The options of the schedule policy that can change while a server runs, by name."""
-        return {SWITCHED[flag]: value for flag, value in self._switched().items() if flag in SWITCHED}
+        """Options of the schedule policy that can change while a server runs, by name."""
+        return {SWITCHED[flag]: value for flag, value in self._split()[1].items() if flag in SWITCHED}
 
     @property
     def server_flags(self) -> tuple[str, ...]:
         """The flags but for the schedule policy and those options."""
-        rest: list[str] = []
-        self._switched(rest)
-        return tuple(rest)
+        return self._split()[0]
 
-    def _switched(self, rest: list[str] | None = None) -> dict[str, str]:
-        """Value of each flag that a switch can change; the others are added to `rest`."""
-        found: dict[str, str] = {}
+    def _split(self) -> tuple[tuple[str, ...], dict[str, str]]:
+        """What only a start can set, and the value of each flag that a switch can change."""
+        rest, switched = [], {}
         words = iter(self.flags)
         for word in words:
             name, equals, value = word.partition("=")
             if name == POLICY_FLAG or name in SWITCHED:
-                found[name] = value if equals else next(words)
-            elif rest is not None:
+                switched[name] = value if equals else next(words)
+            else:
                 rest.append(word)
-        return found
+        return tuple(rest), switched
 
 
 def parse_server(text: str) -> Configuration:

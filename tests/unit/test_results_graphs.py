@@ -209,3 +209,25 @@ def test_the_page_on_pacing_and_the_readme_say_the_same():
         f"it is 5 to 6% faster, but for one group ({w4})",
         where=" ".join((ROOT / "README.md").read_text().split()),
     )
+
+
+def test_how_fast_the_replay_is_with_prefill_graphs():
+    page = (ROOT / "docs" / "step_time.md").read_text()
+    w1 = sorted(tok_s(name, "W1", "pat") for name in ("pat_a", "pat_b"))
+    w4 = sorted(record["overall"]["tok_s"] for record in RUNS["pat_c"]["W4", "pat"])
+    w7 = tok_s("pat_a", "W7", "pat")
+    fast = [
+        round(100 * replay / rate - 100)
+        for replay, rates in ((15554, w1), (15694, w4), (13903, [w7]))
+        for rate in rates
+    ]
+    for replay, workload in (("15,554", "W1"), ("15,694", "W4"), ("13,903", "W7")):
+        assert any(
+            line.startswith(f"| {workload}:") and "| fcfs |" in line and replay in line for line in page.splitlines()
+        )
+    assert fast[0] == fast[1]
+    said(
+        f"under fcfs {w1[0]:,.0f} and {w1[1]:,.0f} tok/s on W1, where the replay is {fast[0]}% fast, {w4[0]:,.0f} and "
+        f"{w4[1]:,.0f} on W4 ({fast[3]:+d} and {fast[2]:+d}%), {w7:,.0f} on W7 ({fast[4]:+d}%)",
+        where=" ".join(page.split()),
+    )
