@@ -463,26 +463,30 @@ def test_who_was_retracted_does_not_wait(gathering_server, monkeypatch):
     one.assert_nothing_left()
 
 
-def test_prefill_is_measured_where_the_scheduler_was_busy(gathering_server):
+def test_prefill_is_measured_and_idle_time_is_not(gathering_server):
     one = gathering_server()
     run_on_clock(one, 0.01)
     meter = one.feather._prefill_meter
+    alone, two = 0.01 + 1 / 1204, 0.01 + 1 / 1244  # seconds a token: of one long prompt, and with a short one
+    one.now = 1000.0
     one.submit("first", long_prompt(0), max_new_tokens=6)
+    assert meter.seconds_per_token is None
     one.step()
+    assert meter.seconds_per_token == pytest.approx(alone)
     one.step()
-    assert meter.seconds_per_token is None  # since when the first one took, nobody knows
     one.submit("second", long_prompt(1), max_new_tokens=1)
     one.submit("little", [9] * 40, max_new_tokens=1)
     one.step()
-    measured = 0.01 + 1 / 1244
+    measured = alone + (two - alone) / 64
     assert meter.seconds_per_token == pytest.approx(measured)
+    assert one.feather.builder.gathering.seconds_per_token == pytest.approx(alone)  # of the last round
     one.drain()
     for group in (2, 3):
         one.now += 1000.0
         one.submit(f"after {group}", long_prompt(group), max_new_tokens=group - 1)
         one.drain()
+        measured += (alone - measured) / 64
         assert meter.seconds_per_token == pytest.approx(measured)
-    assert one.feather.builder.gathering.seconds_per_token == pytest.approx(measured)
     one.assert_nothing_left()
 
 
