@@ -25,7 +25,6 @@ import math
 import secrets
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -39,6 +38,7 @@ from server_report import merged, plot, progress, report
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import replace_text
+from feather_sglang.live import ending
 from feather_sglang.live.ab import check_model
 from feather_sglang.live.activity import Activity
 from feather_sglang.live.cases import Case, Request, parse_case, probes
@@ -206,8 +206,8 @@ class Bench:
         try:
             server.wait(deadline)
             timeout = max(LEAST_CASE, deadline - time.monotonic())
-            answers = asyncio.run(call_all(server.address, self._probes, timeout))
-            asyncio.run(call_all(server.address, self._probes, timeout))  # cached prompts take other kernels
+            answers = ending.run(call_all(server.address, self._probes, timeout))
+            ending.run(call_all(server.address, self._probes, timeout))  # cached prompts take other kernels
         except (ServerFailed, HttpError, OSError, EOFError, asyncio.TimeoutError) as problem:
             self.give_up(server, describe(problem))
             return
@@ -246,12 +246,12 @@ class Bench:
         if switched is not None:
             server.switch(switched.policy, switched.policy_options)
         requests, prefixes = self.requests(case)
-        asyncio.run(call_all(server.address, prefixes, limit))
+        ending.run(call_all(server.address, prefixes, limit))
         before = server.counters() if switched is not None else None
         mark = server.printed_bytes()
         with Clocks() as clocks, Activity() as activity:
             rest = limit - (time.monotonic() - begun)
-            driven = asyncio.run(drive(server.address, requests, rest, case.steady, server.alive))
+            driven = ending.run(drive(server.address, requests, rest, case.steady, server.alive))
         admission = Admission.between(before, server.counters()) if switched is not None else None
         return {
             "overall": overall(driven.streams, driven.end),
@@ -334,11 +334,6 @@ def incomplete(record: dict[str, Any]) -> bool:
     return "error" in record or bool(record["overall"]["failed"] or record["overall"]["unfinished"])
 
 
-def end_on_signal(number: int, frame: object) -> None:
-    """Leave through all ``finally`` blocks, so that no server stays behind."""
-    raise SystemExit(128 + number)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, or read a finished run; print its report. The status is 1 where something is missing."""
     options = arguments(argv)
@@ -349,7 +344,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise SystemExit(f"--from {' '.join(map(str, options.source))}: {error}") from None
         print(report(content))
     else:
-        signal.signal(signal.SIGTERM, end_on_signal)
         logs = options.logs or Path(tempfile.mkdtemp(prefix="bench_server_"))
         logs.mkdir(parents=True, exist_ok=True)
         try:
@@ -358,7 +352,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise SystemExit(str(error)) from None
         allow_open_files(max(case.batch for case in options.cases) + 200)
         try:
-            bench.run()
+            with ending.on_signals():
+                bench.run()
         finally:
             print(f"\n{report(bench.content)}", flush=True)
         content = bench.content

@@ -7,11 +7,9 @@ import asyncio
 import json
 import secrets
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from rich.markup import escape
 
 from feather_sglang import __version__
 from feather_sglang.errors import FeatherError
+from feather_sglang.live import ending
 from feather_sglang.live.activity import Activity
 from feather_sglang.live.bench_serving import read_results
 from feather_sglang.live.cases import Case, Request, probes
@@ -90,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     comparer.tell(f"feather {__version__}, sglang {version}, {comparer.title}")
     comparer.write()  # so that a place where nothing can be written is found now
     allow_open_files(len(trace.requests) + 200)
-    with ending_on_signals():
+    with ending.on_signals():
         comparer.run()
     return comparer.report(peers)
 
@@ -274,14 +273,14 @@ class Comparison:
         """Cached prompts take other kernels, so each probe goes twice; then the cache is empty again."""
         for _ in range(2):
             limit = max(LEAST_RUN, min(self.args.start_timeout, self.remaining()))
-            asyncio.run(call_all(server.address, self.probes, limit))
+            ending.run(call_all(server.address, self.probes, limit))
         server.flush()
 
     def drive(self, server: Server, choice: Choice, record: dict[str, Any]) -> None:
         """Send the workload and keep what came of it."""
         before = server.counters()
         with Watch(server) as watch, Clocks() as clocks, Activity() as activity:
-            driven = asyncio.run(drive(server.address, self.requests, self.remaining(), alive=server.alive))
+            driven = ending.run(drive(server.address, self.requests, self.remaining(), alive=server.alive))
         server.check()
         admission = Admission.between(before, server.counters())
         if not any(stream.finished for stream in driven.streams):
@@ -403,19 +402,3 @@ def check_room(trace: Trace, server: Server) -> None:
             f"a request of {trace.name} needs {longest} tokens, the server takes {min(limits)}; raise --kv-tokens, or "
             "--context-length in --server-flags"
         )
-
-
-@contextmanager
-def ending_on_signals() -> Iterator[None]:
-    """Leave through all ``finally`` blocks when told to end, so that no server stays behind."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    ends = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]  # nohup
-    before = {number: signal.signal(number, leave) for number in ends}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.ports import free_port
+from feather_sglang.live import ending
 from feather_sglang.live.client import Address, HttpError, call
 from feather_sglang.policy_names import FEATHER, STOCK, SWITCH_PATH
 
@@ -160,14 +161,14 @@ class Server:
         while True:
             self.check()
             try:
-                asyncio.run(call(self.address, "/health", timeout=10))
+                ending.run(call(self.address, "/health", timeout=10))
                 break
             except (OSError, EOFError, HttpError, asyncio.TimeoutError):
                 if time.monotonic() > deadline:
                     raise ServerFailed(f"not up after {time.monotonic() - self._begun:.0f} s") from None
             time.sleep(0.25)
         self.start_seconds = round(time.monotonic() - self._begun, 1)
-        self.info = asyncio.run(call(self.address, "/server_info"))
+        self.info = ending.run(call(self.address, "/server_info"))
 
     @property
     def group(self) -> int:
@@ -184,7 +185,7 @@ class Server:
 
     def flush(self, timeout: float = 20.0) -> None:
         """Abort what still runs and empty the cache; a server that does not become idle raises ``ServerFailed``."""
-        asyncio.run(call(self.address, "/abort_request", b'{"rid": "", "abort_all": true}'))
+        ending.run(call(self.address, "/abort_request", b'{"rid": "", "abort_all": true}'))
         self._post_when_idle("/flush_cache", b"", 400, timeout, "the cache cannot be flushed")
 
     def switch(self, policy: str, options: Mapping[str, Any], timeout: float = 20.0) -> None:
@@ -198,7 +199,7 @@ class Server:
         while True:
             self.check()
             try:
-                asyncio.run(call(self.address, path, body))
+                ending.run(call(self.address, path, body))
                 return
             except HttpError as refusal:
                 if refusal.status != busy or time.monotonic() > deadline:
@@ -207,7 +208,7 @@ class Server:
 
     def counters(self) -> dict[str, Any] | None:
         """What its schedulers have counted since their last switch, all replicas together; None where they do not."""
-        states = asyncio.run(call(self.address, "/server_info"))["internal_states"]
+        states = ending.run(call(self.address, "/server_info"))["internal_states"]
         found = [state["feather"] for state in states if "feather" in state]
         if len(found) < len(states):
             return None

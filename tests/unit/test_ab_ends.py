@@ -1,5 +1,6 @@
 """``feather ab --engine server`` as a process: how it ends, and what it leaves behind."""
 
+import asyncio
 import json
 import os
 import resource
@@ -10,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from feather_sglang.live import ending
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--prefix-tokens", "40", "--output-tokens", "8", "--groups", "2", "--policies", "fcfs", "--rate"]
@@ -84,6 +87,65 @@ def test_a_signal_ends_it_and_its_server(number, status, tmp_path):
     said = run.process.communicate(timeout=30)[0]
     assert run.process.returncode == status, said
     assert run.left() == [] and "Traceback" not in said
+
+
+ENDS = pytest.mark.parametrize(
+    ("number", "raised"),
+    [(signal.SIGTERM, SystemExit(143)), (signal.SIGHUP, SystemExit(129)), (signal.SIGINT, KeyboardInterrupt())],
+    ids=["SIGTERM", "SIGHUP", "SIGINT"],
+)
+
+
+@ENDS
+def test_a_signal_amid_an_event_loop_ends_all_its_tasks(number, raised):
+    ended = []
+
+    async def wait_for_it(task, event):
+        try:
+            await event.wait()
+        finally:
+            ended.append(task)
+
+    async def main():
+        event, loop = asyncio.Event(), asyncio.get_running_loop()
+        tasks = [loop.create_task(wait_for_it(task, event)) for task in range(3)]
+        # An exception raised in here would take the turn from the tasks that the event wakes, and none would end.
+        loop.call_later(0.01, lambda: (event.set(), event.clear(), signal.raise_signal(number)))
+        await asyncio.gather(*tasks)
+        await asyncio.sleep(60)
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    with pytest.raises(type(raised)) as caught, ending.on_signals():
+        ending.run(main())
+    assert caught.value.args == raised.args and sorted(ended) == [0, 1, 2]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
+
+
+class Finalizer:
+    """Is sent a signal while its finalizer runs, out of which no exception gets."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __del__(self):
+        signal.raise_signal(self.number)
+
+
+@ENDS
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_during_a_finalizer_ends_it_all_the_same(number, raised):
+    async def amid_a_loop():
+        Finalizer(number)
+        await asyncio.sleep(60)
+
+    with pytest.raises(type(raised)) as caught, ending.on_signals():
+        ending.run(amid_a_loop())
+    assert caught.value.args == raised.args
+    with pytest.raises(type(raised)) as caught, ending.on_signals():
+        Finalizer(number)
+        ending.run(asyncio.sleep(60))
+    assert caught.value.args == raised.args
+    assert ending.run(asyncio.sleep(0, "nothing is told")) == "nothing is told"
 
 
 def test_under_nohup_it_outlives_its_terminal(tmp_path):
