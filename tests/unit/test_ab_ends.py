@@ -96,6 +96,15 @@ ENDS = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture
+def plain_asyncio():
+    """The event loop of the command's own process; SGLang, where another test has imported it, sets uvloop's."""
+    policy = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
+    yield
+    asyncio.set_event_loop_policy(policy)
+
+
 class Interrupted:
     """A turn of the event loop; the signal comes after the loop has taken it up and before it is run."""
 
@@ -112,6 +121,7 @@ class Interrupted:
 
 
 @ENDS
+@pytest.mark.usefixtures("plain_asyncio")
 @pytest.mark.timeout(60)  # a task whose turn is lost is waited for in vain
 def test_a_signal_amid_an_event_loop_ends_all_its_tasks(number, raised):
     ended = []
@@ -149,6 +159,7 @@ class Finalizer:
 
 
 @ENDS
+@pytest.mark.usefixtures("plain_asyncio")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_during_a_finalizer_ends_it_all_the_same(number, raised):
     went_on = []
