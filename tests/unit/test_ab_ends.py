@@ -97,12 +97,17 @@ ENDS = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def plain_asyncio():
-    """The event loop of the command's own process; SGLang, where another test has imported it, sets uvloop's."""
+def from_a_terminal():
+    """No signal is ignored, and the event loop is asyncio's own: SGLang, where a test has imported it, sets uvloop's."""
     policy = asyncio.get_event_loop_policy()
+    before = {
+        number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
     yield
     asyncio.set_event_loop_policy(policy)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class Interrupted:
@@ -121,7 +126,7 @@ class Interrupted:
 
 
 @ENDS
-@pytest.mark.usefixtures("plain_asyncio")
+@pytest.mark.usefixtures("from_a_terminal")
 @pytest.mark.timeout(60)  # a task whose turn is lost is waited for in vain
 def test_a_signal_amid_an_event_loop_ends_all_its_tasks(number, raised):
     ended = []
@@ -159,7 +164,7 @@ class Finalizer:
 
 
 @ENDS
-@pytest.mark.usefixtures("plain_asyncio")
+@pytest.mark.usefixtures("from_a_terminal")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_during_a_finalizer_ends_it_all_the_same(number, raised):
     went_on = []
