@@ -19,8 +19,10 @@ def on_signals() -> Iterator[None]:
 
     A signal that comes while a finalizer runs, out of which no exception gets, ends the next ``run``.
     """
-    ends = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if not _ignored(number)]
-    before = {number: signal.signal(number, _leave) for number in ends}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: handler for number in numbers if (handler := signal.getsignal(number)) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, _leave)
     try:
         yield
     finally:
@@ -58,7 +60,3 @@ def _cancel(loop: asyncio.AbstractEventLoop) -> None:
 
 def _raise() -> NoReturn:
     raise _told[-1] from None
-
-
-def _ignored(number: int) -> bool:
-    return signal.getsignal(number) == signal.SIG_IGN

@@ -105,15 +105,10 @@ def test_a_hundred_thousand_steps_are_affordable():
     model = step_model("h200")
     lengths, sharing = grouped(500, 5000, 20, order="shuffled")
     array = np.array(lengths)
-
-    def seconds():
-        start = time.process_time()
-        for _ in range(100):
-            model.decode(array, sharing)
-        return time.process_time() - start
-
-    # A run of 100,000 steps: under a minute even on a slow machine. What else runs there slows some tries, not all.
-    assert min(seconds() for _ in range(10)) < 0.05
+    start = time.process_time()
+    for _ in range(1000):
+        model.decode(array, sharing)
+    assert time.process_time() - start < 0.5  # a run of 100,000 steps: under a minute even on a slow machine
 
 
 def test_models_differ_as_their_sizes_do():
