@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from feather_sglang.errors import FeatherError
+from feather_sglang.pacing import BOUND
 
 VARIABLE = "FEATHER_OPTIONS"
 
@@ -35,6 +36,10 @@ def _seconds(value: Any) -> float:
     if isinstance(value, bool) or not 0 <= float(value) < float("inf"):
         raise ValueError("expected seconds, 0 or more")
     return float(value)
+
+
+def _seconds_or_auto(value: Any) -> float | None:
+    return None if value == "auto" else _seconds(value)
 
 
 def _switch(value: Any) -> bool:
@@ -90,11 +95,12 @@ class FeatherOptions:
     gather: bool = _option(
         True, _switch, "on|off", "Where memory is short, let a prefix wait for more of the requests that share it."
     )
-    pace: float = _option(
-        0.0,
-        _seconds,
-        "SECONDS",
-        "Those who wait gather for up to so long where a prefill step costs the running ones more; 0: never.",
+    pace: float | None = _option(
+        None,
+        _seconds_or_auto,
+        "SECONDS|auto",
+        f"Those who wait gather for up to so long where a prefill step costs the running ones more; 0: never; auto: {BOUND}, "
+        "and never under feather-order or --enable-mixed-chunk.",
     )
     features: str = _option(
         "paper", _features, "paper|headroom", "State the learner sees: the paper's, or with memory."
@@ -203,6 +209,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("feather", "options of the feather schedule policies and the pat backend")
     for spec in fields(FeatherOptions):
         default = ("on" if spec.default else "off") if isinstance(spec.default, bool) else spec.default
+        if spec.metadata["parse"] is _seconds_or_auto:
+            default = "auto"
         # What is off by default may be named without a value.
         alone: dict[str, Any] = {"nargs": "?", "const": "on"} if spec.default is False else {}
         group.add_argument(

@@ -34,7 +34,7 @@ from feather_sglang.batch_builder import BatchBuilder
 from feather_sglang.cht import ChunkedHashTree
 from feather_sglang.errors import FeatherError
 from feather_sglang.gathering import Gathering
-from feather_sglang.pacing import Pacing
+from feather_sglang.pacing import BOUND, Pacing
 from feather_sglang.policies import StopPolicy, load_policy, make_policy
 from feather_sglang.prefill_meter import PrefillMeter
 from feather_sglang.reward import DecodeMeter
@@ -128,13 +128,14 @@ class FeatherScheduler:
         self._agreement = Agreement(scheduler.tp_cpu_group)
         self._decisions: DecisionLog | None = None
         self._wrappings = Wrappings()
+        pace = _pace_bound(scheduler.server_args, name, options)
         self.builder = BatchBuilder(
             ChunkedHashTree(options.chunk_size, seed=self._agreement.secret()),
             policy,
             max_wait=options.max_wait,
             max_wait_rounds=options.max_wait_rounds,
             gathering=_make_gathering(scheduler, options) if policy is not None else None,
-            pacing=Pacing(options.pace) if options.pace else None,
+            pacing=Pacing(pace) if pace else None,
         )
 
     @property
@@ -502,13 +503,28 @@ def refuse_unsupported(scheduler: Any, name: str, options: FeatherOptions) -> No
     ):
         if unsupported:
             raise FeatherError(f"--schedule-policy {name} does not support {flag}; drop it or choose another policy")
-    if options.pace and POLICY_NAMES[name] is None:
+    if options.pace and not _admits(name):
         raise FeatherError(
             f"--schedule-policy {name} leaves admission to SGLang, so --feather-pace cannot work; drop it"
         )
-    if options.pace and getattr(args, "enable_mixed_chunk", False):
+    if options.pace and _mixes_chunks(args):
         raise FeatherError("--feather-pace saves nothing under --enable-mixed-chunk, where decode goes on; drop one")
     _decision_file(scheduler)  # before anything is changed
+
+
+def _admits(name: str) -> bool:
+    return POLICY_NAMES[name] is not None
+
+
+def _mixes_chunks(server_args: Any) -> bool:
+    return getattr(server_args, "enable_mixed_chunk", False)
+
+
+def _pace_bound(server_args: Any, name: str, options: FeatherOptions) -> float:
+    """Seconds that a round is held at most; what nobody asked for is off where it cannot work."""
+    if options.pace is not None:
+        return options.pace
+    return BOUND if _admits(name) and not _mixes_chunks(server_args) else 0.0
 
 
 def take_over(scheduler: Any, name: str, options: FeatherOptions, policy: StopPolicy | None) -> FeatherScheduler:

@@ -146,7 +146,7 @@ def feather_flags(options: dict[str, Any]) -> list[str]:
     """The flags by which a server takes these options."""
     flags = []
     for name, value in options.items():
-        text = ("on" if value else "off") if isinstance(value, bool) else str(value)
+        text = ("on" if value else "off") if isinstance(value, bool) else "auto" if value is None else str(value)
         flags += [f"--feather-{name.replace('_', '-')}", text]
     return flags
 

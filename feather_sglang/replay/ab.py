@@ -31,6 +31,7 @@ from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import replace_text
 from feather_sglang.live.arguments import SERVER_ONLY, add_server_arguments
+from feather_sglang.pacing import BOUND
 from feather_sglang.policy_names import FEATHER, STOCK
 from feather_sglang.replay import workloads
 from feather_sglang.replay.model_shape import DEFAULT_MODEL, MODELS, load_model
@@ -116,12 +117,19 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     policy.add_argument("--feather-gather", choices=("on", "off"), default="on", help="let prefixes wait (on)")
     policy.add_argument(
         "--feather-pace",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="let those who wait gather for a prefill step, for so long at most (0: never); not feather-order",
+        type=_seconds_or_auto,
+        metavar="SECONDS|auto",
+        help=f"let those who wait gather for a prefill step, for so long at most (0: never; auto: {BOUND}); "
+        "not feather-order",
     )
     parser.add_argument("--out", type=Path, default=Path("feather-ab-results"), help="folder for results and plots")
+
+
+def _seconds_or_auto(text: str) -> float | None:
+    try:
+        return None if text == "auto" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, or auto") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -359,7 +367,7 @@ def chosen_policies(args: argparse.Namespace) -> list[str]:
 
 def common_options(args: argparse.Namespace) -> dict[str, Any]:
     """What FEATHER_OPTIONS holds for nearly all policies (``suited``), whether they are compared or trained."""
-    if not 0 <= args.feather_pace < math.inf:
+    if args.feather_pace is not None and not 0 <= args.feather_pace < math.inf:
         raise FeatherError(f"--feather-pace {args.feather_pace:g}: expected seconds, 0 or more")
     options = {
         "seed": args.seed,

@@ -78,9 +78,13 @@ def take_down():
 
 
 class Server:
-    """One scheduler; ``requests`` keeps every request submitted, by id."""
+    """One scheduler; ``requests`` keeps every request submitted, by id.
 
-    def __init__(self, folder, policy, **overrides):
+    Steps take as long as this machine happens to take, so nobody is held for prefill that gathers by default: who needs
+    that says ``paced``, or sets the option and a clock.
+    """
+
+    def __init__(self, folder, policy, paced=False, **overrides):
         (folder / "config.json").write_text(json.dumps(CONFIG))
         take_down()
         load_plugins()
@@ -117,6 +121,8 @@ class Server:
         type(self.scheduler.ipc_channels.send_to_tokenizer).send_output = lambda *args, **kwargs: None
         self.requests = {}
         self.steps = 0
+        if policy.startswith("feather") and self.feather.options.pace is None and not paced:
+            self.feather.builder.pacing = None
 
     @property
     def feather(self):

@@ -117,6 +117,26 @@ def test_one_long_prompt_on_an_idle_server_is_enough_to_know_what_prefill_takes(
     assert one.feather.builder.held_rounds > 10
 
 
+def test_unless_told_otherwise_those_who_wait_gather_where_they_can(server):
+    """And where nothing can be held, that is no reason not to start."""
+    assert server("null", paced=True).feather.builder.pacing.bound == 0.1
+    assert server('"auto"', paced=True, policy="feather-heuristic").feather.builder.pacing.bound == 0.1
+    assert server("null", paced=True, policy="feather-order").feather.builder.pacing is None
+    mixed = server("null", paced=True, enable_mixed_chunk=True, chunked_prefill_size=128)
+    assert mixed.feather.builder.pacing is None
+    mixed.feather._prefill_meter.fixed_seconds = 100.0
+    run(mixed, "r0", "r1", outputs=20)
+    submit(mixed, "a0", outputs=2)
+    mixed.drain()
+    mixed.assert_nothing_left()
+    assert mixed.feather.builder.held_rounds == 0
+
+
+def test_by_default_those_who_arrive_singly_share_prefill_steps(server):
+    paced, plain = serve_singles(server("null", paced=True)), serve_singles(server(0))
+    assert 3 <= paced < 0.8 * plain
+
+
 def test_off_is_off(server):
     one = server(0)
     assert one.feather.builder.pacing is None

@@ -166,7 +166,11 @@ def test_prefill_is_paced_from_a_switch_on(server):
     one.feather.builder.held_rounds = 3
     assert state(one)["held_rounds"] == 3
     order(one, "feather-heuristic")
-    assert one.feather.builder.pacing is None and state(one)["held_rounds"] == 0
+    assert one.feather.builder.pacing.bound == 0.1 and state(one)["held_rounds"] == 0
+    order(one, "feather", pace=0)
+    assert one.feather.builder.pacing is None
+    order(one, "feather-order")
+    assert one.feather.builder.pacing is None
     order(one, "fcfs")
     assert "held_rounds" not in state(one)
 

@@ -138,7 +138,7 @@ class TestCommandLine:
         fcfs, feather = ab.configurations(args, ["fcfs", "feather"])
         assert fcfs.options == {}
         # Null undoes the policy file of another policy; the chunk size is the user's on all servers.
-        told = {"policy_file": None, "seed": 0, "max_wait": 9.0, "explore": True, "gather": True, "pace": 0.0}
+        told = {"policy_file": None, "seed": 0, "max_wait": 9.0, "explore": True, "gather": True, "pace": None}
         assert feather.options == told
 
     @pytest.mark.parametrize("word", ["on", "off"])
@@ -153,6 +153,10 @@ class TestCommandLine:
         assert "--feather-pace 0.1" in " ".join(feather.flags) and feather.options["pace"] == 0.1
         assert "--feather-pace 0.0" in " ".join(order.flags) and order.options["pace"] == 0  # SGLang admits there
         assert "--feather-pace" not in fcfs.flags
+        order, feather = ab.configurations(arguments(), policies)[1:]
+        assert "--feather-pace auto" in " ".join(feather.flags) and feather.options["pace"] is None
+        assert "--feather-pace 0.0" in " ".join(order.flags) and order.options["pace"] == 0
+        assert ab.configurations(arguments("--feather-pace", "auto"), policies)[2] == feather
 
     def test_every_backend_with_every_policy(self):
         found = ab.configurations(arguments("--attention", "fa3,pat"), ["fcfs", "feather"])

@@ -51,7 +51,7 @@ def test_round_trip_through_the_environment():
         ('{"pace": true}', "pace=True: expected seconds, 0 or more"),
         ('{"pace": Infinity}', "pace=inf: expected seconds, 0 or more"),
         ('{"pace": "fast"}', "pace='fast'"),
-        ('{"pace": null}', "pace=None"),
+        ('{"pace": "Auto"}', "pace='Auto'"),
         ('{"features": "all"}', "expected paper or headroom"),
         ('{"policy_file": "/no/such/file.json"}', "no such file"),
         ('{"record_plan": "/no/such/folder"}', "no such directory: create it first"),
@@ -79,13 +79,13 @@ def test_prefixes_gather_unless_told_not_to():
     assert not FeatherOptions().updated({"gather": "off"}).gather  # may change while a server runs
 
 
-def test_prefill_is_not_paced_unless_told_to():
-    assert FeatherOptions().pace == 0
-    parse("--feather-pace", "0.1")
-    assert FeatherOptions.from_environment().pace == 0.1
-    assert FeatherOptions().updated({"pace": 0.25}).pace == 0.25  # may change while a server runs
-    parse("--feather-pace", "0")
-    assert FeatherOptions.from_environment() == FeatherOptions()
+def test_prefill_is_paced_where_it_can_be_unless_told_otherwise():
+    assert FeatherOptions().pace is None
+    for word, pace in (("0.25", 0.25), ("0", 0.0), ("auto", None)):
+        parse("--feather-pace", word)
+        assert FeatherOptions.from_environment() == FeatherOptions(pace=pace)
+        assert FeatherOptions(pace=3.0).updated({"pace": word}).pace == pace  # may change while a server runs
+    assert FeatherOptions(pace=3.0).updated({"pace": None}).pace is None
 
 
 def test_without_flags_the_variable_is_left_alone(monkeypatch):
@@ -141,6 +141,7 @@ def test_help_lists_every_flag_with_its_default():
     ):
         assert f"--feather-{name}" in text
     assert "Default: 64." in text and "Default: on." in text
+    assert "--feather-pace SECONDS|auto" in text and "auto: 0.1," in text and "Default: auto." in text
 
 
 def test_what_is_off_by_default_may_be_named_alone():
