@@ -99,8 +99,8 @@ class FeatherOptions:
         None,
         _seconds_or_auto,
         "SECONDS|auto",
-        f"Those who wait gather for up to so long where a prefill step costs the running ones more; 0: never; auto: {BOUND}, "
-        "and never under feather-order or --enable-mixed-chunk.",
+        "Those who wait gather for up to so long where a prefill step costs the running ones more; 0: never; "
+        f"auto: {BOUND}, and never under feather-order or --enable-mixed-chunk.",
     )
     features: str = _option(
         "paper", _features, "paper|headroom", "State the learner sees: the paper's, or with memory."
