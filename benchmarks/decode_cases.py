@@ -19,7 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from feather_kernels.forest import Forest
-from feather_kernels.trees import PAT_TREES, SERVING_TREES, SMALL_TREES, forest_table, parse_tree, tree_forest
+from feather_kernels.trees import (
+    LONG_TREES,
+    PAT_TREES,
+    SERVING_TREES,
+    SMALL_TREES,
+    forest_table,
+    parse_tree,
+    tree_forest,
+)
 
 Ints = npt.NDArray[np.integer]
 
@@ -186,7 +194,7 @@ def tree_case(name: str, heads: Heads, page_size: int = 1, head_dim: int = 128, 
     return Case(name, forest, table, n_pages, heads, page_size, head_dim)
 
 
-TREE_SETS = {"pat": PAT_TREES, "serving": SERVING_TREES, "small": SMALL_TREES}
+TREE_SETS = {"pat": PAT_TREES, "serving": SERVING_TREES, "small": SMALL_TREES, "long": LONG_TREES}
 
 
 def choose_trees(text: str, names: Sequence[str] = PAT_TREES) -> list[int]:

@@ -18,7 +18,7 @@ from feather_kernels.costs import UnitCosts
 from feather_kernels.errors import BuildError, PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.pack import STRATEGIES
-from feather_kernels.plan import CLOSES, PackPlan, make_plan
+from feather_kernels.plan import PackPlan, make_plan
 from feather_kernels.tile_solver import Path
 from feather_sglang.batch_file import Batch, checksum_of, path_of
 from feather_sglang.errors import FeatherError
@@ -152,7 +152,7 @@ class ItemFacts:
     grows: bool
     requests: list[int]
     parts: list[int]  # that it deposits
-    takes: int  # partial results that it combines as it closes its request
+    takes: int  # partial results that it combines, to close its request or into one more
 
 
 @dataclass(frozen=True)
@@ -379,11 +379,9 @@ def _queue(
 
 def _items(plan: PackPlan) -> list[ItemFacts]:
     members = plan.members.tolist()
-    begin = plan.part_begin.tolist()
     found = []
-    for _, _, start, stop, grows, first, count, tile, *_ in plan.items.tolist():
+    for _, _, start, stop, grows, first, count, tile, *_, taken in plan.items.tolist():
         mine = members[first : first + count]
-        request, part = mine[0]
         m, n = plan.tiles[tile]
         found.append(
             ItemFacts(
@@ -394,7 +392,7 @@ def _items(plan: PackPlan) -> list[ItemFacts]:
                 grows=grows >= 0,
                 requests=[request for request, _ in mine],
                 parts=[part for _, part in mine if part >= 0],
-                takes=begin[request + 1] - begin[request] if part == CLOSES else 0,
+                takes=taken,
             )
         )
     return found

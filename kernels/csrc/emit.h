@@ -47,7 +47,7 @@ inline void sort_entries(EmitScratch& scratch, uint32_t highest) {
 }
 
 // Numbers each request's parts in order of position, which is the order of its row tiles; the one that closes it, if
-// any, has the number after its last partial row. Returns the partial rows.
+// any, has the number after the last that is deposited. What is combined from them follows. Returns the partial rows.
 inline int32_t number_parts(const Config& config, const Packing& packing, const Schedule& schedule,
                             EmitScratch& scratch, int32_t* part_begin) {
   const int32_t n_requests = static_cast<int32_t>(schedule.parts.size());
@@ -56,7 +56,7 @@ inline int32_t number_parts(const Config& config, const Packing& packing, const 
   int32_t parts = 0;
   for (int32_t r = 0; r < n_requests; ++r) {
     part_begin[r] = cursor[r] = parts;
-    parts += config.deposits(schedule.parts[r]);
+    parts += config.deposits(schedule.parts[r]) + config.groups(schedule.parts[r]);
   }
   part_begin[n_requests] = parts;
   first_part.resize(packing.members.size());
@@ -71,17 +71,20 @@ inline int32_t number_parts(const Config& config, const Packing& packing, const 
 }
 
 // What a member's entry says of its part: the only one, closes, or a partial row.
-inline int32_t part_entry(const Schedule& schedule, const int32_t* part_begin, int32_t request, int32_t part) {
-  if (schedule.parts[request].count == 1) return -1;
-  return part == part_begin[request + 1] ? kCloses : part;
+inline int32_t part_entry(const Config& config, const Schedule& schedule, const int32_t* part_begin, int32_t request,
+                          int32_t part) {
+  const Parts parts = schedule.parts[request];
+  if (parts.count == 1) return -1;
+  return part - part_begin[request] == config.deposits(parts) ? kCloses : part;
 }
 
-constexpr int32_t kNoRow = -1;  // an entry without a row tile: its `chunk` is the request that it closes
+// Entries without a row tile: their `chunk` is the request that they close, or some of whose parts they combine.
+constexpr int32_t kNoRow = -1, kFirstGroup = -2;  // and one less for each further group
 
 // Lists the items, sorted: queue by queue, the longest first. With the fused merge, the tail tile's queue, which is the
 // last with work, has first the items that neither wait for one of this queue nor are waited for, then those that
-// others wait for, then those that wait for them, or have no tokens. Work is taken in this order, so an item waits only
-// for items that were taken before, and those wait for nobody.
+// others wait for, then those that combine parts of a request, then closing items that wait for any of these, or have no
+// tokens. Work is taken in this order, so an item waits only for items that were taken before.
 inline void sort_items(const Config& config, const Packing& packing, const Schedule& schedule,
                        const int32_t* part_begin, EmitScratch& scratch, int32_t* queue_begin) {
   const int32_t n_tiles = config.n_tiles(), tail = config.tail_tile(), tail_queue = n_tiles - 1 - tail;
@@ -98,9 +101,10 @@ inline void sort_items(const Config& config, const Packing& packing, const Sched
   auto closes = [&](const RowTile& row) {
     const int32_t r = packing.members[row.first];
     const int32_t last = first_part[row.first] + row.n_chunks - 1;
-    return row.count == 1 && part_entry(schedule, part_begin, r, last) == kCloses;
+    return row.count == 1 && part_entry(config, schedule, part_begin, r, last) == kCloses;
   };
-  awaited.assign(schedule.parts.size(), 0);  // of each request: an item of the tail tile deposits a part of it
+  awaited.resize(schedule.parts.size());  // of each request: an item of the tail tile deposits or combines parts of it
+  for (size_t r = 0; r < awaited.size(); ++r) awaited[r] = config.in_groups(schedule.parts[r]);
   for (const RowTile& row : schedule.rows) {
     if (!config.fused() || row.tile != tail || row.n_chunks == closes(row)) continue;
     for (int32_t j = row.first; j < row.first + row.count; ++j) {
@@ -109,7 +113,7 @@ inline void sort_items(const Config& config, const Packing& packing, const Sched
     }
   }
   // The queues after the tail tile's are empty: their numbers order its items.
-  const int32_t deposits = n_tiles, waits = n_tiles + 1;
+  const int32_t deposits = n_tiles, combines = n_tiles + 1, waits = n_tiles + 2;
   entries.clear();
   std::fill_n(queue_begin, n_tiles + 1, 0);
   for (size_t i = 0; i < schedule.rows.size(); ++i) {
@@ -129,16 +133,32 @@ inline void sort_items(const Config& config, const Packing& packing, const Sched
     }
   }
   for (size_t r = 0; r < schedule.parts.size(); ++r) {
+    const int32_t groups = config.groups(schedule.parts[r]);
+    queue_begin[tail_queue + 1] += groups;
+    for (int32_t i = 0; i < groups; ++i) {
+      entries.push_back({key(combines, 0), kFirstGroup - i, static_cast<int32_t>(r)});
+    }
     if (!config.closed_apart(schedule.parts[r])) continue;
     ++queue_begin[tail_queue + 1];
     entries.push_back({key(waits, 0), kNoRow, static_cast<int32_t>(r)});
   }
   for (int32_t q = 0; q < n_tiles; ++q) queue_begin[q + 1] += queue_begin[q];
-  sort_entries(scratch, (static_cast<uint32_t>(n_tiles + 2) << queue_shift) - 1);
+  sort_entries(scratch, (static_cast<uint32_t>(n_tiles + 3) << queue_shift) - 1);
+}
+
+struct Taken {
+  int32_t first, count;  // partial rows
+};
+
+// The partial rows that the item takes in which closes a request.
+inline Taken closing(const Config& config, const Schedule& schedule, const int32_t* part_begin, int32_t request) {
+  const Parts parts = schedule.parts[request];
+  const int32_t first = part_begin[request], deposits = config.deposits(parts), groups = config.groups(parts);
+  return groups ? Taken{first + deposits, groups} : Taken{first, deposits};
 }
 
 inline void write_item(int32_t* item, int64_t offset, int32_t start, int32_t stop, int32_t grows, int32_t first_member,
-                       int32_t members, int32_t tile, const int32_t* part_begin, const int32_t* member) {
+                       int32_t members, int32_t tile, const int32_t* member, Taken taken) {
   item[kItemOffsetLow] = static_cast<int32_t>(static_cast<uint32_t>(offset));
   item[kItemOffsetHigh] = static_cast<int32_t>(offset >> 32);
   item[kItemStart] = start;
@@ -147,11 +167,10 @@ inline void write_item(int32_t* item, int64_t offset, int32_t start, int32_t sto
   item[kItemFirstMember] = first_member;
   item[kItemMembers] = members;
   item[kItemTile] = tile;
-  const int32_t* const parts = part_begin + member[0];
   item[kItemRequest] = member[0];
   item[kItemPart] = member[1];
-  item[kItemFirstPart] = parts[0];
-  item[kItemParts] = member[1] == kCloses ? parts[1] - parts[0] : 0;
+  item[kItemFirstPart] = taken.first;
+  item[kItemParts] = taken.count;
 }
 
 // Writes the items in the order of their entries, and their members.
@@ -164,12 +183,20 @@ inline void write_items(const Config& config, const Forest& forest, const Packin
     member[kMemberSize * n_members++ + 1] = part;
   };
   for (const auto& entry : scratch.entries) {
-    if (entry.row == kNoRow) {
-      const int32_t r = entry.chunk, stop = forest.seq_len[r];
+    if (entry.row <= kNoRow) {
+      const int32_t r = entry.chunk, stop = forest.seq_len[r], i = kFirstGroup - entry.row;
       const int32_t first_member = n_members;
-      add_member(r, kCloses);
-      write_item(item, forest.row_offset[r], stop, stop, -1, first_member, 1, tail_tile, part_begin,
-                 member + kMemberSize * first_member);
+      Taken taken = closing(config, schedule, part_begin, r);
+      int32_t becomes = kCloses;
+      if (i >= 0) {  // even groups of what is deposited
+        becomes = taken.first + i;
+        const int64_t deposits = taken.first - part_begin[r];
+        const int32_t begin = static_cast<int32_t>(deposits * i / taken.count);
+        taken = {part_begin[r] + begin, static_cast<int32_t>(deposits * (i + 1) / taken.count) - begin};
+      }
+      add_member(r, becomes);
+      write_item(item, forest.row_offset[r], stop, stop, -1, first_member, 1, tail_tile,
+                 member + kMemberSize * first_member, taken);
     } else {
       const RowTile& row = schedule.rows[entry.row];
       const Pack& pack = packing.packs[row.pack];
@@ -178,10 +205,13 @@ inline void write_items(const Config& config, const Forest& forest, const Packin
       const int32_t first_member = n_members;
       for (int32_t j = row.first; j < row.first + row.count; ++j) {
         const int32_t r = packing.members[j];
-        add_member(r, part_entry(schedule, part_begin, r, scratch.first_part[j] + entry.chunk));
+        add_member(r, part_entry(config, schedule, part_begin, r, scratch.first_part[j] + entry.chunk));
       }
+      const int32_t* const of_first = member + kMemberSize * first_member;
+      const Taken none{part_begin[of_first[0]], 0};
       write_item(item, forest.row_offset[packing.members[row.first]], start, stop, last ? pack.grows : -1,
-                 first_member, row.count, row.tile, part_begin, member + kMemberSize * first_member);
+                 first_member, row.count, row.tile, of_first,
+                 of_first[1] == kCloses ? closing(config, schedule, part_begin, of_first[0]) : none);
     }
     item += kItemSize;
   }

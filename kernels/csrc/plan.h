@@ -40,6 +40,7 @@ enum ConfigField : int32_t {
   kMerge,
   kHeadPack,   // 0: the planner decides
   kTailWarps,  // of a processor, that take the tail tile's units
+  kFanIn,      // parts of a request beyond which they are combined in groups first; 0: never
   kTileCount,
   kConfigTiles,  // m, n of each tile, ascending
 };
@@ -127,10 +128,21 @@ struct Config {
   // Fused merge: the item of a request's last part closes it. It waits for the other parts, combines them with its own
   // and writes the result.
   bool fused() const { return fields[kMerge] == kMergeFused; }
-  // The partial rows of a request.
-  int32_t deposits(Parts parts) const { return parts.count < 2 ? 0 : parts.count - (fused() && parts.alone); }
+  // A request of so many parts that they are combined in groups, by items without tokens, and it is closed by another
+  // one, as a unit takes in one part after the other. Only tails know how to.
+  bool in_groups(Parts parts) const {
+    return fused() && fields[kFanIn] && parts.count > fields[kFanIn] && tile(tail_tile()).m == kThinRows;
+  }
+  // The parts of a request that are deposited.
+  int32_t deposits(Parts parts) const {
+    return parts.count < 2 ? 0 : parts.count - (fused() && parts.alone && !in_groups(parts));
+  }
+  // What is combined from them: as many as each is combined from.
+  int32_t groups(Parts parts) const {
+    return in_groups(parts) ? static_cast<int32_t>(std::ceil(std::sqrt(static_cast<double>(parts.count)))) : 0;
+  }
   // Whether a request takes one item more, without tokens, to close it.
-  bool closed_apart(Parts parts) const { return fused() && parts.count > 1 && !parts.alone; }
+  bool closed_apart(Parts parts) const { return fused() && parts.count > 1 && (!parts.alone || in_groups(parts)); }
 
   // The traffic model, bytes per KV head. One KV token is K and V in 16 bits; one part of a request is its group's
   // rows of output and log-sum-exp in fp32, written once and read once. A request with one part only has none: its

@@ -45,7 +45,7 @@ enum ItemField : int32_t {
   kItemTile,
   kItemRequest,    // of its first member, and that member's part: who runs single requests needs no more
   kItemPart,
-  kItemFirstPart,  // the partial rows that it takes in if it closes a request
+  kItemFirstPart,  // the partial rows that it takes in, if it closes a request or combines some of its parts
   kItemParts,
 };
 

@@ -88,11 +88,10 @@ inline int32_t choose_head_pack(const Config& config) {
 // Cuts the last packs of a tile whose units single warps take, and only them. They take them longest first: as many of
 // the longest as make whole rounds of `warps` stay whole, unless much longer than a warp's even share of all tokens. The
 // rest is cut as short as gives every warp one chunk more, or less, but not shorter than the tile's least (even pieces
-// of a pack may be). An item is `units` units.
+// of a pack may be); where there is no whole round, as short as gives `busy` warps one. An item is `units` units.
 inline void balance_warps(const Config& config, const Packing& packing, int32_t tile, int64_t warps, int64_t units,
-                          Schedule& out) {
+                          int64_t least, int64_t busy, Schedule& out) {
   const int32_t step = config.tile(tile).n;
-  const int64_t least = least_chunk(config, tile);
   auto length = [](uint64_t key) { return static_cast<int64_t>(key >> 32); };
   auto row = [&](uint64_t key) -> RowTile& { return out.rows[UINT32_MAX - static_cast<uint32_t>(key)]; };
   int64_t left = 0, with_tokens = 0;
@@ -124,20 +123,27 @@ inline void balance_warps(const Config& config, const Packing& packing, int32_t 
     }
     return chunks > most;
   };
-  int64_t chunk = round_up(std::max(least, left * units / warps), step);
+  int64_t chunk = round_up(std::max(least, left * units / (first > 0 ? warps : busy)), step);
   for (int tries = 0; tries < 8 && too_many(chunk); ++tries) chunk = round_up(chunk + chunk / 4, step);
   for (size_t i = first; i < queue.size(); ++i) {
     row(queue[i]).longest = static_cast<int32_t>(std::min<int64_t>(chunk, INT32_MAX));
   }
 }
 
-// Single warps take the units of the smallest tiles: tails, and what a few requests share.
+// Single warps take the units of the smallest tiles: tails, and what a few requests share. Where they have all the work,
+// nothing hides how long a chunk takes, so it may be shorter; and tails that are no whole round are cut for two warps of
+// three: chunks that much longer are as fast, and there are fewer parts.
 inline void balance_single_warps(const Config& config, const Packing& packing, Schedule& out) {
   const int32_t tail = config.tail_tile();
+  const bool alone = std::all_of(out.rows.begin(), out.rows.end(),
+                                 [&](const RowTile& row) { return config.tile(row.tile).m <= kWarpRows; });
   for (int32_t tile = 0; tile < config.n_tiles() && config.tile(tile).m <= kWarpRows; ++tile) {
     const bool tails = tile == tail;
     const int64_t warps = config[kProcessors] * (tails ? config[kTailWarps] : config.teams(tile));
-    balance_warps(config, packing, tile, warps, config[kKvHeads] / (tails ? out.head_pack : 1), out);
+    const int64_t units = config[kKvHeads] / (tails ? out.head_pack : 1);
+    const int64_t least = alone ? config[kMinChunk] : least_chunk(config, tile);
+    const int64_t busy = alone && tails ? std::max<int64_t>(1, warps * 2 / 3) : warps;
+    balance_warps(config, packing, tile, warps, units, least, busy, out);
   }
 }
 
@@ -146,9 +152,10 @@ inline void count_all(const Config& config, Schedule& out) {
   out.n_items = out.n_cut;
   out.n_parts = out.n_closing = 0;
   for (const Parts parts : out.parts) {
-    out.n_parts += config.deposits(parts);
+    const int32_t groups = config.groups(parts);
+    out.n_parts += config.deposits(parts) + groups;
     out.n_closing += config.fused() && parts.count > 1;
-    out.n_items += config.closed_apart(parts);
+    out.n_items += config.closed_apart(parts) + groups;
   }
   out.n_members += out.n_items - out.n_cut;
 }

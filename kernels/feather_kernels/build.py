@@ -296,6 +296,8 @@ def _copied(library: Path, target: Path) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         return Path(shutil.copyfile(library, target))
+    except shutil.SameFileError:
+        return target
     except OSError as error:
         raise BuildError(f"cannot write {target}: {error.strerror}") from None
 

@@ -25,7 +25,8 @@ Tiles = Sequence[tuple[int, int]]
 # One over a processor's teams, by m, on either path; beyond head_dim 128 there are half as many teams.
 DEFAULT_ALPHA = {8: 0.125, 16: 0.125, 32: 0.25, 64: 0.5, 128: 1.0}
 COMPUTE_SPLIT_COST = 64.0  # row-tokens that a partial row is worth to `compute`: its bytes at a few FLOP each
-MIN_GROWTH = 256  # tokens that any tail may grow before its plan is stale
+FAN_IN = 16  # parts of a request that its closing item takes in one by one
+MIN_GROWTH = 64  # tokens that any tail may grow before its plan is stale
 
 MAGIC = 0x70616B31
 HEADER = 32  # int32 entries
@@ -39,7 +40,8 @@ _PART_PRICE = slice(2, 4)  # of the reals, as csrc/plan.h numbers them
 _WIDENED = 7  # entry of the stats
 _ITEM = 12  # entries of an item
 _THIN_ROWS = 8  # of the tile that runs one request's query heads
-_CONFIG_TILES = 18  # entries of the fixed arguments before the tiles, as csrc/plan.h numbers them
+_FAN_IN = 17  # entry of the fixed arguments
+_CONFIG_TILES = 19  # entries of the fixed arguments before the tiles, as csrc/plan.h numbers them
 _ITEMS, _MEMBERS, _REQUESTS, _PARTS = 1, 2, 3, 4  # entries of the header, as csrc/plan_buffer.h numbers them
 _ITEMS_BEGIN, _MEMBERS_BEGIN, _PART_BEGIN, _USED, _SERIAL, _CLOSING, _HEAD_PACK, _QUEUE = 6, 7, 8, 9, 10, 11, 12, 16
 
@@ -86,8 +88,8 @@ class Planner:
         single warps take, are cut otherwise: the longest, as many as fill whole rounds of the warps, only where they
         exceed 5/4 of a warp's even share of the tile's tokens; the others so that their chunks are one round.
     min_chunk : int
-        ... but the limit is no lower than this many tokens, nor than eight steps of its tile. Chunks of a pack are
-        even, so shorter than their limit, by up to half.
+        ... but the limit is no lower than this many tokens, nor than eight steps of its tile unless single warps have
+        all the work. Chunks of a pack are even, so shorter than their limit, by up to half.
     n_sm : int
         Processors of the GPU.
     grow : bool
@@ -111,6 +113,10 @@ class Planner:
         default where it has them, up to head_dim 128.
     tail_warps : int, optional
         Warps of a processor that take tails, each a unit at a time; by default those of the Hopper path.
+    fan_in : int
+        With ``merge`` "fused" and a tail tile of eight rows: a request of more parts than this has them combined in
+        groups by items of their own, so that the one that closes it takes in one of each group; 0 for never, as in a
+        batch whose plan has no room for it.
     buffer : int32 [capacity], optional
         Memory to plan into (pinned, for example); at least ``Planner.buffer_size`` entries.
 
@@ -145,6 +151,7 @@ class Planner:
         costs: UnitCosts | None = None,
         head_pack: int | None = None,
         tail_warps: int | None = None,
+        fan_in: int = FAN_IN,
         buffer: IntArray | None = None,
     ) -> None:
         from feather_kernels.build import load_planner  # here: `python -m feather_kernels.build`, and `.tiles`,
@@ -159,6 +166,8 @@ class Planner:
             raise PlanError(f"n_sm is {n_sm}: a GPU has no more than {_MAX_PROCESSORS} processors")
         if num_qo_heads % num_kv_heads:
             raise PlanError(f"num_qo_heads {num_qo_heads} is no multiple of num_kv_heads {num_kv_heads}")
+        if not 0 <= fan_in <= UNLIMITED:
+            raise PlanError(f"fan_in is {fan_in}: give a number from 0 (no limit) to {UNLIMITED}")
         if item_overhead < 0 or (profit_factor is not None and profit_factor <= 0) or compute_split_cost < 0:
             raise PlanError("item_overhead and compute_split_cost are at least 0, and profit_factor is above 0")
         self.strategy = _known("strategy", strategy, STRATEGIES)
@@ -168,7 +177,7 @@ class Planner:
         self.num_kv_heads, self.group_size, self.head_dim = num_kv_heads, num_qo_heads // num_kv_heads, head_dim
         self.tiles = _checked_tiles(TILES["hopper"] if tiles is None else tiles, self.group_size)
         _check_head_pack(head_pack, self.group_size, num_kv_heads, self.tiles)
-        self.n_sm, self.head_pack, self.max_requests = n_sm, head_pack, max_requests
+        self.n_sm, self.head_pack, self.fan_in, self.max_requests = n_sm, head_pack, fan_in, max_requests
         without_tokens = max_requests if merge == "fused" and not grow else 0
         self.max_items = 4 * max_requests + without_tokens + 8 * n_sm if max_items is None else max_items
         self.max_members = 16 * max_requests + 16 * self.max_items if max_members is None else max_members
@@ -178,7 +187,7 @@ class Planner:
         self._config[:_CONFIG_TILES] = [
             list(STRATEGIES).index(strategy), list(SPLITS).index(split), grow, num_kv_heads, self.group_size, head_dim,
             min_chunk, n_sm, max_requests, self.max_items, self.max_members, self.max_parts, shared_chunk,
-            item_overhead, list(MERGES).index(merge), head_pack or 0, self.tail_warps, len(self.tiles),
+            item_overhead, list(MERGES).index(merge), head_pack or 0, self.tail_warps, fan_in, len(self.tiles),
         ]  # fmt: skip
         self._config[_CONFIG_TILES : _CONFIG_TILES + 2 * len(self.tiles)] = np.ravel(self.tiles)
         costs = UnitCosts() if costs is None else costs
@@ -215,16 +224,20 @@ class Planner:
         normal = price.copy()
         try:
             for doublings in range(DOUBLINGS + 1):
-                try:
-                    self._call(forest, buffer)
+                for fan_in in dict.fromkeys((self.fan_in, 0)):  # parts combined in groups take more room
+                    self._config[_FAN_IN] = fan_in
+                    try:
+                        self._call(forest, buffer)
+                        return doublings > 0
+                    except PlanError as error:
+                        refused = error
+                if self.strategy != "time":
                     break
-                except PlanError:
-                    if self.strategy != "time" or doublings == DOUBLINGS:
-                        raise
-                    price *= 2
+                price *= 2
+            raise refused
         finally:
             price[:] = normal
-        return doublings > 0
+            self._config[_FAN_IN] = self.fan_in
 
     def _call(self, forest: Forest, buffer: IntArray) -> None:
         try:
@@ -343,7 +356,8 @@ class PackPlan:
 
     @property
     def part_begin(self) -> IntArray:
-        """int32 [n_requests + 1]: each request's partial rows, in order of position; what closes it has none."""
+        """int32 [n_requests + 1]: each request's partial rows, in order of position; what closes it has none. Where
+        they are combined (`Planner`, fan_in), the rows of the results follow."""
         begin = self.header[_PART_BEGIN]
         return self.buffer[begin : begin + self.n_requests + 1]
 
@@ -351,10 +365,11 @@ class PackPlan:
     def queue_begin(self) -> IntArray:
         """int32 [n_tiles + 1]: queue q holds the items of tile ``n_tiles - 1 - q`` (largest m first), longest first.
 
-        With ``merge="fused"``, the last queue with work, that of the smallest m >= G, has three such runs: items that
-        neither wait for an item of this queue nor are waited for; those that others wait for; and closing items that
-        wait for those, or have no tokens. So an item waits for earlier ones only. Nothing may stand between the last
-        two runs: a warp that still owes a part passes over slots of its ring from there on (`csrc/tail.cuh`).
+        With ``merge="fused"``, the last queue with work, that of the smallest m >= G, has four such runs: items that
+        neither wait for an item of this queue nor are waited for; those that others wait for; items without tokens that
+        combine parts (`Planner`, fan_in); and closing items that wait for any of these, or have no tokens. So an item
+        waits for earlier ones only. No item that neither deposits nor waits may stand behind the first run: a warp that
+        still owes a part passes over slots of its ring from there on (`csrc/tail.cuh`).
         """
         return self.buffer[_QUEUE : _QUEUE + len(self.tiles) + 1]
 
@@ -370,7 +385,7 @@ class PackPlan:
         """Whether the plan still holds (PAT 5.1, lazy update), and if not, why.
 
         It does while the same requests only grow in their private tails, none by more than its growing item's length
-        or 256 tokens, whichever is more. Beyond that the plan would still be right, but badly balanced.
+        or 64 tokens, whichever is more. Beyond that the plan would still be right, but badly balanced.
 
         Parameters
         ----------

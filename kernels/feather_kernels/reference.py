@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from feather_kernels.forest import Forest, IntArray
-from feather_kernels.plan import CLOSES, PackPlan
+from feather_kernels.plan import PackPlan
 
 Array = npt.NDArray[np.floating]
 Result = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
@@ -32,8 +32,8 @@ def reference_decode(
 ) -> Result:
     """Run every item of a plan, in the order of their launch, and merge the partial results (PAT 7).
 
-    An item that closes a request merges its parts, with its own as the last one; with ``merge="kernel"`` all requests
-    with parts are merged in the end.
+    An item that closes a request merges its parts, with its own as the last one; an item that combines some of them
+    does so without one of its own. With ``merge="kernel"`` all requests with parts are merged in the end.
 
     Parameters
     ----------
@@ -62,29 +62,33 @@ def reference_decode(
     Raises
     ------
     AssertionError
-        A part is deposited twice, or an item waits for one that no earlier item deposits.
+        A part is deposited or taken in twice, or an item waits for one that no earlier item deposits.
     """
     seq_lens = plan.forest.seq_len if seq_lens is None else seq_lens
     out, lse = np.full(q.shape, np.nan), np.full(q.shape[:2], np.nan)
     part_out, part_lse = np.full((plan.n_parts, *q.shape[1:]), np.nan), np.full((plan.n_parts, q.shape[1]), np.nan)
-    deposited = np.zeros(plan.n_parts, bool)
+    deposited, taken = np.zeros(plan.n_parts, bool), np.zeros(plan.n_parts, bool)
     begin = plan.part_begin.tolist()
-    for low, high, start, stop, grows, first, count, *_ in _launch_order(plan):
+    for low, high, start, stop, grows, first, count, _, _, _, first_part, parts in _launch_order(plan):
         row = (high << 32) | (low & 0xFFFFFFFF)
         slots = _slots(table, row, start, int(seq_lens[grows]) if grows >= 0 else stop, page_size)
         members = plan.members[first : first + count]
         values, sums = _attend(q[members[:, 0]], k_cache[slots], v_cache[slots], sm_scale, logit_soft_cap)
         for (request, part), value, total in zip(members.tolist(), values, sums, strict=True):
-            if part == CLOSES:
-                mine = slice(begin[request], begin[request + 1])
-                assert deposited[mine].all(), f"request {request} is closed before all its parts are there"
+            if parts:
+                mine = slice(first_part, first_part + parts)
+                assert deposited[mine].all(), f"request {request} takes in parts before all of them are there"
+                assert not taken[mine].any(), f"a part of request {request} is taken in twice"
+                taken[mine] = True
                 value, total = merge(np.append(part_out[mine], [value], 0), np.append(part_lse[mine], [total], 0))
             if part < 0:
                 out[request], lse[request] = value, total
             else:
                 assert not deposited[part], f"part {part} is deposited twice"
                 part_out[part], part_lse[part], deposited[part] = value, total, True
-    if plan.planner.merge == "kernel":
+    if plan.planner.merge == "fused":
+        assert taken.all(), "a part is not taken in"
+    else:
         for request, mine in enumerate(map(slice, begin[:-1], begin[1:])):
             if mine.start < mine.stop:
                 out[request], lse[request] = merge(part_out[mine], part_lse[mine])

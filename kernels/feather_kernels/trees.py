@@ -49,6 +49,11 @@ SMALL_TREES = tuple(
     for tokens in (300, 2000, 6000)
 )
 
+# Few requests with long contexts: each its own, and then a prompt that they share and a quarter as much of their own.
+LONG_TREES = tuple(
+    f"{requests}_{tokens}" for requests in (1, 2, 4, 8, 16, 32) for tokens in (2000, 8000, 32000)
+) + tuple(f"1,{requests}_{tokens},{tokens // 4}" for requests in (4, 16) for tokens in (2000, 8000, 32000))
+
 
 def parse_tree(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """``"1,10_4096,416"`` as ((1, 10), (4096, 416)): nodes and tokens per level."""

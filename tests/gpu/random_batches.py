@@ -102,6 +102,7 @@ def draw(seed: int, hopper: bool = True) -> Choice:
     if first_tile:
         wrapper["tiles"] = built[first_tile:]
     wrapper["merge"] = _merge(seed, launch, built[first_tile][0])
+    wrapper["fan_in"] = _fan_in(seed)
     return Choice(
         seed, heads, head_dim, str(rng.choice(["float16", "bfloat16"])), int(rng.choice(PAGES)),
         str(rng.choice(["int32", "int64"])), requests, longest, str(rng.choice(KINDS)),
@@ -119,6 +120,11 @@ def _merge(seed: int, launch: str, least_rows: int) -> str | None:
     return merge if may_fuse or merge != "fused" else None
 
 
+def _fan_in(seed: int) -> int:
+    """How many parts a closing item takes in one by one; drawn apart, as `_merge`."""
+    return int(np.random.default_rng([seed, 3]).choice([0, 2, 5, 16]))
+
+
 def small(seed: int, hopper: bool = True) -> Choice:
     """A tiny case for memory checkers; launches and paths take turns. Unused table entries point nowhere."""
     rng = np.random.default_rng(seed)
@@ -126,6 +132,7 @@ def small(seed: int, hopper: bool = True) -> Choice:
     wrapper["launch"] = LAUNCHES[1:][seed % 4]
     wrapper["merge"] = _merge(seed, wrapper["launch"], TILES["portable"][0][0])
     wrapper["path"] = "hopper" if hopper and seed % 3 == 1 else "portable" if seed % 3 == 2 else "auto"
+    wrapper |= {"min_chunk": 16, "fan_in": (2, 16)[seed % 2]}  # so that tails of a few steps have many parts
     group = (1, 4, 8, 16)[seed // 3 % 4]
     return replace(
         draw(seed, hopper), heads=Heads(2 * group, 2), page_size=(1, 16, 1, 4)[seed // 2 % 4],

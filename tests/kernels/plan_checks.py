@@ -1,6 +1,7 @@
 """What the planner's tests share: random forests, and everything that must hold of any plan."""
 
 import copy
+import math
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -37,10 +38,10 @@ def offsets(plan):
 
 
 def without_tokens(plan):
-    """bool [items]: items that only close a request."""
+    """bool [items]: items that only close a request, or combine some of its parts."""
     items = plan.items
     closes = plan.members[items[:, 5], 1] == CLOSES
-    return closes & (items[:, 2] == items[:, 3]) & (items[:, 4] < 0)
+    return (closes | (items[:, 11] > 0)) & (items[:, 2] == items[:, 3]) & (items[:, 4] < 0)
 
 
 def packs_in(plan):
@@ -59,23 +60,22 @@ def check_plan(plan, forest):
     check_queues(plan)
     check_header(plan)
     table, _ = forest_table(forest)
-    parts = [[] for _ in range(forest.n_requests)]  # of each request: its items
+    parts = [[] for _ in range(forest.n_requests)]  # of each request: its items with KV, and the one that closes it
+    combined = [[] for _ in range(forest.n_requests)]  # of each request: those that combine parts
     for offset, item in zip(offsets(plan).tolist(), items.tolist(), strict=True):
-        _, _, start, stop, grows, first, count, tile, *of_first = item
-        assert of_first == first_member(plan, first)
+        _, _, start, stop, grows, first, count, tile, request, part, *taken = item
+        assert [request, part] == members[first].tolist()
+        if part >= 0 and taken[1]:
+            assert start == stop == forest.seq_len[request] and (grows, count, tile) == (-1, 1, tile_of(plan, 1))
+            combined[request].append((part, *taken))
+            continue
+        assert taken[0] >= plan.part_begin[request] and (part == CLOSES or not taken[1])
         slots = table[offset + start : offset + stop]
         for request, part in members[first : first + count].tolist():
             row = int(forest.row_offset[request])
             assert (slots == table[row + start : row + stop]).all()
-            parts[request].append(Part(start, stop, part, grows, count, tile))
-    check_parts(plan, forest, parts)
-
-
-def first_member(plan, member):
-    """What an item repeats of its first member: request, part, and the partial rows that it takes in."""
-    request, part = plan.members[member].tolist()
-    begin, end = plan.part_begin[request : request + 2].tolist()
-    return [request, part, begin, end - begin if part == CLOSES else 0]
+            parts[request].append(Part(start, stop, part, grows, count, tile, tuple(taken)))
+    check_parts(plan, forest, parts, combined)
 
 
 class Part(NamedTuple):
@@ -85,6 +85,7 @@ class Part(NamedTuple):
     grows: int
     members: int  # of its item
     tile: int
+    taken: tuple  # the first partial row that it takes in, and how many
 
 
 def tile_of(plan, members):
@@ -153,7 +154,7 @@ def work(plan):
 
 
 def check_queues(plan):
-    """Largest tile first, longest item first; in the last queue with work in three classes, by who waits for whom."""
+    """Largest tile first, longest item first; in the last queue with work in four classes, by who waits for whom."""
     queues, items, members = plan.queue_begin.tolist(), plan.items, members_of(plan)
     assert queues[0] == 0 and queues[-1] == plan.n_items and queues == sorted(queues)
     closing = [index for index, mine in enumerate(members) if mine[0][1] == CLOSES]
@@ -168,11 +169,12 @@ def check_queues(plan):
     for index, rank in enumerate(classes(plan, members[first:]), first):
         order[index] = (order[index][0], rank, order[index][2])
     assert order == sorted(order)
-    check_waits(members, first)
+    check_waits(plan, members, first)
 
 
 def classes(plan, members):
-    """Of each item of the last queue with work: 0, or 1 if others of it wait for it, or 2 if it waits for those.
+    """Of each item of the last queue with work: 0, or 1 if others of it wait for it, or 2 if it combines parts, or 3 if
+    it closes a request and waits for any of those.
 
     A closing item without tokens is always of the last class.
     """
@@ -181,18 +183,19 @@ def classes(plan, members):
     bare = without_tokens(plan)[plan.n_items - len(members) :]
     awaited = {request for mine in members for request, part in mine if part >= 0}
     return [
-        (2 if mine[0][1] == CLOSES else 1) if nothing or any(request in awaited for request, _ in mine) else 0
+        (3 if mine[0][1] == CLOSES else 1 + nothing) if nothing or any(request in awaited for request, _ in mine) else 0
         for mine, nothing in zip(members, bare, strict=True)
     ]
 
 
-def check_waits(members, first):
-    """What a closing item waits for is in another queue or before it in this one, whose items start at `first`."""
-    place = {(request, part): index for index, mine in enumerate(members) for request, part in mine}
-    waits = {request: index for (request, part), index in place.items() if part == CLOSES}
-    for (request, part), index in place.items():
-        assert part < 0 or request not in waits or index < waits[request]
-    assert all(index >= first for index in waits.values())
+def check_waits(plan, members, first):
+    """What an item waits for is in another queue or before it in this one, whose items start at `first`; and each
+    partial row is waited for once."""
+    place = {part: index for index, mine in enumerate(members) for _, part in mine if part >= 0}
+    taken = [range(first, first + count) for first, count in plan.items[:, 10:].tolist()]
+    waits = [(index, row) for index, rows in enumerate(taken) for row in rows]
+    assert sorted(row for _, row in waits) == (list(range(plan.n_parts)) if plan.planner.merge == "fused" else [])
+    assert all(place[row] < index >= first for index, row in waits)
 
 
 def check_header(plan):
@@ -206,29 +209,52 @@ def check_header(plan):
     assert plan.head_pack == (planner.head_pack or pack if pairs else 1)
 
 
-def check_parts(plan, forest, parts):
+def groups(plan, parts):
+    """How many items combine so many parts of a request."""
+    combines = plan.planner.merge == "fused" and 0 < plan.planner.fan_in < parts
+    return math.isqrt(parts - 1) + 1 if combines and plan.tiles[tile_of(plan, 1)][0] == 8 else 0
+
+
+def check_parts(plan, forest, parts, combined):
     begin = plan.part_begin.tolist()
     assert begin[0] == 0 and begin[-1] == plan.n_parts
     for request, mine in enumerate(parts):
-        mine.sort()
+        mine.sort(key=lambda part: (part.start, part.stop, part.row == CLOSES))
         ends = [0, *(part.stop for part in mine)]
         assert [part.start for part in mine] == ends[:-1] and ends[-1] == forest.seq_len[request]
-        rows, closer = list(range(begin[request], begin[request + 1])), []
+        grouped = sorted(combined[request])
+        end = begin[request + 1] - len(grouped)
+        rows, closer = list(range(begin[request], end)), []
         if len(mine) == 1:
             assert rows == []
             closer = [-1]
         elif plan.planner.merge == "fused":
             closer = [CLOSES]
-            check_closer(plan, *mine[-2:])
+            check_closer(plan, *mine[-2:], bool(grouped))
+            assert mine[-1].taken == ((end, len(grouped)) if grouped else (begin[request], len(rows)))
+        check_groups(plan, rows, end, grouped, len(mine) - only_closes(mine[-1]))
         assert [part.row for part in mine] == rows + closer
         growing = [part.grows for part in mine if part.grows >= 0]
         assert growing == ([request] if plan.planner.grow else [])
-        assert not plan.planner.grow or mine[-1].grows == request
+        assert not plan.planner.grow or mine[-1 - bool(grouped)].grows == request
 
 
-def check_closer(plan, before, last):
-    """An item without tokens only where the last one with tokens could not close."""
-    only_closes = last.start == last.stop and last.grows < 0
+def check_groups(plan, rows, end, grouped, parts):
+    """Many parts are combined in even groups, all of them, each into one of the partial rows from `end` on."""
+    assert len(grouped) == groups(plan, parts)
+    if grouped:
+        assert [row for row, _, _ in grouped] == list(range(end, end + len(grouped)))
+        assert [row for _, first, count in grouped for row in range(first, first + count)] == rows
+        counts = [count for _, _, count in grouped]
+        assert max(counts) - min(counts) <= 1
+
+
+def only_closes(part):
+    return part.row == CLOSES and part.start == part.stop and part.grows < 0
+
+
+def check_closer(plan, before, last, grouped):
+    """An item without tokens only where the last one with tokens could not close, or the parts are combined first."""
     assert last.tile == tile_of(plan, 1) and last.members == 1
-    assert only_closes == (before.stop == last.stop and not plan.planner.grow)
-    assert not only_closes or before.members > 1
+    assert only_closes(last) == (grouped or (before.stop == last.stop and not plan.planner.grow))
+    assert not only_closes(last) or grouped or before.members > 1

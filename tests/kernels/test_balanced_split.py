@@ -40,12 +40,14 @@ def rule(rows, arguments, widen=1.0):
     tail = next(t for t, (m, _) in enumerate(tiles) if m >= group)
     pack = head_pack(group, kv_heads, HEADS["head_dim"]) if tiles[tail][0] == 8 else 1
     cut, of_warps = [], [tile for tile, (m, _) in enumerate(tiles) if m <= 16]
+    alone = {tile for tile, *_ in rows} <= set(of_warps)
     for tile in of_warps:
         m, step = tiles[tile]
         longest_first = sorted((stop - start for of, start, stop, _ in rows if of == tile), reverse=True)
         warps = n_sm * (arguments["tail_warps"] if tile == tail else round(1 / DEFAULT_ALPHA[m]))
-        units, least = kv_heads // (pack if tile == tail else 1), least_chunk(arguments["min_chunk"], step)
-        limits = limits_of_warps(longest_first, units, warps, least, step)
+        units, least = kv_heads // (pack if tile == tail else 1), least_chunk(arguments["min_chunk"], step, alone)
+        busy = max(1, warps * 2 // 3) if alone and tile == tail else warps
+        limits = limits_of_warps(longest_first, units, warps, busy, least, step)
         cut += [(tile, length, longest) for length, longest in zip(longest_first, limits, strict=True)]
     lengths = [[stop - start for of, start, stop, _ in rows if of == tile] for tile in range(len(tiles))]
     limits = [
@@ -104,8 +106,9 @@ def test_chunks_are_those_of_the_rule(batch, grow):
     rows = row_tiles(plan)
     expected, pack = rule(rows, arguments)
     assert cuts(plan, rows) == expected and plan.head_pack == pack and not plan.widened
+    alone = all(arguments["tiles"][tile][0] <= 16 for tile, *_ in rows)
     for tile, length, chunks in expected:
-        least = least_chunk(arguments["min_chunk"], arguments["tiles"][tile][1])
+        least = least_chunk(arguments["min_chunk"], arguments["tiles"][tile][1], alone)
         assert len(chunks) <= max(1, -(-length // least))  # never more than chunks of the least length would be
 
 
@@ -113,6 +116,7 @@ def test_chunks_are_those_of_the_rule(batch, grow):
 @given(batch=batches(), share=st.floats(0, 1))
 def test_chunks_are_widened_no_further_than_the_capacity_asks(batch, share):
     forest, arguments = batch
+    arguments["fan_in"] = 0  # all items have KV
     free = plan_of(forest, **arguments)
     rows = row_tiles(free)
     limit = len(rows) + int(share * (free.n_items - len(rows)))
@@ -128,7 +132,8 @@ def loose_chunks(lengths, **arguments):
     forest = tree_forest((len(lengths),), (max(lengths),)).with_seq_len(lengths)
     plan = plan_of(forest, **{"n_sm": 1, "head_pack": 2, **arguments})
     check_plan(plan, forest)
-    mine = [plan.items[plan.items[:, 8] == request] for request in range(len(lengths))]
+    items = plan.items[~without_tokens(plan)]
+    mine = [items[items[:, 8] == request] for request in range(len(lengths))]
     return [(some[:, 3] - some[:, 2])[some[:, 2].argsort()].tolist() for some in mine]
 
 
@@ -138,10 +143,13 @@ def loose_chunks(lengths, **arguments):
         (12, []),
         (24, []),
         (18, [[512, 488]] * 6),  # 500 tokens a warp
-        (13, [[128] * 7 + [104]]),  # 83 a warp, but the least is 128
+        (13, [[96] * 10 + [40]]),  # 83 a warp
         (14, [[176] * 5 + [120]] * 2),  # 166 a warp
-        (11, [[1000]] * 11),  # 917 a warp, so 22 chunks: longer ones until they are no more than 12
-        (5, [[512, 488]] * 5),  # 417 a warp are three chunks each, 15; 544 are two
+        (11, [[1000]] * 11),  # no whole round: 1375 to each of eight warps
+        (5, [[512, 488]] * 5),  # 625
+        (4, [[512, 488]] * 4),  # 500
+        (3, [[336, 336, 328]] * 3),  # 375
+        (7, [[1000]] * 7),  # 875, so 14 chunks: longer ones until they are no more than 12
         (36 + 4, [[336, 336, 328]] * 4),
     ],
 )
@@ -155,9 +163,10 @@ def test_whole_steps_may_leave_a_warp_of_the_last_round_idle():
 
 
 def test_eight_longer_chunks_are_tried_to_fit_a_round():
-    """Ten tails of one token leave two chunks of the round to the long one, so one chunk of six even shares."""
-    assert loose_chunks([10_000] + [1] * 10) == [[5008, 4992]] + [[1]] * 10  # the eighth is 5184
-    assert loose_chunks([100_000] + [1] * 10) == [[33_344, 33_344, 33_312]] + [[1]] * 10  # 49,808, and no more
+    """Ten tails of one token leave two chunks of the round to the long one, so one chunk of four even shares."""
+    assert loose_chunks([10_000] + [1] * 10) == [[5008, 4992]] + [[1]] * 10  # the seventh is 6080
+    chunks = loose_chunks([100_000] + [1] * 118, n_sm=10)  # the eighth is 7600, and no more
+    assert chunks == [[7152] * 13 + [7024]] + [[1]] * 118
 
 
 def test_the_longest_tails_are_the_whole_ones():
@@ -181,9 +190,19 @@ def test_a_round_of_more_warps_or_units_has_more_or_fewer_tails():
 
 def test_no_chunk_is_made_for_less_than_the_least():
     assert loose_chunks([1000], min_chunk=400) == [[336, 336, 328]]
-    assert loose_chunks([256], min_chunk=1, n_sm=9) == [[128] * 2]  # eight steps of 16
+    assert loose_chunks([256], min_chunk=1, n_sm=9) == [[16] * 16]  # a step
+    assert loose_chunks([256], n_sm=9) == [[64] * 4]
     assert loose_chunks([1000], min_chunk=1, n_sm=9, tiles=((64, 64),), head_pack=None) == [[512, 488]]
-    assert loose_chunks([128], n_sm=9) == [[128]]
+    assert loose_chunks([64], n_sm=9) == [[64]]
+
+
+def test_beside_larger_tiles_a_chunk_has_eight_steps():
+    """64 rows share 1000 tokens, and nothing is gained by a tail that ends before them."""
+    forest = Forest([-1], [1000], [0] * 16 + [-1], [1001] * 16 + [256], [*range(0, 17 * 1100, 1100)])
+    plan = plan_of(forest, num_qo_heads=4, num_kv_heads=1, n_sm=9, min_chunk=1)
+    check_plan(plan, forest)
+    tail = plan.items[(plan.items[:, 8] == 16) & ~without_tokens(plan)]
+    assert sorted((tail[:, 3] - tail[:, 2]).tolist()) == [128, 128]
 
 
 def test_tails_without_tokens_make_no_round():
@@ -271,9 +290,9 @@ def test_tails_and_other_splits_stay_in_their_tile():
 
 
 def test_promoted_chunks_are_those_of_the_larger_tile():
-    """64 processors: a chunk has at least eight steps of its tile."""
+    """64 processors: a chunk has at least eight steps of its tile, but among single warps alone only `min_chunk`."""
     assert shared_tiles([(1000, 2)], n_sm=64) == [(64, [512, 488])]
-    assert shared_tiles([(1000, 2)], n_sm=64, tiles=((8, 16), (16, 16))) == [(16, [128] * 7 + [104])]
+    assert shared_tiles([(1000, 2)], n_sm=64, tiles=((8, 16), (16, 16))) == [(16, [64] * 15 + [40])]
 
 
 def test_a_chunk_is_a_share_of_the_tokens_of_its_own_tile():

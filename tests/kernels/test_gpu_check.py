@@ -28,7 +28,7 @@ class HostWrapper(PackedDecodeWrapper):
     def __init__(
         self, q_heads, kv_heads, head_dim, *, device="cpu", page_size=1, dtype=torch.float16, max_requests=1024,
         strategy="profit", split="balanced", tiles=None, launch="persistent", merge=None, path="auto", sm_scale=None,
-        logit_soft_cap=0.0, debug=False, grow=True, **_,
+        logit_soft_cap=0.0, debug=False, grow=True, fan_in=16, min_chunk=64, **_,
     ):  # fmt: skip
         if q_heads > 16 * kv_heads:
             raise ValueError("a group is too large")
@@ -43,7 +43,7 @@ class HostWrapper(PackedDecodeWrapper):
         self.sm_scale, self.logit_soft_cap = sm_scale, logit_soft_cap
         self.planner = Planner(
             q_heads, kv_heads, head_dim, max_requests=max_requests, strategy=strategy, split=split, grow=grow, n_sm=8,
-            tiles=self._tiles, merge=merge or ("fused" if may_fuse else "kernel"),
+            tiles=self._tiles, merge=merge or ("fused" if may_fuse else "kernel"), fan_in=fan_in, min_chunk=min_chunk,
         )  # fmt: skip
         self.pack_plan, self._table, self.runs = None, None, 0
         self._part_out = torch.zeros(1)

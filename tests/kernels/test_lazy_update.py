@@ -17,7 +17,7 @@ def grown(by, request=3):
     return FOREST.with_seq_len(seq_len)
 
 
-@pytest.mark.parametrize("by", [0, 1, 256])
+@pytest.mark.parametrize("by", [0, 1, 100])
 def test_valid_while_tails_grow(by):
     plan = plan_of(FOREST)
     assert plan.valid_for(grown(by)) == (True, "")
@@ -25,9 +25,15 @@ def test_valid_while_tails_grow(by):
 
 
 def test_invalid_when_a_tail_has_outgrown_its_item():
-    assert plan_of(FOREST).valid_for(grown(257)) == (
-        False, "request 3 has outgrown its item: 500 tokens when planned, 757 now"
+    assert plan_of(FOREST).valid_for(grown(101)) == (
+        False, "request 3 has outgrown its item: 500 tokens when planned, 601 now"
     )  # fmt: skip
+
+
+def test_a_short_item_may_grow_by_sixty_four_tokens():
+    forest = tree_forest((1, 4), (400, 5))
+    plan = plan_of(forest)
+    assert plan.valid_for(forest.seq_len + 64)[0] and not plan.valid_for(forest.seq_len + 65)[0]
 
 
 def test_a_long_item_may_double():

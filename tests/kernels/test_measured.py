@@ -124,3 +124,36 @@ def test_few_requests():
     assert f"in every row would take {100 - 100 * best_of_both:.0f}% off" in text
     (packs,) = (row for row in rows if (row["name"], row["heads"]) == ("48,96_6000,60", "32/8"))
     assert f"where one takes {packs['systems']['feather']['warm_us']:.0f} (`48,96_6000,60` below)" in TEXT
+
+
+def test_long_contexts():
+    rows = records("decode_h200_long.json")
+    assert len(rows) == 72
+    batches = {}
+    for row in rows:
+        times = {name: one["warm_us"] for name, one in row["systems"].items() if "warm_us" in one}
+        best = min(time for name, time in times.items() if not name.startswith("feather"))
+        nodes = row["name"].partition("_")[0].split(",")
+        batch = nodes[-1] + ", one prompt" * (len(nodes) > 1)
+        batches.setdefault(batch, []).append((times["feather"] / best, times["feather"] / times["feather:fan_in=0"]))
+    assert len(batches) == 8
+    for batch, ratios in batches.items():
+        to_best, to_plain = zip(*ratios, strict=True)
+        mean_ratio, mean_plain = (math.exp(sum(map(math.log, some)) / len(some)) for some in (to_best, to_plain))
+        slower = sum(ratio > 1 for ratio in to_best)
+        line = f"| {batch} | {mean_ratio:.2f} | {max(to_best):.2f} | {min(to_best):.2f} | {slower} | {mean_plain:.2f} |"
+        assert line in TEXT and len(ratios) == 9, line
+    behind = sum(ratio > 1 for some in batches.values() for ratio, _ in some)
+    assert f"**Behind a peer in {behind} of 72 rows**" in TEXT
+    short, long = (
+        next(row["systems"] for row in rows if (row["name"], row["heads"]) == (name, "32/8"))
+        for name in ("1_2000", "1_32000")
+    )
+    peers = ("fa3-planned", "flashinfer")
+    said = [[one["feather"]["warm_us"], min(one[name]["warm_us"] for name in peers)] for one in (short, long)]
+    (a, b), (c, d) = ([round(us) for us in pair] for pair in said)
+    text = " ".join(TEXT.split())
+    assert f"{a} for {b} us with one request of 2,000 tokens at 32/8, {c} for {d} with 32,000" in text
+    plain = long["feather:fan_in=0"]
+    assert f"32,000 tokens had {plain['parts']} of them" in text
+    assert 0.3 < long["feather"]["warm_us"] / plain["warm_us"] < 0.37  # a third of the time

@@ -18,14 +18,14 @@ from feather_kernels.trees import PAT_TREES, parse_tree, tree_forest
 @given(
     forest=forests(tokens=400, tail=600), grow=st.booleans(), min_chunk=st.sampled_from([1, 16, 200]),
     merge=st.sampled_from(list(MERGES)), tiles=st.sampled_from(TILE_SETS), group=st.integers(1, 16),
-    kv_heads=st.integers(1, 4), n_sm=st.sampled_from([1, 20]),
+    kv_heads=st.integers(1, 4), n_sm=st.sampled_from([1, 20]), fan_in=st.sampled_from([0, 1, 2, 5, 16]),
 )  # fmt: skip
 def test_every_strategy_and_split_covers_each_request_and_token_once(
-    forest, grow, min_chunk, merge, tiles, group, kv_heads, n_sm
+    forest, grow, min_chunk, merge, tiles, group, kv_heads, n_sm, fan_in
 ):
     options = {
         "num_qo_heads": group * kv_heads, "num_kv_heads": kv_heads, "merge": merge, "tiles": tiles, "grow": grow,
-        "min_chunk": min_chunk, "n_sm": n_sm,
+        "min_chunk": min_chunk, "n_sm": n_sm, "fan_in": fan_in,
     }  # fmt: skip
     for strategy in STRATEGIES:
         for split in SPLITS:
@@ -77,8 +77,9 @@ def test_mean_split_leaves_no_item_above_the_mean():
 
 
 def test_balanced_chunks_are_even_and_whole_kv_tiles():
-    plan = plan_of(tree_forest((1, 2), (10_000, 1)), n_sm=100, alpha=(0.1, 0.1), tiles=((8, 16), (16, 16)))
-    limit = 128  # 0.1 * 20,000 token-heads of the tile / 100 processors = 20 tokens, at least eight steps
+    tiles, alpha = ((8, 16), (16, 16)), (0.1, 0.1)
+    plan = plan_of(tree_forest((1, 2), (10_000, 1)), n_sm=100, alpha=alpha, tiles=tiles, fan_in=0)
+    limit = 64  # 0.1 * 20,000 token-heads of the tile / 100 processors = 20 tokens, at least min_chunk
     shared = plan.items[plan.items[:, 4] < 0]
     lengths = shared[:, 3] - shared[:, 2]
     assert set(lengths[:-1].tolist()) == {limit} and len(shared) == -(-10_000 // limit)

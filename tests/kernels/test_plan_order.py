@@ -37,15 +37,15 @@ def test_the_oracle_sees_who_is_stuck(seed):
     strategy=st.sampled_from(list(STRATEGIES)), split=st.sampled_from(list(SPLITS)), group=st.integers(1, 16),
     tiles=st.sampled_from(TILE_SETS), kv_heads=st.integers(1, 4), n_sm=st.sampled_from([1, 5, 20]),
     workers=st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=6), own=st.integers(1, 4),
-    seed=st.integers(0, 2**32 - 1),
+    seed=st.integers(0, 2**32 - 1), fan_in=st.sampled_from([0, 1, 2, 5, 16]),
 )  # fmt: skip
 def test_workers_that_take_units_in_order_finish(
-    forest, grow, strategy, split, group, tiles, kv_heads, n_sm, workers, own, seed
+    forest, grow, strategy, split, group, tiles, kv_heads, n_sm, workers, own, seed, fan_in
 ):
     """At any speed, with one worker or more; some may start with the last queue, as warps that only run tails do."""
     plan = plan_of(
         forest, num_qo_heads=group * kv_heads, num_kv_heads=kv_heads, grow=grow, strategy=strategy, split=split,
-        tiles=tiles, n_sm=n_sm, min_chunk=16,
+        tiles=tiles, n_sm=n_sm, min_chunk=16, fan_in=fan_in,
     )  # fmt: skip
     queues = work(plan)
     assert sum(len(unit.wants) for queue in queues for unit in queue) == plan.n_parts * kv_heads
@@ -109,6 +109,22 @@ def test_items_without_tokens_are_the_last():
         (100, 120, 0, "closes"), (0, 10, 3, "only"), (140, 140, 1, "closes"), (140, 140, 2, "closes"),
     ]  # fmt: skip
     assert without_tokens(plan).tolist() == [False] * 4 + [True] * 2
+
+
+def test_many_parts_are_combined_in_groups_before_the_request_is_closed():
+    """Two parts are as many as the closing item takes in. Of ten, four items combine two, three, two and three."""
+    forest = Forest([], [], [-1, -1], [640, 100], [0, 1000])
+    plan = plan_of(forest, fan_in=2, n_sm=1, split="mean", strategy="naive")
+    check_plan(plan, forest)
+    assert order(plan) == [(0, 100, 1, "only"), (0, 320, 0, "gives"), (320, 640, 0, "closes")]
+    plan = plan_of(forest, fan_in=2, n_sm=5, min_chunk=64)
+    check_plan(plan, forest)
+    begin = plan.part_begin.tolist()
+    assert begin[0] == 0 and begin[1] == 10 + 4
+    assert [item[8:] for item in plan.items.tolist() if item[8] == 0][10:] == [
+        [0, 10, 0, 2], [0, 11, 2, 3], [0, 12, 5, 2], [0, 13, 7, 3], [0, CLOSES, 10, 4],
+    ]  # fmt: skip
+    assert plan.members[plan.items[-1, 5]].tolist() == [0, CLOSES]
 
 
 def test_an_item_is_waited_for_whoever_its_first_member_is():

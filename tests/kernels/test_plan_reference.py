@@ -26,14 +26,15 @@ def tensors(forest, page_size, rng, heads=(4, 2), dim=8, room=0):
     seed=st.integers(0, 2**32 - 1), requests=st.integers(1, 24), page_size=st.sampled_from([1, 4, 16]),
     strategy=st.sampled_from(list(STRATEGIES)), split=st.sampled_from(list(SPLITS)), grow=st.booleans(),
     heads=st.sampled_from([(4, 2), (3, 1), (2, 2), (16, 1)]), cap=st.sampled_from([0.0, 3.0]),
-    merge=st.sampled_from(list(MERGES)), tiles=st.sampled_from(TILE_SETS),
+    merge=st.sampled_from(list(MERGES)), tiles=st.sampled_from(TILE_SETS), fan_in=st.sampled_from([0, 1, 3, 16]),
 )  # fmt: skip
-def test_reference_is_direct(seed, requests, page_size, strategy, split, grow, heads, cap, merge, tiles):
+def test_reference_is_direct(seed, requests, page_size, strategy, split, grow, heads, cap, merge, tiles, fan_in):
     rng = np.random.default_rng(seed)
     forest = random_forest(rng, requests, max_node_tokens=128, max_tail_tokens=128, page_size=page_size)
     data = tensors(forest, page_size, rng, heads)
     options = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 8, "min_chunk": 16, "n_sm": 200}
-    plan = plan_of(forest, strategy=strategy, split=split, grow=grow, merge=merge, tiles=tiles, **options)
+    options |= {"grow": grow, "fan_in": fan_in}
+    plan = plan_of(forest, strategy=strategy, split=split, merge=merge, tiles=tiles, **options)
     out, lse = reference_decode(plan, *data, sm_scale=0.5, logit_soft_cap=cap)
     expected, expected_lse = direct_decode(forest, *data, sm_scale=0.5, logit_soft_cap=cap)
     np.testing.assert_allclose(out, expected, **CHECKED)
@@ -43,13 +44,13 @@ def test_reference_is_direct(seed, requests, page_size, strategy, split, grow, h
 @settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32 - 1), strategy=st.sampled_from(list(STRATEGIES)), split=st.sampled_from(list(SPLITS)),
-    merge=st.sampled_from(list(MERGES)), tiles=st.sampled_from(TILE_SETS),
+    merge=st.sampled_from(list(MERGES)), tiles=st.sampled_from(TILE_SETS), fan_in=st.sampled_from([0, 2, 16]),
 )  # fmt: skip
-def test_a_plan_serves_grown_tails(seed, strategy, split, merge, tiles):
+def test_a_plan_serves_grown_tails(seed, strategy, split, merge, tiles, fan_in):
     rng = np.random.default_rng(seed)
     forest = random_forest(rng, 20, max_node_tokens=128, max_tail_tokens=128, room=50)
     data = tensors(forest, 1, rng, room=50)
-    options = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 8, "min_chunk": 16}
+    options = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 8, "min_chunk": 16, "fan_in": fan_in}
     plan = plan_of(forest, strategy=strategy, split=split, merge=merge, tiles=tiles, **options)
     later = forest.with_seq_len(forest.seq_len + rng.integers(0, 50, 20))
     assert plan.valid_for(later)[0]
@@ -67,7 +68,7 @@ def small_plan():
 def test_waiting_for_a_later_item_is_found_out():
     plan, data = small_plan()
     plan.items[:] = plan.items[::-1].copy()
-    with pytest.raises(AssertionError, match="request 2 is closed before all its parts are there"):
+    with pytest.raises(AssertionError, match="request 2 takes in parts before all of them are there"):
         reference_decode(plan, *data)
 
 
@@ -75,6 +76,20 @@ def test_a_part_deposited_twice_is_found_out():
     plan, data = small_plan()
     plan.members[1, 1] = plan.members[0, 1]
     with pytest.raises(AssertionError, match="part 0 is deposited twice"):
+        reference_decode(plan, *data)
+
+
+def test_a_part_that_is_not_taken_in_is_found_out():
+    plan, data = small_plan()
+    plan.items[-1, 11] = 0
+    with pytest.raises(AssertionError, match="a part is not taken in"):
+        reference_decode(plan, *data)
+
+
+def test_a_part_taken_in_twice_is_found_out():
+    plan, data = small_plan()
+    plan.items[-1, 10] = plan.items[-2, 10]
+    with pytest.raises(AssertionError, match="a part of request 2 is taken in twice"):
         reference_decode(plan, *data)
 
 

@@ -4,6 +4,7 @@ import pytest
 from plan_checks import plan_of
 
 from feather_kernels.build import HEAD_DIMS
+from feather_kernels.forest import Forest
 from feather_kernels.plan import Planner, tail_warps_of
 from feather_kernels.tile_solver import Path
 from feather_kernels.tiles import TILES, built_tiles
@@ -36,6 +37,11 @@ def test_a_long_shared_pack_has_a_chunk_for_every_team(path, head_dim):
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_tails_are_cut_for_all_warps_of_the_hopper_path(head_dim):
-    plan = plan_of(tree_forest((1,), (1 << 16,)), head_dim=head_dim, n_sm=1, num_kv_heads=1, num_qo_heads=8)
-    assert plan.n_items == tail_warps_of("hopper", head_dim)
+def test_tails_are_cut_for_the_warps_of_the_hopper_path(head_dim):
+    """Where they are all there is, for two of three; beside a shared pack in a larger tile, for all."""
+    warps = tail_warps_of("hopper", head_dim)
+    arguments = {"head_dim": head_dim, "n_sm": 1, "num_kv_heads": 1, "num_qo_heads": 8, "fan_in": 0}
+    assert plan_of(tree_forest((1,), (1 << 16,)), **arguments).n_items == warps * 2 // 3
+    forest = Forest([-1], [500], [0] * 8 + [-1], [500] * 8 + [1 << 16], [*range(0, 8 * 1000, 1000), 8000])
+    plan = plan_of(forest, **arguments, split="balanced", strategy="naive")
+    assert (plan.items[:, 8] == 8).sum() == warps

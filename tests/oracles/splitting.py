@@ -19,9 +19,9 @@ def pieces(length, longest, step):
     return (chunk,) * (length // chunk) + ((rest,) if rest else ())
 
 
-def least_chunk(min_chunk, step):
-    """The length that no limit is below: eight steps of the tile, or more where asked."""
-    return max(min_chunk, 8 * step)
+def least_chunk(min_chunk, step, alone=False):
+    """The length that no limit is below: as asked for, and eight steps of the tile unless single warps are alone."""
+    return min_chunk if alone else max(min_chunk, 8 * step)
 
 
 def tile_limit(lengths, alpha, kv_heads, n_sm, least, step):
@@ -34,17 +34,18 @@ def head_pack(group_size, kv_heads, head_dim):
     return 2 if 2 * group_size <= 8 and kv_heads % 2 == 0 and head_dim <= 128 else 1
 
 
-def limits_of_warps(packs, units, warps, least, step):
+def limits_of_warps(packs, units, warps, busy, least, step):
     """The longest chunk of each pack in a tile of single warps, for packs from the longest to the shortest.
 
     A pack is so many units, a chunk of it as many. The longest packs, as many as fill whole rounds of the warps, are
     cut only where they exceed five quarters of a warp's even share of all tokens; the others so that their chunks are
-    no more than one round, where up to eight longer tries reach that.
+    no more than one round, where up to eight longer tries reach that. Without a whole round, a chunk is the share of
+    one of `busy` warps.
     """
     rounds = sum(length > 0 for length in packs) * units // warps
     whole = rounds * warps // units
     last = packs[whole:]
-    chunk = up(max(least, share(last, units, warps)), step)
+    chunk = up(max(least, share(last, units, warps if whole else busy)), step)
     for _ in range(8):
         if units * sum(up(length, chunk) // chunk for length in last) <= warps:
             break
