@@ -120,23 +120,23 @@ def test_so_many_requests_are_open_and_all_are_accounted_for():
 
 
 def test_a_server_that_hangs_is_noticed(monkeypatch):
-    monkeypatch.setattr(ranks_load, "LOST_SECONDS", 0.6)
-    monkeypatch.setattr(ranks_load, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(ranks_load, "LOST_SECONDS", 2.4)
+    monkeypatch.setattr(ranks_load, "STALL_SECONDS", 0.8)
 
     async def run():
-        server, address = await serve(lambda body: asyncio.sleep(0.05 if len(body["input_ids"]) < 3 else 1.0, {}))
+        server, address = await serve(lambda body: asyncio.sleep(0.05 if len(body["input_ids"]) < 3 else 4.0, {}))
         load = Load(address)
         work = asyncio.create_task(load.keep_open(iter([Job([1, 2, 3], 4, "finish", 0.0)]), 1, float("inf")))
         await asyncio.sleep(0.05)
         assert not load.stalled
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.2)
         assert load.stalled
         await work
         server.close()
         return load
 
     load = asyncio.run(run())
-    assert not load.stalled and load.lost == ["1 requests lost (no end in 1 s)"]
+    assert not load.stalled and load.lost == ["1 requests lost (no end in 2 s)"]
 
 
 # Memory -----------------------------------------------------------------------------------------------------------
