@@ -148,3 +148,21 @@ def test_the_readme_says_who_pays():
     )
     said_of = f"mean time to the first token {first[0]} s for fcfs's {first[1]}, p99 {p99[0]} s for {p99[1]}."
     assert said_of in README, said_of
+
+
+def test_sixty_requests_on_one_gpu_follow():
+    runs = {
+        name: json.loads((MEASURED / f"conversation_h200_sixty_{name}.json").read_text()) for name in ("pat", "fa3")
+    }
+    for backend, run in runs.items():
+        (record,) = run["records"]
+        assert record["name"] == "fcfs" and f"--attention {backend} " in run["command"]
+        assert "--disable-prefill-cuda-graph" in record["command"] and run["workload"]["requests"] == 60
+        assert not record["counted"]["failed"] and not record["counted"]["unfinished"]
+    ours, theirs = (runs[name]["records"][0]["summary"] for name in ("pat", "fa3"))
+    said(
+        f"{ours['output_tok_s']:.0f} tok/s with `pat`, {theirs['output_tok_s']:.0f} with `fa3`, "
+        f"{ours['makespan']:.1f} s for {theirs['makespan']:.1f} s until the last token, but "
+        f"{ours['tbt_p50_ms']:.1f} ms for {theirs['tbt_p50_ms']:.1f} ms a token at the median and "
+        f"{ours['e2e_mean']:.1f} s for {theirs['e2e_mean']:.1f} s from arrival to end in the mean"
+    )
