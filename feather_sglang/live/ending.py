@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 T = TypeVar("T")
 
 _told: list[BaseException] = []  # what the signals of this process asked for, not yet or just now raised
+_in_run = 0  # calls of ``run`` that have not returned: what comes during one is raised at its end
 
 
 @contextmanager
@@ -33,14 +34,21 @@ def on_signals() -> Iterator[None]:
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """``asyncio.run`` of `main`; a signal cancels its tasks, and is raised once they have ended."""
-    if _told:
-        main.close()
-        _raise()
+    global _in_run
+    _in_run += 1
     try:
-        return asyncio.run(main)
+        return asyncio.run(_unless_told(main))
     finally:
+        _in_run -= 1
+        main.close()  # it may never have begun
         if _told:
             _raise()
+
+
+async def _unless_told(main: Coroutine[Any, Any, T]) -> T:
+    if _told:
+        raise asyncio.CancelledError
+    return await main
 
 
 def _leave(number: int, frame: object) -> None:
@@ -48,7 +56,9 @@ def _leave(number: int, frame: object) -> None:
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
-        _raise()
+        if not _in_run:  # raised in there, it would leave a loop half made or half closed
+            _raise()
+        return
     # Raised in here, it could take from the loop what it was about to do, and the tasks concerned would wait forever.
     loop.call_soon_threadsafe(_cancel, loop)
 

@@ -1,6 +1,7 @@
 """``feather ab --engine server`` as a process: how it ends, and what it leaves behind."""
 
 import asyncio
+import gc
 import json
 import os
 import resource
@@ -151,6 +152,37 @@ def test_a_signal_amid_an_event_loop_ends_all_its_tasks(number, raised):
         ending.run(main())
     assert caught.value.args == raised.args and sorted(ended) == [0, 1, 2]
     assert [signal.getsignal(number) for number in NUMBERS] == handlers
+
+
+@ENDS
+@pytest.mark.parametrize("when", ["made", "closed"])
+@pytest.mark.usefixtures("from_a_terminal")
+def test_a_signal_while_an_event_loop_is_made_or_closed(number, raised, when, monkeypatch):
+    began, left, unraisable = [], [], []
+
+    class Loop(asyncio.SelectorEventLoop):
+        def _make_self_pipe(self):  # it would not have run: then its finalizer raises
+            if when == "made":
+                signal.raise_signal(number)
+            super()._make_self_pipe()
+            left.append("made")
+
+        def _close_self_pipe(self):
+            if when == "closed":
+                signal.raise_signal(number)
+            super()._close_self_pipe()
+            left.append("closed")
+
+    async def main():
+        began.append(True)
+
+    monkeypatch.setattr(asyncio.DefaultEventLoopPolicy, "_loop_factory", Loop)
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    with pytest.raises(type(raised)) as caught, ending.on_signals():
+        ending.run(main())
+    gc.collect()
+    assert caught.value.args == raised.args and began == ([True] if when == "closed" else [])
+    assert left == ["made", "closed"] and not unraisable
 
 
 class Finalizer:
