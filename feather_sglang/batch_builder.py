@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, KeysView, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from feather_sglang.cht import Candidate, ChunkedHashTree
+from feather_sglang.fairness import Fairness
 from feather_sglang.gathering import LEAST_TOKENS, Gathering
 from feather_sglang.pacing import Pacing
 from feather_sglang.policies import Action, PolicyState, StopPolicy
@@ -25,14 +26,6 @@ _MOST_ASKED = 8  # prefixes made to wait in one round: SGLang looks each of them
 _MOST_POSTPONED = 16  # prefixes that wait at a time: each is weighed again in every round, and nobody behind them
 
 
-class Arrival(NamedTuple):
-    """The first admission round that saw a request: its clock (s) and number. Ranks agree on both."""
-
-    time: float
-    round: int
-    priority: int
-
-
 class BatchBuilder:
     """Chooses which waiting request joins the running batch next, and when to stop.
 
@@ -42,11 +35,9 @@ class BatchBuilder:
         The Chunked Hash Tree; this builder is its only writer.
     policy
         Decides ADD or STOP. ``None`` leaves admission to the caller (prefix row order alone).
-    max_wait
-        Seconds after which a waiting request is admitted next, whatever the policy says. They count from the first
-        admission round that saw it: until then the batch was full for everybody.
-    max_wait_rounds
-        The same bound in admission rounds.
+    max_wait, max_wait_rounds
+        Of a waiting request, in seconds and in admission rounds: from then on the policy is not asked any more, only
+        room limits who is admitted, and the request is next once it has been overtaken (``Fairness``).
     group_of
         Gives a request's prefix group; only the oracle policy, an upper reference for evaluation, reads it.
     gathering
@@ -72,13 +63,11 @@ class BatchBuilder:
     ) -> None:
         self.cht = cht
         self.policy = policy
-        self.max_wait = max_wait
-        self.max_wait_rounds = max_wait_rounds
+        self.fairness = Fairness(max_wait, max_wait_rounds)
         self.group_of = group_of
         self.gathering = gathering
         self.pacing = pacing
         self.held = False
-        self.round = 0
         self.stops = 0
         self.overdue_admissions = 0
         self.postponements = 0
@@ -87,7 +76,6 @@ class BatchBuilder:
         self._now = 0.0
         self._stopped = False  # in this round, for everybody outside the main branch
         self._unseen: dict[Hashable, int] = {}  # priority of those that arrived since the last round
-        self._arrivals: dict[Hashable, Arrival] = {}
         self._undone: Hashable | None = None  # the last ADD, until the scheduler has carried it out
         self._computing: dict[Hashable, int] = {}  # in prefill: depth from which sharing its prompt is worth a wait
         self._postponed: dict[Hashable, tuple[int, int]] = {}  # depth as above, and tokens to be computed
@@ -96,6 +84,7 @@ class BatchBuilder:
         self._frozen: tuple[StopPolicy, bool] | None = None  # who may not explore, and whether it does otherwise
         self._asked = 0  # prefixes postponed in this round for the first time
         self._late: deque[Hashable] | None = None  # in this round, most urgent first; None: nobody has looked
+        self._hurried: Hashable | None = None  # proposed because somebody is late
 
     # Life cycle -----------------------------------------------------------------------------------------------
 
@@ -131,6 +120,8 @@ class BatchBuilder:
 
     def requeue(self, request_id: Hashable, token_ids: Any) -> None:
         """Put a retracted or preempted request back among the waiting, at its original age."""
+        if request_id in self.cht.active:
+            self.fairness.wait_again(request_id)
         self.cht.requeue(request_id, token_ids)
         self._computing.pop(request_id, None)
         self._retracted.add(request_id)
@@ -140,8 +131,8 @@ class BatchBuilder:
         self.cht.remove(request_id)
         self._retracted.discard(request_id)
         self._postponed.pop(request_id, None)
-        self._unseen.pop(request_id, None)
-        self._arrivals.pop(request_id, None)
+        if self._unseen.pop(request_id, None) is None:
+            self.fairness.forget(request_id, waiting=True)
 
     def leave_batch(self, request_id: Hashable, output_tokens: int = 0) -> None:
         """Forget a running request that finished or was aborted, after so many tokens."""
@@ -149,7 +140,7 @@ class BatchBuilder:
             self.gathering.finished(output_tokens)
         self.cht.finish(request_id)
         self._computing.pop(request_id, None)
-        del self._arrivals[request_id]
+        self.fairness.forget(request_id, waiting=False)
 
     # One admission round --------------------------------------------------------------------------------------
 
@@ -182,13 +173,13 @@ class BatchBuilder:
         if self.gathering is not None:
             self.gathering.seconds_per_token = prefill_seconds
         self._explore(not self._memory_is_short())
-        self.round += 1
+        self.fairness.open_round(now)
         self._stopped = False
         self._now = now
         self._staying = self._asked = 0
         self._late = None
         for request_id, priority in self._unseen.items():
-            self._arrivals[request_id] = Arrival(now, self.round, priority)
+            self.fairness.arrive(request_id, priority)
         self._unseen.clear()
         for request_id, depth in self._computing.items():
             self.cht.defer(request_id, depth)
@@ -208,7 +199,7 @@ class BatchBuilder:
         if self.pacing is None or self._retracted:
             return False
         oldest = tree.oldest()
-        if oldest is not None and self._is_late(self._arrivals[oldest]):
+        if oldest is not None and self.fairness.is_late(oldest):
             return False
         return self.pacing.holds(self._now, len(tree.waiting) - tree.deferred, len(tree.active), fixed_seconds)
 
@@ -227,10 +218,12 @@ class BatchBuilder:
         """
         assert self.policy is not None
         best = self.cht.find_best()
-        overdue = self._overdue(best and best.request_id)
-        if overdue is not None:
-            self.overdue_admissions += 1
-            return overdue
+        late = self._most_late(best and best.request_id)
+        self._hurried = None
+        if late is not None:
+            in_order = best is not None and not self.fairness.is_overtaken(late) and not self._is_one_too_many(best)
+            self._hurried = best.request_id if in_order else late
+            return self._hurried
         if best is None or self.held or self._is_one_too_many(best):
             return None
         if self._stopped:
@@ -268,6 +261,9 @@ class BatchBuilder:
         to compute.
         """
         self.cht.add_to_batch(request_id)
+        self.fairness.admit(request_id)
+        self.overdue_admissions += request_id == self._hurried
+        self._hurried = None
         self._retracted.discard(request_id)
         depth = 0 if cached_tokens is None else self._depth_worth_waiting(cached_tokens)
         if 0 < depth <= self.cht.depth(request_id):
@@ -276,7 +272,7 @@ class BatchBuilder:
         self._undone = None
         if self.pacing is not None:
             self.pacing.admitted(self._now)
-        self.longest_wait = max(self.longest_wait, self._now - self._arrivals[request_id].time)
+        self.longest_wait = max(self.longest_wait, self.fairness.waited(request_id))
 
     def postpones(self, request_id: Hashable, cached_tokens: int, missing_tokens: int) -> bool:
         """Whether the proposed request, and all that share what it would compute, had better wait (``Gathering``).
@@ -303,8 +299,7 @@ class BatchBuilder:
         if not self._memory_is_short() or request_id not in tree.waiting or depth > tree.depth(request_id):
             return False
         assert self.gathering is not None
-        arrival = self._arrivals[request_id]
-        if self._is_late(arrival):
+        if self.fairness.is_late(request_id):
             return False
         if tree.depth(request_id) - tree.missing_count(request_id) >= depth:
             return False  # another one computes it, or has
@@ -313,7 +308,7 @@ class BatchBuilder:
         return self.gathering.waits(
             missing_tokens,
             tree.sharing(request_id, depth),
-            self._now - arrival.time,
+            self.fairness.waited(request_id),
             len(tree.active),
         )
 
@@ -374,25 +369,23 @@ class BatchBuilder:
         for request_id in list(self.cht.held):
             self.cht.requeue(request_id)
 
-    def _overdue(self, best: Hashable | None) -> Hashable | None:
-        """The oldest waiting request that is past the bound, of the classes that are as urgent as the best's."""
-        arrivals, oldest = self._arrivals, self.cht.oldest()
-        if oldest is None or not self._is_late(arrivals[oldest]):
+    def _most_late(self, best: Hashable | None) -> Hashable | None:
+        """The oldest waiting request that is late, of the classes that are as urgent as the best's."""
+        fairness, oldest = self.fairness, self.cht.oldest()
+        if oldest is None or not fairness.is_late(oldest):
             return None
+        arrivals = fairness.arrivals
         if best is None or arrivals[oldest].priority <= arrivals[best].priority:
             return oldest
         # Where there are classes, those who have waited longest are the least urgent; others may be late as well.
         if self._late is None:
-            late = [r for r in self.cht.waiting if self._is_late(arrivals[r])]
+            late = filter(fairness.is_late, self.cht.waiting)
             self._late = deque(sorted(late, key=lambda r: (arrivals[r].priority, arrivals[r].round)))
         while self._late and self._late[0] not in self.cht.waiting:
             self._late.popleft()
         if self._late and arrivals[self._late[0]].priority <= arrivals[best].priority:
             return self._late[0]
         return None
-
-    def _is_late(self, arrival: Arrival) -> bool:
-        return self._now - arrival.time >= self.max_wait or self.round - arrival.round >= self.max_wait_rounds
 
     # Row order ------------------------------------------------------------------------------------------------
 
@@ -413,7 +406,7 @@ class BatchBuilder:
     def stats(self) -> dict[str, Any]:
         """Counters for reports and metrics."""
         return {
-            "rounds": self.round,
+            "rounds": self.fairness.round,
             "stops": self.stops,
             "overdue_admissions": self.overdue_admissions,
             "postponements": self.postponements,

@@ -84,7 +84,10 @@ class FeatherOptions:
     )
     chunk_size: int = _option(64, _positive_int, "TOKENS", "Tokens in a chunk of the Chunked Hash Tree.")
     max_wait: float = _option(
-        120.0, _seconds, "SECONDS", "A request that has waited this long is admitted next, whatever the policy says."
+        120.0,
+        _seconds,
+        "SECONDS",
+        "While a request has waited this long, nobody is stopped; it is next once overtaken by as many as were ahead.",
     )
     max_wait_rounds: int = _option(20_000, _positive_int, "ROUNDS", "The same bound in admission rounds.")
     seed: int = _option(0, _seed, "SEED", "Seed of the policy's exploration; the same on every rank.")

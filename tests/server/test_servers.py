@@ -124,22 +124,23 @@ def test_two_ranks_form_the_same_batches(
     model: Path, logs: Path, tmp_path: Path, requests: list[Request], fcfs: list[dict[str, Answer]]
 ) -> None:
     # Batches that differ between the ranks hang in the next collective operation, or mix the rows of the answers.
+    chosen = requests[::3]  # of all groups; two ranks on few cores wait for each other in every layer of every step
     flags = ("--tp", "2", "--schedule-policy", "feather-bandit", *ROOMY)
     environment = {
         "FEATHER_DEBUG_CHECK": "1", "FEATHER_DECISION_LOG": str(tmp_path), "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
     }  # fmt: skip
     with SGLangServer(model, logs / "ranks.txt", *flags, **environment) as server:
-        answers = stream_all(server.url, requests)
+        answers = stream_all(server.url, chosen)
         server.wait_until_idle()
         log = server.text()
     assert {name: answer.text for name, answer in answers.items()} == {
-        name: answer.text for name, answer in fcfs[0].items()
+        request.name: fcfs[0][request.name].text for request in chosen
     }
     assert log.count("feather-bandit is active") == 2
     assert "Traceback" not in log
     decided = compare([tmp_path / "rank0.log", tmp_path / "rank1.log"])
     assert decided.difference is None
-    assert decided.rows["prefill"] >= len(requests) and decided.rows["decode"] > 16 * len(requests)
+    assert decided.rows["prefill"] >= len(chosen) and decided.rows["decode"] > 16 * len(chosen)
     assert 0 < decided.adds + decided.stops
 
 

@@ -207,7 +207,7 @@ class Server:
         if hasattr(scheduler, "feather"):
             self.feather.check(SimpleNamespace(running_batch=scheduler.running_batch, batch_to_run=None))
             assert not self.feather.failed
-            assert len(self.feather.builder.cht) == 0 and not self.feather.builder._arrivals
+            assert len(self.feather.builder.cht) == 0 and not self.feather.builder.fairness.arrivals
 
     def close(self):
         """Drop the scheduler; the next one takes down what this one leaves in the process."""

@@ -173,7 +173,7 @@ def serve(one, outputs):
     while due or not all(req.finished() for req in one.requests.values()):
         while due and due[0][0] <= one.now:
             submit(one, due.pop(0)[1], outputs, ignore_eos=False)
-        now, rounds = one.now, builder.round
+        now, rounds = one.now, builder.fairness.round
         if one.step() is None:
             one.now += 1.0
         chunked = {one.scheduler.chunked_req.rid} if one.scheduler.chunked_req else set()
@@ -182,8 +182,8 @@ def serve(one, outputs):
         one.chunked |= chunked
         one.retracted |= {req.rid for req in one.scheduler.waiting_queue if req.output_ids}
         most = max(most, len(builder.cht.active))
-        if builder.round > rounds:
-            one.held |= {name: now - builder._arrivals[name].time for name in builder.postponed}
+        if builder.fairness.round > rounds:
+            one.held |= {name: now - builder.fairness.arrivals[name].time for name in builder.postponed}
     one.assert_nothing_left()
     assert max(one.held.values(), default=0) <= most * (PREFIX + TAIL) * TOKEN_SECONDS
     return one.outputs()

@@ -54,7 +54,7 @@ def test_every_policy_serves_the_same_tokens_as_fcfs(server, expected, policy):
     one.drain()
     assert one.outputs() == expected
     one.assert_nothing_left()
-    assert one.feather.builder.round > 0 and one.feather.permutations + (policy != "feather-order") > 0
+    assert one.feather.builder.fairness.round > 0 and one.feather.permutations + (policy != "feather-order") > 0
 
 
 def test_chunked_prefill(server, expected):

@@ -172,7 +172,7 @@ def test_stop_keeps_other_groups_out_and_the_batch_open(server):
 def test_the_bound_ends_the_wait(server):
     one = server("feather-heuristic")
     one.feather.builder.policy = strict()
-    one.feather.builder.max_wait_rounds = 8
+    one.feather.builder.fairness.max_wait_rounds = 8
     one.submit("a00", prompt(0), max_new_tokens=4)
     one.submit("a01", prompt(0, 1), max_new_tokens=4)
     one.step()
@@ -430,7 +430,7 @@ def test_postponed_requests_stay_in_the_queue_while_others_run(gathering_server,
 def test_a_server_with_nothing_else_to_do_serves_the_overdue(gathering_server, monkeypatch):
     one = gathering_server()
     let_gather(one, monkeypatch, enough=1000)
-    one.feather.builder.max_wait = 30.0
+    one.feather.builder.fairness.max_wait = 30.0
     one.submit("lone", long_prompt(1))
     one.submit("short", [9] * 40)
     assert one.step() is not None and waiting(one) == {"lone"}
@@ -458,7 +458,7 @@ def test_who_was_retracted_does_not_wait(gathering_server, monkeypatch):
     one.submit("b", long_prompt(1))
     one.step()
     assert waiting(one) == {"b"}
-    one.feather.builder.max_wait = 0.0
+    one.feather.builder.fairness.max_wait = 0.0
     one.drain()
     one.assert_nothing_left()
 

@@ -223,7 +223,7 @@ def test_requeued_requests_keep_their_age_and_forget_nothing():
     assert run_round(b, batch_size=1, now=4.0) == ["a", "z"]
     b.leave_batch("a")
     b.leave_batch("z")
-    assert len(b.cht) == 0 and not b._arrivals
+    assert len(b.cht) == 0 and not b.fairness.arrivals
 
 
 def test_the_oracle_stops_at_the_group_border():
@@ -541,7 +541,7 @@ def test_nobody_starves_and_nothing_is_left(arrivals, enough, data):
     for r in list(b.cht.active):
         b.leave_batch(r, 8)
     round_of(b, now=float(step))
-    assert len(b.cht) == 0 and not b.postponed and not b._arrivals
+    assert len(b.cht) == 0 and not b.postponed and not b.fairness.arrivals
 
 
 def test_few_are_asked_in_a_round_and_few_wait_at_a_time(monkeypatch):
@@ -602,7 +602,7 @@ def test_what_leaves_takes_its_wait_along():
     assert not b.postponed and round_of(b, now=60.0) == ["a0"]
     for name in ("b1", "a0"):
         b.leave_batch(name)
-    assert len(b.cht) == 0 and not b._arrivals and not b.postponed
+    assert len(b.cht) == 0 and not b.fairness.arrivals and not b.postponed
 
 
 def test_nobody_makes_a_retracted_request_wait():

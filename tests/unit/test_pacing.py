@@ -128,7 +128,7 @@ def test_who_arrives_singly_is_admitted_together():
     # 20 x 0.01 s: 4 x 0.08 / 2 is less, 5 x 0.1 / 2 more; then 25 x 0.01 s, which 5 x 0.1 / 2 reaches
     assert found == [0, 0, 0, 0, 5, 0, 0, 0, 0, 5]
     assert b.held_rounds == b.stats()["held_rounds"] == 8
-    assert b.round == b.stats()["rounds"] == 11
+    assert b.fairness.round == b.stats()["rounds"] == 11
 
 
 def test_the_interval_begins_with_the_round_in_which_somebody_was_admitted():

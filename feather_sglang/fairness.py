@@ -1,0 +1,93 @@
+"""The fairness bound: who has waited for too long, and when such a request is next, whoever suits the batch better.
+
+A request is *late* after so many seconds, or so many admission rounds. If the oldest late one were always next, an
+overloaded server, on which everybody waits for longer than that, would serve in the order of arrival and nothing else.
+So it is next once it has been *overtaken*, that is, once as many have been admitted before it beyond its turn as were
+ahead of it when it came. Counted in admissions, the oldest request thus waits at most twice as long as under first
+come, first served.
+
+Ours, not the paper's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from typing import NamedTuple
+
+
+class Arrival(NamedTuple):
+    """The first admission round that saw a request; ranks agree on it."""
+
+    time: float  # the round's clock, seconds
+    round: int
+    priority: int
+    admissions: int  # of all requests, before it
+    ahead: int  # requests that waited already, as urgent as it or more
+
+
+class Fairness:
+    """When requests came, and the bound.
+
+    Parameters
+    ----------
+    max_wait
+        Seconds after which a request is late. They count from the first admission round that saw it: until then the
+        batch was full for everybody.
+    max_wait_rounds
+        The same in admission rounds.
+
+    Attributes
+    ----------
+    arrivals
+        Of all requests that a round has seen and that have not left, waiting or running.
+    round
+        Admission rounds so far.
+    """
+
+    def __init__(self, max_wait: float, max_wait_rounds: int) -> None:
+        self.max_wait = max_wait
+        self.max_wait_rounds = max_wait_rounds
+        self.arrivals: dict[Hashable, Arrival] = {}
+        self.round = 0
+        self._now = 0.0
+        self._admissions = 0
+        self._waiting: Counter[int] = Counter()  # requests in ``arrivals``, by priority
+
+    def open_round(self, now: float) -> None:
+        """Go on to the next admission round, at so many seconds."""
+        self.round += 1
+        self._now = now
+
+    def arrive(self, request_id: Hashable, priority: int) -> None:
+        """Note a waiting request that this round is the first to see; a smaller priority is more urgent."""
+        ahead = sum(count for other, count in self._waiting.items() if other <= priority)
+        self.arrivals[request_id] = Arrival(self._now, self.round, priority, self._admissions, ahead)
+        self._waiting[priority] += 1
+
+    def admit(self, request_id: Hashable) -> None:
+        """Note that a waiting request joined the batch."""
+        self._admissions += 1
+        self._waiting[self.arrivals[request_id].priority] -= 1
+
+    def wait_again(self, request_id: Hashable) -> None:
+        """Note that an admitted request is back among the waiting, at its original age."""
+        self._waiting[self.arrivals[request_id].priority] += 1
+
+    def forget(self, request_id: Hashable, *, waiting: bool) -> None:
+        """Drop a request that left while it was waiting, or running."""
+        self._waiting[self.arrivals.pop(request_id).priority] -= waiting
+
+    def waited(self, request_id: Hashable) -> float:
+        """Return the seconds since a request came."""
+        return self._now - self.arrivals[request_id].time
+
+    def is_late(self, request_id: Hashable) -> bool:
+        """Whether a request came as long ago as the bound."""
+        rounds = self.round - self.arrivals[request_id].round
+        return self.waited(request_id) >= self.max_wait or rounds >= self.max_wait_rounds
+
+    def is_overtaken(self, request_id: Hashable) -> bool:
+        """Whether twice as many have been admitted since a request came as waited then."""
+        arrival = self.arrivals[request_id]
+        return self._admissions - arrival.admissions >= 2 * arrival.ahead
