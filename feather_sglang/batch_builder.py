@@ -221,8 +221,10 @@ class BatchBuilder:
         late = self._most_late(best and best.request_id)
         self._hurried = None
         if late is not None:
-            in_order = best is not None and not self.fairness.is_overtaken(late) and not self._is_one_too_many(best)
-            self._hurried = best.request_id if in_order else late
+            if best is None or self.fairness.is_overtaken(late) or self._is_one_too_many(best):
+                self._hurried = late
+            else:
+                self._hurried = best.request_id
             return self._hurried
         if best is None or self.held or self._is_one_too_many(best):
             return None
