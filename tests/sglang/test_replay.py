@@ -138,7 +138,7 @@ def test_without_prefill_graphs_small_prefills_take_longer(tmp_path):
 def test_train_writes_a_policy_that_ab_loads(tmp_path, capsys):
     """On the paper's card, where mixing costs, the trained policy stops and beats fcfs on the held-out part."""
     trace = tmp_path / "trace.jsonl"
-    save_trace(shared_prefix(requests=1600, rate=100), trace)
+    save_trace(shared_prefix(requests=1000, rate=100), trace)
     card = ["--profile", "rtx6000ada", "--kv-tokens", "200000", "--feather-max-wait", "600"]
     policy = tmp_path / "policy.json"
     flags = [str(trace), "--policy", "bandit", "--rounds", "2", "--out", str(policy), *card]
