@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from feather_sglang import __version__
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.errors import FeatherError
-from feather_sglang.file_writing import replace_text
+from feather_sglang.file_writing import check_target, replace_text
 from feather_sglang.live.arguments import SERVER_ONLY, add_server_arguments
 from feather_sglang.pacing import BOUND
 from feather_sglang.policy_names import FEATHER, STOCK
@@ -343,12 +343,14 @@ def write_json(path: Path, content: Any) -> None:
     replace_text(path, json.dumps(content, indent=1), "results")
 
 
-def make_folder(path: Path) -> Path:
-    """Make the output folder, or say in one line why not."""
+def make_folder(path: Path, *files: str) -> Path:
+    """Make the output folder, in which files of these names can be written, or say in one line why not."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FeatherError(f"--out {path}: cannot make the folder: {error.strerror}") from error
+    for name in files:
+        check_target(path / name, "results")
     return path
 
 
@@ -423,7 +425,7 @@ def run(args: argparse.Namespace) -> int:
     model, settings = step_model(args)
     check_fits(trace, settings["kv_tokens"])
     by_policy = options_of(args, policies)
-    out = make_folder(args.out)
+    out = make_folder(args.out, "results.json", "throughput.png", "batch_size.png", "latency.png")
     console = Console()
     for notice in trace.notices:
         console.print(f"[yellow]notice:[/yellow] {escape(notice)}")

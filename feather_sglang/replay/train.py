@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     for part in (first, rest):
         ab.check_fits(part, settings["kv_tokens"])
     options, out = ab.common_options(args), str(args.out.absolute())
-    folder = ab.make_folder(args.out.parent / f"{args.out.stem}-training")
+    folder = ab.make_folder(args.out.parent / f"{args.out.stem}-training", "results.json", "learning_curve.png")
     name = f"feather-{args.policy}"
     console = Console()
     console.print(f"training {name} on {len(first.requests):,} requests of {escape(f'{first.name}, {args.profile}')}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from feather_sglang.file_writing import replace_bytes
 
 
 def _axes(title: str, x: str, y: str) -> tuple[Any, Any]:
@@ -24,8 +27,10 @@ def _axes(title: str, x: str, y: str) -> tuple[Any, Any]:
 def _save(figure: Any, path: Path) -> Path:
     from matplotlib import pyplot
 
-    figure.savefig(path, dpi=120)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=120)
     pyplot.close(figure)
+    replace_bytes(path, image.getvalue(), "plot")
     return path
 
 

@@ -186,6 +186,14 @@ def test_a_mistake_is_one_line_before_anything_long_starts(tmp_path, capsys, fla
     assert not (tmp_path / "out" / "results.json").exists()
 
 
+@pytest.mark.parametrize("name", ["results.json", "latency.png"])
+def test_a_file_that_cannot_be_written_is_noticed_before_anything_long_starts(tmp_path, capsys, monkeypatch, name):
+    monkeypatch.setattr(replay_ab, "run_jobs", None)
+    (tmp_path / name).mkdir()
+    assert main(["ab", *SMALL, "--policies", "fcfs", "--out", str(tmp_path)]) == 2
+    assert f"cannot write results {tmp_path / name}: it exists and is no regular file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

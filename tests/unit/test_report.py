@@ -3,6 +3,7 @@
 import pytest
 from rich.console import Console
 
+from feather_sglang.errors import FeatherError
 from feather_sglang.report import plots
 from feather_sglang.report.summary import RunSummary
 from feather_sglang.report.tables import SERVER_FIGURES, comparison
@@ -94,3 +95,13 @@ def test_plots_are_written(tmp_path):
         plots.learning_curve([1.0, 2.0], 1.5, tmp_path / "c.png"),
     ]
     assert all(file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 5000 for file in files)
+    assert sorted(tmp_path.iterdir()) == sorted(files)
+
+
+def test_a_plot_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    target = tmp_path / "t.png"
+    target.write_bytes(b"old")
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(FeatherError, match=r"cannot write plot .*: No space left"):
+        plots.throughput({"a": 1.0}, target)
+    assert target.read_bytes() == b"old" and list(tmp_path.iterdir()) == [target]
