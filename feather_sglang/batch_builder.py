@@ -36,8 +36,8 @@ class BatchBuilder:
     policy
         Decides ADD or STOP. ``None`` leaves admission to the caller (prefix row order alone).
     max_wait, max_wait_rounds
-        Of a waiting request, in seconds and in admission rounds: from then on the policy is not asked any more, only
-        room limits who is admitted, and the request is next once it has been overtaken (``Fairness``).
+        Of a waiting request, in seconds and in admission rounds: from then on nobody is stopped or held, and the
+        request is next once it has been overtaken (``Fairness``).
     group_of
         Gives a request's prefix group; only the oracle policy, an upper reference for evaluation, reads it.
     gathering
@@ -198,8 +198,8 @@ class BatchBuilder:
         tree = self.cht
         if self.pacing is None or self._retracted:
             return False
-        oldest = tree.oldest()
-        if oldest is not None and self.fairness.is_late(oldest):
+        best = tree.find_best()
+        if self._most_late(best and best.request_id) is not None:
             return False
         return self.pacing.holds(self._now, len(tree.waiting) - tree.deferred, len(tree.active), fixed_seconds)
 

@@ -192,6 +192,16 @@ def test_nothing_is_held_while_somebody_is_overdue(bounds):
     assert run_round(b, now=0.061) == ["a", "b"] and b.overdue_admissions == 1
 
 
+def test_an_overdue_one_of_a_less_urgent_class_does_not_end_the_pace():
+    b = running(builder(max_wait=0.05))
+    b.arrive("background", tokens("background"), priority=9)
+    assert run_round(b, now=0.01) == []
+    arrive(b, "urgent")
+    assert run_round(b, now=0.07) == [] and b.held_rounds == 2
+    b.leave_queue("urgent")
+    assert run_round(b, now=0.08) == ["background"]
+
+
 def test_who_becomes_overdue_in_a_held_round_is_proposed():
     """Preempted, say: it is as old as it was."""
     b = running(builder(max_wait=0.05), now=0.0)
