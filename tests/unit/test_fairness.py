@@ -155,3 +155,20 @@ def test_nobody_waits_for_longer_than_twice_the_turns_of_those_before(arrivals, 
     assert sorted(admitted) == sorted(seen)
     for name in seen:
         assert admitted.index(name) <= due[name]
+
+
+def test_who_is_retracted_or_leaves_the_queue_is_counted_so():
+    b = builder()
+    arrive(b, "x0", "y0", "z0")
+    assert one_round(b) == ["x0"]
+    b.requeue("x0", array("q", [5] * 50))
+    b.leave_queue("z0")
+    arrive(b, "u0", "v0")
+    b.leave_queue("u0")  # before a round has seen it
+    one_round(b, room=0)
+    assert b.fairness.arrivals["v0"].ahead == 2 and set(b.fairness.arrivals) == {"x0", "y0", "v0"}
+    assert one_round(b, room=2) == ["y0", "v0"]  # shorter than x0 is by now
+    b.leave_batch("y0")
+    arrive(b, "w0")
+    one_round(b, room=0)
+    assert b.fairness.arrivals["w0"].ahead == 1 and "y0" not in b.fairness.arrivals
