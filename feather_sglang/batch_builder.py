@@ -73,7 +73,6 @@ class BatchBuilder:
         self.postponements = 0
         self.held_rounds = 0
         self.longest_wait = 0.0
-        self._now = 0.0
         self._stopped = False  # in this round, for everybody outside the main branch
         self._unseen: dict[Hashable, int] = {}  # priority of those that arrived since the last round
         self._undone: Hashable | None = None  # the last ADD, until the scheduler has carried it out
@@ -175,7 +174,6 @@ class BatchBuilder:
         self._explore(not self._memory_is_short())
         self.fairness.open_round(now)
         self._stopped = False
-        self._now = now
         self._staying = self._asked = 0
         self._late = None
         for request_id, priority in self._unseen.items():
@@ -198,10 +196,9 @@ class BatchBuilder:
         tree = self.cht
         if self.pacing is None or self._retracted:
             return False
-        best = tree.find_best()
-        if self._most_late(best and best.request_id) is not None:
+        if self._most_late(tree.find_best()) is not None:
             return False
-        return self.pacing.holds(self._now, len(tree.waiting) - tree.deferred, len(tree.active), fixed_seconds)
+        return self.pacing.holds(self.fairness.now, len(tree.waiting) - tree.deferred, len(tree.active), fixed_seconds)
 
     def propose(self, batch_size: int, headroom: float, has_room: bool = True) -> Hashable | None:
         """The request to admit next, or None to stop this round.
@@ -218,7 +215,7 @@ class BatchBuilder:
         """
         assert self.policy is not None
         best = self.cht.find_best()
-        late = self._most_late(best and best.request_id)
+        late = self._most_late(best)
         self._hurried = None
         if late is not None:
             if best is None or self.fairness.is_overtaken(late) or self._is_one_too_many(best):
@@ -265,7 +262,6 @@ class BatchBuilder:
         self.cht.add_to_batch(request_id)
         self.fairness.admit(request_id)
         self.overdue_admissions += request_id == self._hurried
-        self._hurried = None
         self._retracted.discard(request_id)
         depth = 0 if cached_tokens is None else self._depth_worth_waiting(cached_tokens)
         if 0 < depth <= self.cht.depth(request_id):
@@ -273,7 +269,7 @@ class BatchBuilder:
             self.cht.defer(request_id, depth)
         self._undone = None
         if self.pacing is not None:
-            self.pacing.admitted(self._now)
+            self.pacing.admitted(self.fairness.now)
         self.longest_wait = max(self.longest_wait, self.fairness.waited(request_id))
 
     def postpones(self, request_id: Hashable, cached_tokens: int, missing_tokens: int) -> bool:
@@ -371,13 +367,13 @@ class BatchBuilder:
         for request_id in list(self.cht.held):
             self.cht.requeue(request_id)
 
-    def _most_late(self, best: Hashable | None) -> Hashable | None:
+    def _most_late(self, best: Candidate | None) -> Hashable | None:
         """The oldest waiting request that is late, of the classes that are as urgent as the best's."""
         fairness, oldest = self.fairness, self.cht.oldest()
         if oldest is None or not fairness.is_late(oldest):
             return None
         arrivals = fairness.arrivals
-        if best is None or arrivals[oldest].priority <= arrivals[best].priority:
+        if best is None or arrivals[oldest].priority <= (urgency := arrivals[best.request_id].priority):
             return oldest
         # Where there are classes, those who have waited longest are the least urgent; others may be late as well.
         if self._late is None:
@@ -385,7 +381,7 @@ class BatchBuilder:
             self._late = deque(sorted(late, key=lambda r: (arrivals[r].priority, arrivals[r].round)))
         while self._late and self._late[0] not in self.cht.waiting:
             self._late.popleft()
-        if self._late and arrivals[self._late[0]].priority <= arrivals[best].priority:
+        if self._late and arrivals[self._late[0]].priority <= urgency:
             return self._late[0]
         return None
 

@@ -43,6 +43,8 @@ class Fairness:
         Of all requests that a round has seen and that have not left, waiting or running.
     round
         Admission rounds so far.
+    now
+        When the last one was opened, seconds.
     """
 
     def __init__(self, max_wait: float, max_wait_rounds: int) -> None:
@@ -50,19 +52,19 @@ class Fairness:
         self.max_wait_rounds = max_wait_rounds
         self.arrivals: dict[Hashable, Arrival] = {}
         self.round = 0
-        self._now = 0.0
+        self.now = 0.0
         self._admissions = 0
         self._waiting: Counter[int] = Counter()  # requests in ``arrivals``, by priority
 
     def open_round(self, now: float) -> None:
         """Go on to the next admission round, at so many seconds."""
         self.round += 1
-        self._now = now
+        self.now = now
 
     def arrive(self, request_id: Hashable, priority: int) -> None:
         """Note a waiting request that this round is the first to see; a smaller priority is more urgent."""
         ahead = sum(count for other, count in self._waiting.items() if other <= priority)
-        self.arrivals[request_id] = Arrival(self._now, self.round, priority, self._admissions, ahead)
+        self.arrivals[request_id] = Arrival(self.now, self.round, priority, self._admissions, ahead)
         self._waiting[priority] += 1
 
     def admit(self, request_id: Hashable) -> None:
@@ -80,7 +82,7 @@ class Fairness:
 
     def waited(self, request_id: Hashable) -> float:
         """Return the seconds since a request came."""
-        return self._now - self.arrivals[request_id].time
+        return self.now - self.arrivals[request_id].time
 
     def is_late(self, request_id: Hashable) -> bool:
         """Whether a request came as long ago as the bound."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import io
 import json
 import platform
 import warnings
@@ -27,7 +26,8 @@ from feather_sglang.bench.cht_measure import (
     measure_scaling,
 )
 from feather_sglang.errors import FeatherError
-from feather_sglang.file_writing import check_target, replace_bytes, replace_text
+from feather_sglang.file_writing import check_target, replace_text
+from feather_sglang.report import plots
 
 LENGTHS = (1_000, 2_000, 5_000, 10_000, 20_000)  # tokens, the prefix lengths of figure 5.9
 SIZES = (100, 1_000, 10_000)  # waiting requests
@@ -223,7 +223,4 @@ def _plot(results: dict[str, Any], path: Path) -> None:
     lines.grid(alpha=0.3)
     lines.legend()
     figure.tight_layout()
-    image = io.BytesIO()
-    figure.savefig(image, format=path.suffix[1:], dpi=120)
-    pyplot.close(figure)
-    replace_bytes(path, image.getvalue(), "plot")
+    plots.save(figure, path)

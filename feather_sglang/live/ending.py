@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 T = TypeVar("T")
 
 _told: list[BaseException] = []  # what the signals of this process asked for, not yet or just now raised
-_in_run = 0  # calls of ``run`` that have not returned: what comes during one is raised at its end
+_in_run = False  # what comes during a ``run`` is raised at its end
 
 
 @contextmanager
@@ -35,11 +35,11 @@ def on_signals() -> Iterator[None]:
 def run(main: Coroutine[Any, Any, T]) -> T:
     """``asyncio.run`` of `main`; a signal cancels its tasks, and is raised once they have ended."""
     global _in_run
-    _in_run += 1
+    _in_run = True
     try:
         return asyncio.run(_unless_told(main))
     finally:
-        _in_run -= 1
+        _in_run = False
         main.close()  # it may never have begun
         if _told:
             _raise()

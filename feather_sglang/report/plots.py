@@ -24,11 +24,12 @@ def _axes(title: str, x: str, y: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save(figure: Any, path: Path) -> Path:
+    """Write a finished figure whole, in the format that its name says, and close it."""
     from matplotlib import pyplot
 
     image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=120)
+    figure.savefig(image, format=path.suffix[1:], dpi=120)
     pyplot.close(figure)
     replace_bytes(path, image.getvalue(), "plot")
     return path
@@ -40,7 +41,7 @@ def throughput(rates: Mapping[str, float], path: Path) -> Path:
     bars = axes.bar(list(rates), list(rates.values()), color=[f"C{i}" for i in range(len(rates))])
     axes.bar_label(bars, fmt="{:,.0f}")
     axes.set_ylim(0, 1.12 * max(rates.values(), default=1))
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def batch_size(batches: Mapping[str, Sequence[tuple[float, int, float]]], path: Path) -> Path:
@@ -50,7 +51,7 @@ def batch_size(batches: Mapping[str, Sequence[tuple[float, int, float]]], path: 
         every = max(1, len(steps) // 2000)
         axes.plot([s[0] for s in steps[::every]], [s[1] for s in steps[::every]], label=policy, linewidth=1)
     axes.legend()
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def latency(latencies: Mapping[str, Sequence[float]], path: Path) -> Path:
@@ -61,7 +62,7 @@ def latency(latencies: Mapping[str, Sequence[float]], path: Path) -> Path:
         axes.plot(ordered, np.arange(1, len(ordered) + 1) / max(len(ordered), 1), label=policy)
     axes.set_ylim(0, 1)
     axes.legend()
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def learning_curve(values: Sequence[float], baseline: float, path: Path) -> Path:
@@ -70,4 +71,4 @@ def learning_curve(values: Sequence[float], baseline: float, path: Path) -> Path
     axes.plot(range(1, len(values) + 1), values, marker="o", label="policy")
     axes.axhline(baseline, color="C1", linestyle="--", label="never stop")
     axes.legend()
-    return _save(figure, path)
+    return save(figure, path)

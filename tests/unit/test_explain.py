@@ -191,7 +191,8 @@ def test_items(case):
         assert (item.m, item.n) == plan.tiles[tile] and (item.start, item.stop) == (start, stop)
         assert item.requests == [request for request, _ in members] and item.grows == (grows >= 0)
         assert item.parts == [part for _, part in members if part >= 0]
-        assert item.takes == taken and bool(taken) >= (members[0][1] == CLOSES)
+        combines = start == stop and not item.grows  # without tokens of its own, it closes a request or adds a part
+        assert item.takes == taken and bool(taken) == (members[0][1] == CLOSES or combines)
 
 
 def test_compared_strategies_are_planned_alike():

@@ -6,31 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.batch_builder import BatchBuilder
-from feather_sglang.cht import ChunkedHashTree
 from feather_sglang.fairness import Fairness
-from feather_sglang.policies import Action, make_policy
+from feather_sglang.policies import Action
+from oracles.rounds import builder, run_round
 from oracles.scripted import Scripted
-
-
-def builder(policy=None, **bounds):
-    return BatchBuilder(ChunkedHashTree(chunk_size=2, seed=1), policy or make_policy("always-add"), **bounds)
 
 
 def arrive(b, *names):
     """A request's first letter is its prompt; upper case is urgent."""
     for name in names:
         b.arrive(name, array("q", [ord(name[0])] * 40), priority=0 if name[0].isupper() else 5)
-
-
-def one_round(b, now=0.0, room=1):
-    b.begin_round(now, None)
-    admitted = []
-    while len(admitted) < room and (r := b.propose(len(b.cht.active), 1.0)) is not None:
-        b.admitted(r)
-        admitted.append(r)
-    b.end_round()
-    return admitted
 
 
 # When -------------------------------------------------------------------------------------------------------------
@@ -86,10 +71,10 @@ def test_where_everybody_is_late_the_order_is_still_the_trees(bound, order):
     """Nobody was ahead of the y: they are next at once, then match the batch as well as the x; eight pass the z."""
     b = builder(max_wait=bound)
     arrive(b, "x0")
-    assert one_round(b) == ["x0"]
+    assert run_round(b, slots=1) == ["x0"]
     arrive(b, *(f"{group}{i}" for group in "yzx" for i in range(1, 5)))
-    assert one_round(b, room=0) == []
-    assert one_round(b, now=60.0, room=99) == [f"{group}{i % 4 + 1}" for i, group in enumerate(order)]
+    assert run_round(b, slots=0) == []
+    assert run_round(b, now=60.0, slots=99) == [f"{group}{i % 4 + 1}" for i, group in enumerate(order)]
     assert b.overdue_admissions == (12 if bound == 10.0 else 0)
 
 
@@ -97,37 +82,37 @@ def test_the_policy_is_not_asked_while_somebody_is_late():
     policy = Scripted(*[Action.STOP] * 9)
     b = builder(policy, max_wait=10.0)
     arrive(b, "x0", "y0")
-    assert one_round(b) == ["x0"]
+    assert run_round(b, slots=1) == ["x0"]
     arrive(b, "z0")
-    assert one_round(b, now=9.0, room=9) == [] and len(policy.states) == 1
-    assert one_round(b, now=10.0, room=9) == ["y0"] and len(policy.states) == 2  # then about z0, which is not late
-    assert one_round(b, now=18.0, room=9) == [] and len(policy.states) == 3
-    assert one_round(b, now=19.0, room=9) == ["z0"] and len(policy.states) == 3
+    assert run_round(b, now=9.0, slots=9) == [] and len(policy.states) == 1
+    assert run_round(b, now=10.0, slots=9) == ["y0"] and len(policy.states) == 2  # then about z0, which is not late
+    assert run_round(b, now=18.0, slots=9) == [] and len(policy.states) == 3
+    assert run_round(b, now=19.0, slots=9) == ["z0"] and len(policy.states) == 3
     assert b.overdue_admissions == 2
 
 
 def test_a_late_one_is_not_held_back_by_those_of_a_less_urgent_class():
     b = builder(max_wait=10.0)
     arrive(b, "A0", *(f"b{i}" for i in range(30)))
-    assert one_round(b) == ["A0"]
+    assert run_round(b, slots=1) == ["A0"]
     arrive(b, "S0")
     turns = []
     for step in range(1, 20):
         arrive(b, f"A{step}")
-        turns += one_round(b, now=float(step))
+        turns += run_round(b, now=float(step), slots=1)
     assert turns.index("S0") == 10  # as soon as it is late: no urgent one was ahead of it
 
 
 def test_only_who_was_proposed_for_somebodys_lateness_counts():
     b = builder(max_wait=10.0)
     arrive(b, "x0")
-    one_round(b, room=0)
+    run_round(b, slots=0)
     b.begin_round(10.0, None)
     assert b.propose(0, 1.0) == "x0"  # the scheduler then has no room for it
     b.end_round()
     assert b.overdue_admissions == 0
     b.fairness.max_wait = 100.0  # an operator switches
-    assert one_round(b, now=11.0) == ["x0"] and b.overdue_admissions == 0
+    assert run_round(b, now=11.0, slots=1) == ["x0"] and b.overdue_admissions == 0
 
 
 @given(st.lists(st.text("abcd", max_size=4), min_size=1, max_size=40), st.integers(0, 8))
@@ -148,7 +133,7 @@ def test_nobody_waits_for_longer_than_twice_the_turns_of_those_before(arrivals, 
             seen.append(name)
             waiting.append(name)
             arrive(b, name)
-        admitted += one_round(b, now=float(step))
+        admitted += run_round(b, now=float(step), slots=1)
         if len(b.cht.active) > 3:
             b.leave_batch(sorted(b.cht.active)[step % 3])
         step += 1
@@ -160,15 +145,15 @@ def test_nobody_waits_for_longer_than_twice_the_turns_of_those_before(arrivals, 
 def test_who_is_retracted_or_leaves_the_queue_is_counted_so():
     b = builder()
     arrive(b, "x0", "y0", "z0")
-    assert one_round(b) == ["x0"]
+    assert run_round(b, slots=1) == ["x0"]
     b.requeue("x0", array("q", [5] * 50))
     b.leave_queue("z0")
     arrive(b, "u0", "v0")
     b.leave_queue("u0")  # before a round has seen it
-    one_round(b, room=0)
+    run_round(b, slots=0)
     assert b.fairness.arrivals["v0"].ahead == 2 and set(b.fairness.arrivals) == {"x0", "y0", "v0"}
-    assert one_round(b, room=2) == ["y0", "v0"]  # shorter than x0 is by now
+    assert run_round(b, slots=2) == ["y0", "v0"]  # shorter than x0 is by now
     b.leave_batch("y0")
     arrive(b, "w0")
-    one_round(b, room=0)
+    run_round(b, slots=0)
     assert b.fairness.arrivals["w0"].ahead == 1 and "y0" not in b.fairness.arrivals

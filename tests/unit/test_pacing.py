@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.batch_builder import BatchBuilder
-from feather_sglang.cht import ChunkedHashTree
 from feather_sglang.gathering import Gathering
 from feather_sglang.pacing import Pacing
 from feather_sglang.policies import Action, make_policy
+from oracles import rounds
 from oracles.scripted import Scripted
 
 FIXED = 0.01
@@ -87,9 +86,12 @@ def test_who_is_let_go_is_not_held_again_for_having_waited_or_for_company(
 # Rounds of a builder --------------------------------------------------------------------------------------------
 
 
-def builder(policy=None, bound=1.0, **bounds):
-    tree = ChunkedHashTree(chunk_size=2, seed=1)
-    return BatchBuilder(tree, policy or make_policy("always-add"), pacing=Pacing(bound), **bounds)
+def builder(policy=None, bound=1.0, **options):
+    return rounds.builder(policy, pacing=Pacing(bound), **options)
+
+
+def run_round(b, now, fixed=FIXED, **options):
+    return rounds.run_round(b, now, fixed=fixed, **options)
 
 
 def tokens(name):
@@ -100,16 +102,6 @@ def tokens(name):
 def arrive(b, *names):
     for name in names:
         b.arrive(name, tokens(name))
-
-
-def run_round(b, now, reward=None, fixed=FIXED, in_chunks=False, slots=1000):
-    b.begin_round(now, reward, None, fixed, in_chunks=in_chunks)
-    admitted = []
-    while len(admitted) < slots and (r := b.propose(len(b.cht.active), 1.0)) is not None:
-        b.admitted(r)
-        admitted.append(r)
-    b.end_round()
-    return admitted
 
 
 def running(b, count=20, now=0.0):
@@ -143,7 +135,7 @@ def test_the_interval_begins_with_the_round_in_which_somebody_was_admitted():
 
 
 def test_nothing_is_held_without_pacing_or_with_a_bound_of_none():
-    for b in (BatchBuilder(ChunkedHashTree(2, seed=1), make_policy("always-add")), builder(bound=0.0)):
+    for b in (rounds.builder(), builder(bound=0.0)):
         running(b)
         arrive(b, "a")
         assert run_round(b, now=0.001) == ["a"] and b.held_rounds == 0 and not b.held
