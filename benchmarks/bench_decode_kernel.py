@@ -95,8 +95,8 @@ def cases(options: argparse.Namespace) -> list[tuple[int, Heads, int]]:
 
 def pool_elements(name: str, heads: Heads, page_size: int, head_dim: int = 128) -> int:
     """Elements of K, without building the batch."""
-    nodes, tokens = parse_tree(name)
-    pages = sum(count * -(-length // page_size) for count, length in zip(nodes, tokens, strict=True))
+    levels = (zip(*parse_tree(part), strict=True) for part in name.split("+"))
+    pages = sum(count * -(-length // page_size) for level in levels for count, length in level)
     return pages * page_size * heads.kv * head_dim
 
 

@@ -21,12 +21,12 @@ import numpy.typing as npt
 from feather_kernels.forest import Forest
 from feather_kernels.trees import (
     LONG_TREES,
+    MIXED_TREES,
     PAT_TREES,
     SERVING_TREES,
     SMALL_TREES,
     forest_table,
-    parse_tree,
-    tree_forest,
+    named_forest,
 )
 
 Ints = npt.NDArray[np.integer]
@@ -189,12 +189,14 @@ class Case:
 
 def tree_case(name: str, heads: Heads, page_size: int = 1, head_dim: int = 128, seed: int = 0) -> Case:
     """The batch of one of PAT's trees, its pages scattered at random over a pool of just the needed size."""
-    forest = tree_forest(*parse_tree(name), page_size=page_size)
+    forest = named_forest(name, page_size)
     table, n_pages = forest_table(forest, page_size, rng=np.random.default_rng(seed))
     return Case(name, forest, table, n_pages, heads, page_size, head_dim)
 
 
-TREE_SETS = {"pat": PAT_TREES, "serving": SERVING_TREES, "small": SMALL_TREES, "long": LONG_TREES}
+TREE_SETS = {
+    "pat": PAT_TREES, "serving": SERVING_TREES, "small": SMALL_TREES, "long": LONG_TREES, "mixed": MIXED_TREES,
+}  # fmt: skip
 
 
 def choose_trees(text: str, names: Sequence[str] = PAT_TREES) -> list[int]:

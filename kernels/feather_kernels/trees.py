@@ -54,11 +54,31 @@ LONG_TREES = tuple(
     f"{requests}_{tokens}" for requests in (1, 2, 4, 8, 16, 32) for tokens in (2000, 8000, 32000)
 ) + tuple(f"1,{requests}_{tokens},{tokens // 4}" for requests in (4, 16) for tokens in (2000, 8000, 32000))
 
+# Requests of unlike length: a few with long contexts among many with short ones.
+MIXED_TREES = (
+    *(f"{few}+{many}" for few in ("1_32000", "4_8000", "4_32000") for many in ("16_500", "64_500", "64_2000")),
+    "1_32000+2,32_2000,100", "4_8000+8,64_2000,100",
+)  # fmt: skip
+
 
 def parse_tree(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """``"1,10_4096,416"`` as ((1, 10), (4096, 416)): nodes and tokens per level."""
     nodes, tokens = (tuple(int(number) for number in part.split(",")) for part in name.split("_"))
     return nodes, tokens
+
+
+def named_forest(name: str, page_size: int = 1, room: int = 0) -> Forest:
+    """The forest of a tree's name (`parse_tree`), or of several trees side by side: ``"1_32000+64_500"``."""
+    trees = [tree_forest(*parse_tree(part)) for part in name.split("+")]
+    before = np.cumsum([0, *(len(tree.length) for tree in trees[:-1])])
+
+    def joined(of: str) -> npt.NDArray[np.int32]:
+        lists = [getattr(tree, of) for tree in trees]
+        return np.concatenate([np.where(ids < 0, ids, ids + first) for ids, first in zip(lists, before, strict=True)])
+
+    length = np.concatenate([tree.length for tree in trees])
+    seq_len = np.concatenate([tree.seq_len for tree in trees])
+    return Forest(joined("parent"), length, joined("request_node"), seq_len, _rows(seq_len, page_size, room))
 
 
 def tree_forest(nodes: Sequence[int], tokens: Sequence[int], page_size: int = 1, room: int = 0) -> Forest:
