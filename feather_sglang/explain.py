@@ -152,7 +152,7 @@ class ItemFacts:
     grows: bool
     requests: list[int]
     parts: list[int]  # that it deposits
-    takes: int  # partial results that it combines, to close its request or into one more
+    takes: int  # partial results that it combines, to close its request
 
 
 @dataclass(frozen=True)

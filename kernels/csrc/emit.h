@@ -47,7 +47,7 @@ inline void sort_entries(EmitScratch& scratch, uint32_t highest) {
 }
 
 // Numbers each request's parts in order of position, which is the order of its row tiles; the one that closes it, if
-// any, has the number after the last that is deposited. What is combined from them follows. Returns the partial rows.
+// any, has the number after the last that is deposited. Returns the partial rows.
 inline int32_t number_parts(const Config& config, const Packing& packing, const Schedule& schedule,
                             EmitScratch& scratch, int32_t* part_begin) {
   const int32_t n_requests = static_cast<int32_t>(schedule.parts.size());
@@ -56,7 +56,7 @@ inline int32_t number_parts(const Config& config, const Packing& packing, const 
   int32_t parts = 0;
   for (int32_t r = 0; r < n_requests; ++r) {
     part_begin[r] = cursor[r] = parts;
-    parts += config.deposits(schedule.parts[r]) + config.groups(schedule.parts[r]);
+    parts += config.deposits(schedule.parts[r]);
   }
   part_begin[n_requests] = parts;
   first_part.resize(packing.members.size());
@@ -78,16 +78,16 @@ inline int32_t part_entry(const Config& config, const Schedule& schedule, const 
   return part - part_begin[request] == config.deposits(parts) ? kCloses : part;
 }
 
-// Entries without a row tile: their `chunk` is the request that they close, or some of whose parts they combine.
-constexpr int32_t kNoRow = -1, kFirstGroup = -2;  // and one less for each further group
+// In place of a row tile: the entry's `chunk` is a request, which an item without tokens closes.
+constexpr int32_t kNoRow = -1;
 
 // Lists the items, sorted: queue by queue, the longest first. With the fused merge, the tail tile's queue, which is the
 // last with work, has first the items that neither wait for one of this queue nor are waited for, then those that
-// others wait for, then those that combine parts of a request, then closing items that wait for any of these, or have no
-// tokens. Work is taken in this order, so an item waits only for items that were taken before.
+// others wait for, then closing items that wait for any of these. Those without tokens come behind all queues. Work is
+// taken in this order, so an item waits only for items that were taken before.
 inline void sort_items(const Config& config, const Packing& packing, const Schedule& schedule,
                        const int32_t* part_begin, EmitScratch& scratch, int32_t* queue_begin) {
-  const int32_t n_tiles = config.n_tiles(), tail = config.tail_tile(), tail_queue = n_tiles - 1 - tail;
+  const int32_t n_tiles = config.n_tiles(), tail = config.tail_tile();
   auto& [entries, swap, cursor, first_part, awaited] = scratch;
   int32_t longest = 0;
   for (const RowTile& row : schedule.rows) longest = std::max(longest, row.chunk);
@@ -103,8 +103,7 @@ inline void sort_items(const Config& config, const Packing& packing, const Sched
     const int32_t last = first_part[row.first] + row.n_chunks - 1;
     return row.count == 1 && part_entry(config, schedule, part_begin, r, last) == kCloses;
   };
-  awaited.resize(schedule.parts.size());  // of each request: an item of the tail tile deposits or combines parts of it
-  for (size_t r = 0; r < awaited.size(); ++r) awaited[r] = config.in_groups(schedule.parts[r]);
+  awaited.assign(schedule.parts.size(), 0);  // of each request: an item of the tail tile deposits parts of it
   for (const RowTile& row : schedule.rows) {
     if (!config.fused() || row.tile != tail || row.n_chunks == closes(row)) continue;
     for (int32_t j = row.first; j < row.first + row.count; ++j) {
@@ -112,8 +111,8 @@ inline void sort_items(const Config& config, const Packing& packing, const Sched
       awaited[r] = schedule.parts[r].count > 1;
     }
   }
-  // The queues after the tail tile's are empty: their numbers order its items.
-  const int32_t deposits = n_tiles, combines = n_tiles + 1, waits = n_tiles + 2;
+  // The queues after the tail tile's are empty: their numbers order its items, and those behind them.
+  const int32_t deposits = n_tiles, waits = n_tiles + 1, merges = n_tiles + 2;
   entries.clear();
   std::fill_n(queue_begin, n_tiles + 1, 0);
   for (size_t i = 0; i < schedule.rows.size(); ++i) {
@@ -133,14 +132,8 @@ inline void sort_items(const Config& config, const Packing& packing, const Sched
     }
   }
   for (size_t r = 0; r < schedule.parts.size(); ++r) {
-    const int32_t groups = config.groups(schedule.parts[r]);
-    queue_begin[tail_queue + 1] += groups;
-    for (int32_t i = 0; i < groups; ++i) {
-      entries.push_back({key(combines, 0), kFirstGroup - i, static_cast<int32_t>(r)});
-    }
     if (!config.closed_apart(schedule.parts[r])) continue;
-    ++queue_begin[tail_queue + 1];
-    entries.push_back({key(waits, 0), kNoRow, static_cast<int32_t>(r)});
+    entries.push_back({key(merges, 0), kNoRow, static_cast<int32_t>(r)});
   }
   for (int32_t q = 0; q < n_tiles; ++q) queue_begin[q + 1] += queue_begin[q];
   sort_entries(scratch, (static_cast<uint32_t>(n_tiles + 3) << queue_shift) - 1);
@@ -152,9 +145,7 @@ struct Taken {
 
 // The partial rows that the item takes in which closes a request.
 inline Taken closing(const Config& config, const Schedule& schedule, const int32_t* part_begin, int32_t request) {
-  const Parts parts = schedule.parts[request];
-  const int32_t first = part_begin[request], deposits = config.deposits(parts), groups = config.groups(parts);
-  return groups ? Taken{first + deposits, groups} : Taken{first, deposits};
+  return {part_begin[request], config.deposits(schedule.parts[request])};
 }
 
 inline void write_item(int32_t* item, int64_t offset, int32_t start, int32_t stop, int32_t grows, int32_t first_member,
@@ -183,20 +174,11 @@ inline void write_items(const Config& config, const Forest& forest, const Packin
     member[kMemberSize * n_members++ + 1] = part;
   };
   for (const auto& entry : scratch.entries) {
-    if (entry.row <= kNoRow) {
-      const int32_t r = entry.chunk, stop = forest.seq_len[r], i = kFirstGroup - entry.row;
-      const int32_t first_member = n_members;
-      Taken taken = closing(config, schedule, part_begin, r);
-      int32_t becomes = kCloses;
-      if (i >= 0) {  // even groups of what is deposited
-        becomes = taken.first + i;
-        const int64_t deposits = taken.first - part_begin[r];
-        const int32_t begin = static_cast<int32_t>(deposits * i / taken.count);
-        taken = {part_begin[r] + begin, static_cast<int32_t>(deposits * (i + 1) / taken.count) - begin};
-      }
-      add_member(r, becomes);
+    if (entry.row == kNoRow) {
+      const int32_t r = entry.chunk, stop = forest.seq_len[r], first_member = n_members;
+      add_member(r, kCloses);
       write_item(item, forest.row_offset[r], stop, stop, -1, first_member, 1, tail_tile,
-                 member + kMemberSize * first_member, taken);
+                 member + kMemberSize * first_member, closing(config, schedule, part_begin, r));
     } else {
       const RowTile& row = schedule.rows[entry.row];
       const Pack& pack = packing.packs[row.pack];
@@ -243,6 +225,7 @@ inline void emit(const Config& config, const Forest& forest, const Packing& pack
   buffer[kHeaderSerial] = serial;
   buffer[kHeaderClosing] = static_cast<int32_t>(schedule.n_closing);
   buffer[kHeaderHeadPack] = schedule.head_pack;
+  buffer[kHeaderMerges] = static_cast<int32_t>(schedule.n_items) - queue_begin[n_tiles];
   std::copy_n(queue_begin.begin(), n_tiles + 1, buffer + kHeaderQueue);
 }
 

@@ -31,6 +31,22 @@ __device__ void leave(Params<T> const& params) {
   *left = 0;
 }
 
+// Closing items without tokens, which wait for whatever was in the queues: warp `index` of all of a launch takes its
+// share of their rows.
+template <int kHeadDim, typename T>
+__device__ void run_merges(Params<T> const& params, int index, int warps) {
+  int const items = params.plan[kHeaderMerges];
+  if (items == 0) return;
+  int const first = params.plan[kHeaderItems] - items;
+  wait_for_previous_kernel();
+#pragma unroll 1
+  for (int unit = index; unit < items * params.q_heads; unit += warps) {
+    int const item = unit / params.q_heads, words = load_item(params, first + item);
+    merge_row<kHeadDim, true>(params, item_word(words, kItemRequest), unit - item * params.q_heads,
+                              item_word(words, kItemFirstPart), item_word(words, kItemParts));
+  }
+}
+
 // The requests of a warp's rows, which are the unit's from first_row on, and how their results join others.
 template <class Layout, typename T>
 __device__ void find_rows(Params<T> const& params, StageInfo const& info, int const* members, int first_row,
@@ -195,8 +211,9 @@ struct PortableForward {
       } else {
         run_tails<2>(params, tails, smem, control);
       }
-      __syncthreads();
     }
+    run_merges<kHeadDim>(params, threadIdx.x / 32 * int(gridDim.x) + int(blockIdx.x), 4 * int(gridDim.x));
+    __syncthreads();
     leave(params);
   }
 

@@ -230,6 +230,10 @@ struct HopperForward {
       if constexpr (kLends) cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
     }
     run_tails(params, smem, control);
+    // First to those that copied: they are done before those that compute.
+    constexpr int kWarps = kThreads / 32;
+    run_merges<kHeadDim>(params, (kWarps - 1 - thread() / 32) * int(gridDim.x) + int(blockIdx.x),
+                         kWarps * int(gridDim.x));
     __syncthreads();
     leave(params);
   }

@@ -33,13 +33,30 @@ struct PartWeight {
   // Take a part in: the sum so far is to be scaled by alpha, the part by the result.
   __device__ __forceinline__ float add(float lse, float& alpha) {
     float const next = fmaxf(top, lse);
-    float const minus = next == -INFINITY ? 0.f : -next;
-    alpha = exp2f(top + minus);
-    float const w = exp2f(lse + minus);
+    alpha = exp2f(top + minus(next));
+    float const w = exp2f(lse + minus(next));
     top = next;
     weight = fmaf(weight, alpha, w);
     return w;
   }
+  // The same for as many as a warp has lanes, of which `highest` is the greatest log-sum-exp: the factor of the sum so
+  // far ...
+  __device__ __forceinline__ float follow(float highest) {
+    float const next = fmaxf(top, highest), alpha = exp2f(top + minus(next));
+    top = next;
+    weight *= alpha;
+    return alpha;
+  }
+  // ... and of this lane's part.
+  __device__ __forceinline__ float weigh(float lse) {
+    float const w = exp2f(lse + minus(top));
+    float all = w;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) all += __shfl_xor_sync(~0u, all, distance);
+    weight += all;
+    return w;
+  }
+  static __device__ __forceinline__ float minus(float top) { return top == -INFINITY ? 0.f : -top; }
   __device__ __forceinline__ float inverse() const { return weight == 0.f ? 0.f : 1.f / weight; }  // NaN stays NaN
   __device__ __forceinline__ float lse() const { return weight == 0.f ? -INFINITY : top + log2f(weight); }
 };
@@ -186,47 +203,91 @@ __device__ __forceinline__ Announcement finish(Params<T> const& params, Out& out
   return told;
 }
 
+// A warp combines a request's parts, `n_parts` from `first` on, for one query head. kWaits: until they are there, and
+// leaves their log-sum-exps, which nobody else reads, as the next run expects them.
+template <int kHeadDim, bool kWaits, typename T>
+__device__ __forceinline__ void merge_row(Params<T> const& params, int request, int head, int first, int n_parts) {
+  constexpr int kChunks = (kHeadDim / 4 + 31) / 32;  // of a lane
+  constexpr int kAtOnce = 16 / kChunks;              // parts asked for at once
+  int const lane = threadIdx.x % 32;
+  bool const has_columns = 4 * lane < kHeadDim;
+  int64_t const row = int64_t(first) * params.q_heads + head;
+  float* const lse_at = params.part_lse + row;
+  float const* const value_at = params.part_out + row * kHeadDim + 4 * lane;
+  PartWeight total{-INFINITY, 0.f};
+  float sum[kChunks][4] = {};
+#pragma unroll 1
+  for (int begin = 0; begin < n_parts; begin += 32) {  // one a lane
+    int const count = min(32, n_parts - begin);
+    float* const mine = lse_at + int64_t(begin + lane) * params.q_heads;
+    uint32_t bits = kNothing;
+    for (int tries = 0;; ++tries) {
+      if (lane < count && bits == kNothing) bits = load_relaxed(mine);
+      if (!kWaits || !__any_sync(~0u, lane < count && bits == kNothing)) break;
+      if (tries > kPatience) __trap();  // a plan whose parts are not all deposited: an error rather than a hang
+    }
+    if (kWaits) {
+      asm volatile("fence.acq_rel.gpu;" ::: "memory");
+      if (lane < count) __stcg(reinterpret_cast<uint32_t*>(mine), kNothing);
+    }
+    float const lse = lane < count ? __uint_as_float(bits) : -INFINITY;
+    float top = lse;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+    float const alpha = total.follow(top);
+    float const weight = total.weigh(lse);
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[c][e] *= alpha;
+    }
+#pragma unroll 1
+    for (int k = 0; k < count; k += kAtOnce) {
+      float4 part[kAtOnce][kChunks];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          bool const there = has_columns && k + j < count;
+          float const* const from = value_at + int64_t(begin + k + j) * params.q_heads * kHeadDim + 128 * c;
+          part[j][c] = there ? __ldcg(reinterpret_cast<float4 const*>(from)) : make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        float const w = __shfl_sync(~0u, weight, (k + j) % 32);
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          float const x[4] = {part[j][c].x, part[j][c].y, part[j][c].z, part[j][c].w};
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[c][e] = fmaf(w, x[e], sum[c][e]);
+        }
+      }
+    }
+  }
+  float const inverse = total.inverse();
+  T* const to = params.out + request * params.out_stride + head * kHeadDim;
+  int const place = 2 * (lane % 4) + lane / 4 % 2;  // part_chunk, backwards
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    if (!has_columns) continue;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) to[8 * (4 * (lane / 8 + 4 * c) + e) + place] = T(sum[c][e] * inverse);
+  }
+  if (params.lse && lane == 0) params.lse[int64_t(request) * params.q_heads + head] = total.lse() * kLn2;
+}
+
 // A warp per (request, query head): combines all parts where no unit closes (merge="kernel").
 template <typename T, int kHeadDim>
 __global__ void merge_kernel(Params<T> const params) {
-  constexpr int kChunks = (kHeadDim / 4 + 31) / 32;  // of a lane
   wait_for_previous_kernel();
   int const n_requests = params.plan[kHeaderRequests];
   int const* const part_begin = params.plan + params.plan[kHeaderPartBegin];
   int const warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32, warps = gridDim.x * blockDim.x / 32;
-  int const lane = threadIdx.x % 32;
   for (int index = warp; index < n_requests * params.q_heads; index += warps) {
-    int const request = index / params.q_heads, head = index % params.q_heads;
-    int const first_part = part_begin[request], n_parts = part_begin[request + 1] - first_part;
-    if (n_parts == 0) continue;
-    float const* const lse = params.part_lse + int64_t(first_part) * params.q_heads + head;
-    float const* const value = params.part_out + (int64_t(first_part) * params.q_heads + head) * kHeadDim;
-    PartWeight total{-INFINITY, 0.f};
-    float sum[kChunks][4] = {};
-#pragma unroll 4
-    for (int k = 0; k < n_parts; ++k) {
-      float alpha;
-      float const w = total.add(lse[int64_t(k) * params.q_heads], alpha);
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        if (4 * (lane + 32 * c) >= kHeadDim) continue;
-        float4 const part =
-            *reinterpret_cast<float4 const*>(value + int64_t(k) * params.q_heads * kHeadDim + 4 * (lane + 32 * c));
-        float const x[4] = {part.x, part.y, part.z, part.w};
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum[c][e] = fmaf(w, x[e], sum[c][e] * alpha);
-      }
-    }
-    float const inverse = total.inverse();
-    T* const to = params.out + request * params.out_stride + head * kHeadDim;
-    int const place = 2 * (lane % 4) + lane / 4 % 2;  // part_chunk, backwards
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      if (4 * (lane + 32 * c) >= kHeadDim) continue;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) to[8 * (4 * (lane / 8 + 4 * c) + e) + place] = T(sum[c][e] * inverse);
-    }
-    if (params.lse && lane == 0) params.lse[int64_t(request) * params.q_heads + head] = total.lse() * kLn2;
+    int const request = index / params.q_heads, first = part_begin[request];
+    int const n_parts = part_begin[request + 1] - first;
+    if (n_parts) merge_row<kHeadDim, false>(params, request, index % params.q_heads, first, n_parts);
   }
 }
 

@@ -40,7 +40,7 @@ enum ConfigField : int32_t {
   kMerge,
   kHeadPack,   // 0: the planner decides
   kTailWarps,  // of a processor, that take the tail tile's units
-  kFanIn,      // parts of a request beyond which they are combined in groups first; 0: never
+  kFanIn,      // the most parts that a request has if its last one closes it; 0: any number, and none has to be apart
   kTileCount,
   kConfigTiles,  // m, n of each tile, ascending
 };
@@ -79,12 +79,12 @@ struct RowCut {
   int32_t last;  // tile
 };
 
-// The parts of a request, the one that closes it included.
+// The parts of a request.
 struct Parts {
   int32_t count;
-  bool alone;  // the item (or pack) of the last one has no other member
+  bool tail;  // the last one's item (or pack) has no other member and is in the tail tile
 
-  void add(int32_t more, bool single) { count += more, alone = single; }  // in order of position
+  void add(int32_t more, bool in_tail) { count += more, tail = in_tail; }  // in order of position
 };
 
 struct Config {
@@ -125,24 +125,17 @@ struct Config {
     return {tiles, tile_for(requests - (tiles - 1) * capacity)};
   }
 
-  // Fused merge: the item of a request's last part closes it. It waits for the other parts, combines them with its own
-  // and writes the result.
+  // Fused merge: an item closes each request of several parts. It waits for them, combines them and writes the result.
   bool fused() const { return fields[kMerge] == kMergeFused; }
-  // A request of so many parts that they are combined in groups, by items without tokens, and it is closed by another
-  // one, as a unit takes in one part after the other. Only tails know how to.
-  bool in_groups(Parts parts) const {
-    return fused() && fields[kFanIn] && parts.count > fields[kFanIn] && tile(tail_tile()).m == kThinRows;
+  // The item of the last part does that, and combines the others with its own. It takes in one after the other, so
+  // there must not be many.
+  bool closed_by_last(Parts parts) const {
+    return fused() && parts.count > 1 && parts.tail && (fields[kFanIn] == 0 || parts.count <= fields[kFanIn]);
   }
+  // An item without tokens does, in a queue of its own.
+  bool closed_apart(Parts parts) const { return fused() && parts.count > 1 && !closed_by_last(parts); }
   // The parts of a request that are deposited.
-  int32_t deposits(Parts parts) const {
-    return parts.count < 2 ? 0 : parts.count - (fused() && parts.alone && !in_groups(parts));
-  }
-  // What is combined from them: as many as each is combined from.
-  int32_t groups(Parts parts) const {
-    return in_groups(parts) ? static_cast<int32_t>(std::ceil(std::sqrt(static_cast<double>(parts.count)))) : 0;
-  }
-  // Whether a request takes one item more, without tokens, to close it.
-  bool closed_apart(Parts parts) const { return fused() && parts.count > 1 && (!parts.alone || in_groups(parts)); }
+  int32_t deposits(Parts parts) const { return parts.count < 2 ? 0 : parts.count - closed_by_last(parts); }
 
   // The traffic model, bytes per KV head. One KV token is K and V in 16 bits; one part of a request is its group's
   // rows of output and log-sum-exp in fp32, written once and read once. A request with one part only has none: its
@@ -204,6 +197,8 @@ struct Schedule {
   int32_t head_pack;          // KV heads to a unit of the tail tile's queue
   std::vector<uint64_t> queue;  // scratch, rows of a tile: tokens << 32 | ~row; what is longer is larger
 };
+
+inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 #define FEATHER_REQUIRE(condition, message)        \
   do {                                             \

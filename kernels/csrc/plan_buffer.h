@@ -29,8 +29,9 @@ enum HeaderField : int32_t {
   kHeaderPartBegin,
   kHeaderUsed,
   kHeaderSerial,      // counts the plans written into this buffer
-  kHeaderClosing,     // items that close a request; all in the last queue with work
+  kHeaderClosing,     // items that close a request; all in the last queue with work, or behind the queues
   kHeaderHeadPack,    // KV heads to a unit of the tail tile's queue, where that tile has 8 rows
+  kHeaderMerges,      // items behind the queues: closing ones without tokens
   kHeaderQueue = 16,  // n_tiles + 1 entries: queue q serves tile n_tiles - 1 - q
 };
 
@@ -45,7 +46,7 @@ enum ItemField : int32_t {
   kItemTile,
   kItemRequest,    // of its first member, and that member's part: who runs single requests needs no more
   kItemPart,
-  kItemFirstPart,  // the partial rows that it takes in, if it closes a request or combines some of its parts
+  kItemFirstPart,  // the partial rows that it takes in, if it closes a request
   kItemParts,
 };
 

@@ -45,7 +45,7 @@ class Rounds {
   template <class Least>
   void settle(Least least) {
     for (int32_t tile = config_.n_tiles() - 1; tile >= 0 && config_.tile(tile).m > kWarpRows; --tile) {
-      settle_tile(tile, least(config_, tile));
+      settle_tile(tile, round_up(least(tile), config_.tile(tile).n));
     }
   }
 

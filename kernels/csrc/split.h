@@ -31,11 +31,37 @@ inline void add_row_tiles(const Config& config, const Packing& packing, int32_t 
 
 constexpr int64_t kMinSteps = 8;  // a chunk is at least so many steps of its tile
 
-inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
-
 // The shortest chunk that a tile's packs are cut into.
 inline int64_t least_chunk(const Config& config, int32_t tile) {
   return std::max<int64_t>(config[kMinChunk], kMinSteps * config.tile(tile).n);
+}
+
+constexpr int32_t kNoTile = -1;
+
+// Few packs go to the smallest tile of teams, all of them: nothing waits there for anything but to be merged, and a team
+// takes several times as many tokens at once. Returns that tile, or kNoTile where they are more, or requests must not be
+// closed apart. Beyond so many rounds of units, or so many tokens for a team, handing out units one by one to single
+// warps is faster.
+inline int32_t gather_few(const Config& config, const Packing& packing, std::vector<RowTile>& rows) {
+  constexpr double kMostRounds = 1.5, kMostTokens = 3000;
+  if (!config.balances() || config[kFanIn] == 0) return kNoTile;
+  int32_t team = 0;
+  while (config.tile(team).m <= kWarpRows) {
+    if (++team == config.n_tiles()) return kNoTile;
+  }
+  int64_t tokens = 0;
+  for (const RowTile& row : rows) {
+    const Pack& pack = packing.packs[row.pack];
+    if (row.tile > team || pack.chunk) return kNoTile;
+    tokens += pack.length();
+  }
+  const double teams = static_cast<double>(config.teams(team) * config[kProcessors]);
+  const double units = static_cast<double>(static_cast<int64_t>(rows.size()) * config[kKvHeads]);
+  if (units > kMostRounds * teams || static_cast<double>(tokens * config[kKvHeads]) > kMostTokens * teams) {
+    return kNoTile;
+  }
+  for (RowTile& row : rows) row.tile = team;
+  return team;
 }
 
 // A few long packs in a tile of single warps would keep few warps busy for long: they go to the next larger tile, whose
@@ -55,8 +81,9 @@ inline void promote_long(const Config& config, const Packing& packing, std::vect
 
 // The longest chunk of each tile, in tokens, before any widening. Balanced: a share of what the tile has in all, so
 // that every team has a chunk; but a chunk is not so short that its part costs as much as it does.
-inline void chunk_limits(const Config& config, const Packing& packing, const std::vector<RowTile>& rows,
-                         int64_t* limit) {
+template <class Least>
+void chunk_limits(const Config& config, const Packing& packing, const std::vector<RowTile>& rows, Least least,
+                  int64_t* limit) {
   int64_t tokens[kMaxTiles] = {}, all = 0;
   for (const RowTile& row : rows) {
     const int64_t length = packing.packs[row.pack].length();
@@ -68,8 +95,7 @@ inline void chunk_limits(const Config& config, const Packing& packing, const std
     if (config[kSplit] == kSplitMean) limit[t] = std::max<int64_t>(1, all / std::max<int64_t>(1, rows.size()));
     if (config.balances()) {
       const double share = config.alpha(t) * static_cast<double>(tokens[t] * config[kKvHeads]) / config[kProcessors];
-      const double least = static_cast<double>(least_chunk(config, t));
-      const double chunk = std::min<double>(std::max(share, least), INT32_MAX / 2);
+      const double chunk = std::min<double>(std::max(share, static_cast<double>(least(t))), INT32_MAX / 2);
       limit[t] = round_up(static_cast<int64_t>(std::ceil(chunk)), config.tile(t).n);
     }
   }
@@ -152,16 +178,16 @@ inline void count_all(const Config& config, Schedule& out) {
   out.n_items = out.n_cut;
   out.n_parts = out.n_closing = 0;
   for (const Parts parts : out.parts) {
-    const int32_t groups = config.groups(parts);
-    out.n_parts += config.deposits(parts) + groups;
+    out.n_parts += config.deposits(parts);
     out.n_closing += config.fused() && parts.count > 1;
-    out.n_items += config.closed_apart(parts) + groups;
+    out.n_items += config.closed_apart(parts);
   }
   out.n_members += out.n_items - out.n_cut;
 }
 
 // Cuts every row tile into even chunks, none longer than widen times what it may be, and counts what that makes.
 inline void cut(const Config& config, const Packing& packing, double widen, Schedule& out) {
+  const int32_t tail = config.tail_tile();
   std::fill(out.parts.begin(), out.parts.end(), Parts{});
   out.n_cut = out.n_members = 0;
   for (RowTile& row : out.rows) {
@@ -181,7 +207,8 @@ inline void cut(const Config& config, const Packing& packing, double widen, Sche
     out.n_cut += row.n_chunks;
     out.n_members += int64_t{row.n_chunks} * row.count;
     const int32_t chunks = row.n_chunks, count = row.count;
-    for (int32_t i = 0; i < count; ++i) out.parts[packing.members[row.first + i]].add(chunks, count == 1);
+    const bool in_tail = count == 1 && row.tile == tail;
+    for (int32_t i = 0; i < count; ++i) out.parts[packing.members[row.first + i]].add(chunks, in_tail);
   }
   count_all(config, out);
 }
@@ -194,15 +221,17 @@ inline void schedule(const Config& config, const Forest& forest, const Packing& 
   for (size_t pack = 0; pack < packing.packs.size(); ++pack) {
     add_row_tiles(config, packing, static_cast<int32_t>(pack), out.rows);
   }
-  if (config.balances()) promote_long(config, packing, out.rows);
+  out.head_pack = choose_head_pack(config);
+  const int32_t few = gather_few(config, packing, out.rows);
+  if (config.balances() && few == kNoTile) promote_long(config, packing, out.rows);
+  auto least = [&](int32_t tile) { return tile == few ? config[kMinChunk] : least_chunk(config, tile); };
   int64_t limit[kMaxTiles];
-  chunk_limits(config, packing, out.rows, limit);
+  chunk_limits(config, packing, out.rows, least, limit);
   for (RowTile& row : out.rows) {
     const int32_t fixed = packing.packs[row.pack].chunk;
     row.longest = static_cast<int32_t>(fixed ? fixed : std::min<int64_t>(limit[row.tile], INT32_MAX));
   }
-  out.head_pack = choose_head_pack(config);
-  if (config[kSplit] == kSplitRounds) Rounds(config, packing, out, scratch).settle(least_chunk);
+  if (config[kSplit] == kSplitRounds) Rounds(config, packing, out, scratch).settle(least);
   if (config.balances()) balance_single_warps(config, packing, out);
   out.widened = 0;
   for (double widen = 1;; widen *= 1.25) {

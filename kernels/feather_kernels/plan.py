@@ -25,7 +25,7 @@ Tiles = Sequence[tuple[int, int]]
 # One over a processor's teams, by m, on either path; beyond head_dim 128 there are half as many teams.
 DEFAULT_ALPHA = {8: 0.125, 16: 0.125, 32: 0.25, 64: 0.5, 128: 1.0}
 COMPUTE_SPLIT_COST = 64.0  # row-tokens that a partial row is worth to `compute`: its bytes at a few FLOP each
-FAN_IN = 16  # parts of a request that its closing item takes in one by one
+FAN_IN = 16  # parts of a request that the item of the last one takes in one by one
 MIN_GROWTH = 64  # tokens that any tail may grow before its plan is stale
 
 MAGIC = 0x70616B31
@@ -77,7 +77,8 @@ class Planner:
         Rows and KV tokens of the kernel's tiles, by ascending m; default ``tiles.TILES["hopper"]``. An item of R rows
         runs in the smallest m >= R, but in m = 8 only if it has one request. With ``split`` "balanced" or
         "rounds", long packs of several requests in a tile of at most 16 rows run in the next larger one where they are
-        few.
+        few; and all packs, tails too, in the smallest tile of more than 16 rows where they are few in all
+        (``csrc/split.h``, ``gather_few``).
     split : str
         A key of ``pack.SPLITS``: how long KV is cut.
     merge : str
@@ -89,7 +90,7 @@ class Planner:
         exceed 5/4 of a warp's even share of the tile's tokens; the others so that their chunks are one round.
     min_chunk : int
         ... but the limit is no lower than this many tokens, nor than eight steps of its tile unless single warps have
-        all the work. Chunks of a pack are even, so shorter than their limit, by up to half.
+        all the work or packs are few (`tiles`). Chunks of a pack are even, so shorter than their limit, by up to half.
     n_sm : int
         Processors of the GPU.
     grow : bool
@@ -114,9 +115,9 @@ class Planner:
     tail_warps : int, optional
         Warps of a processor that take tails, each a unit at a time; by default those of the Hopper path.
     fan_in : int
-        With ``merge`` "fused" and a tail tile of eight rows: a request of more parts than this has them combined in
-        groups by items of their own, so that the one that closes it takes in one of each group; 0 for never, as in a
-        batch whose plan has no room for it.
+        With ``merge`` "fused": a request of more parts than this is closed by an item without tokens, behind the
+        queues, whose warps ask for many parts at once. 0 for no limit, and for few packs to stay in their tiles
+        (`tiles`); a batch whose plan has no room for the one part more is planned so.
     buffer : int32 [capacity], optional
         Memory to plan into (pinned, for example); at least ``Planner.buffer_size`` entries.
 
@@ -224,7 +225,7 @@ class Planner:
         normal = price.copy()
         try:
             for doublings in range(DOUBLINGS + 1):
-                for fan_in in dict.fromkeys((self.fan_in, 0)):  # parts combined in groups take more room
+                for fan_in in dict.fromkeys((self.fan_in, 0)):  # closing items apart take more room
                     self._config[_FAN_IN] = fan_in
                     try:
                         self._call(forest, buffer)
@@ -258,7 +259,7 @@ class PackPlan:
     buffer : int32 [Planner.buffer_size]
         Everything the kernel reads; its first ``used`` entries are this plan. Header of 32: magic, items, members,
         requests, partial rows, tiles, begin of items, of members, of part_begin, used, serial, closing items, head
-        pack; queue_begin from 16 on.
+        pack, items behind the queues; queue_begin from 16 on.
     """
 
     planner: Planner
@@ -307,7 +308,7 @@ class PackPlan:
 
     @property
     def n_closing(self) -> int:
-        """Items that close a request of several parts: one for each such request, in the tail tile's queue."""
+        """Items that close a request of several parts: one for each, in the tail tile's queue or behind the queues."""
         return self.header[_CLOSING]
 
     @property
@@ -356,8 +357,7 @@ class PackPlan:
 
     @property
     def part_begin(self) -> IntArray:
-        """int32 [n_requests + 1]: each request's partial rows, in order of position; what closes it has none. Where
-        they are combined (`Planner`, fan_in), the rows of the results follow."""
+        """int32 [n_requests + 1]: each request's partial rows, in order of position; what closes it has none."""
         begin = self.header[_PART_BEGIN]
         return self.buffer[begin : begin + self.n_requests + 1]
 
@@ -365,11 +365,11 @@ class PackPlan:
     def queue_begin(self) -> IntArray:
         """int32 [n_tiles + 1]: queue q holds the items of tile ``n_tiles - 1 - q`` (largest m first), longest first.
 
-        With ``merge="fused"``, the last queue with work, that of the smallest m >= G, has four such runs: items that
-        neither wait for an item of this queue nor are waited for; those that others wait for; items without tokens that
-        combine parts (`Planner`, fan_in); and closing items that wait for any of these, or have no tokens. So an item
-        waits for earlier ones only. No item that neither deposits nor waits may stand behind the first run: a warp that
-        still owes a part passes over slots of its ring from there on (`csrc/tail.cuh`).
+        With ``merge="fused"``, the queue of the smallest m >= G has three such runs: items that neither wait for an
+        item of this queue nor are waited for; those that others wait for; and closing items that wait for any of these.
+        So an item waits for earlier ones only. No item that neither deposits nor waits may stand behind the first run:
+        a warp that still owes a part passes over slots of its ring from there on (`csrc/tail.cuh`). Closing items
+        without tokens are in no queue: they follow the last one, and wait for any other.
         """
         return self.buffer[_QUEUE : _QUEUE + len(self.tiles) + 1]
 

@@ -32,8 +32,8 @@ def reference_decode(
 ) -> Result:
     """Run every item of a plan, in the order of their launch, and merge the partial results (PAT 7).
 
-    An item that closes a request merges its parts, with its own as the last one; an item that combines some of them
-    does so without one of its own. With ``merge="kernel"`` all requests with parts are merged in the end.
+    An item that closes a request merges its parts, with its own, if it has tokens, as the last one. With
+    ``merge="kernel"`` all requests with parts are merged in the end.
 
     Parameters
     ----------
@@ -125,8 +125,9 @@ def merge(part_out: Array, part_lse: Array) -> Result:
 
 
 def _launch_order(plan: PackPlan) -> Iterator[list[int]]:
-    """Queue by queue, items in order within each."""
-    for begin, end in pairwise(plan.queue_begin.tolist()):
+    """Queue by queue, items in order within each; then those behind the queues."""
+    queues = plan.queue_begin.tolist()
+    for begin, end in pairwise([*queues, plan.n_items]):
         yield from plan.items[begin:end].tolist()
 
 

@@ -1,7 +1,6 @@
 """What the planner's tests share: random forests, and everything that must hold of any plan."""
 
 import copy
-import math
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from feather_kernels.pack import SPLITS, STRATEGIES
 from feather_kernels.plan import CLOSES, MAGIC, make_plan
 from feather_kernels.tiles import TILES
 from feather_kernels.trees import forest_table, random_forest
-from oracles.splitting import head_pack, least_promoted
+from oracles.splitting import gathers, head_pack, least_promoted
 from oracles.waiting import Unit
 
 HEADS = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64}
@@ -38,10 +37,9 @@ def offsets(plan):
 
 
 def without_tokens(plan):
-    """bool [items]: items that only close a request, or combine some of its parts."""
+    """bool [items]: items that only close a request."""
     items = plan.items
-    closes = plan.members[items[:, 5], 1] == CLOSES
-    return (closes | (items[:, 11] > 0)) & (items[:, 2] == items[:, 3]) & (items[:, 4] < 0)
+    return (plan.members[items[:, 5], 1] == CLOSES) & (items[:, 2] == items[:, 3]) & (items[:, 4] < 0)
 
 
 def packs_in(plan):
@@ -61,21 +59,16 @@ def check_plan(plan, forest):
     check_header(plan)
     table, _ = forest_table(forest)
     parts = [[] for _ in range(forest.n_requests)]  # of each request: its items with KV, and the one that closes it
-    combined = [[] for _ in range(forest.n_requests)]  # of each request: those that combine parts
     for offset, item in zip(offsets(plan).tolist(), items.tolist(), strict=True):
         _, _, start, stop, grows, first, count, tile, request, part, *taken = item
         assert [request, part] == members[first].tolist()
-        if part >= 0 and taken[1]:
-            assert start == stop == forest.seq_len[request] and (grows, count, tile) == (-1, 1, tile_of(plan, 1))
-            combined[request].append((part, *taken))
-            continue
         assert taken[0] >= plan.part_begin[request] and (part == CLOSES or not taken[1])
         slots = table[offset + start : offset + stop]
         for request, part in members[first : first + count].tolist():
             row = int(forest.row_offset[request])
             assert (slots == table[row + start : row + stop]).all()
             parts[request].append(Part(start, stop, part, grows, count, tile, tuple(taken)))
-    check_parts(plan, forest, parts, combined)
+    check_parts(plan, forest, parts)
 
 
 class Part(NamedTuple):
@@ -105,9 +98,16 @@ def uncut(plan):
 
 def row_tiles(plan):
     """[(tile, start, stop, members)] of what the plan cuts: a pack's rows in one tile, in the tile that they run in."""
+    planner = plan.planner
     rows = [(tile_of(plan, len(members)), start, stop, members) for start, stop, members in packs_in(uncut(plan))]
-    if plan.planner.split not in ("balanced", "rounds"):
+    if planner.split not in ("balanced", "rounds"):
         return rows
+    fixed = planner.strategy == "two-phase" and any(len(members) > 1 for *_, members in rows)
+    stays = fixed or planner.fan_in == 0
+    teams = [max(1, round(1 / alpha)) * planner.n_sm for alpha in planner._reals[4 : 4 + len(plan.tiles)].tolist()]
+    team = None if stays else gathers([row[:3] for row in rows], plan.tiles, teams, planner.num_kv_heads)
+    if team is not None:
+        return [(team, *row[1:]) for row in rows]
     shared = [row for row in rows if len(row[3]) > 1 and plan.tiles[row[0]][0] <= 16]
     warps = plan.planner.n_sm * (8 if plan.planner.head_dim <= 128 else 4)
     least = least_promoted([stop - start for _, start, stop, _ in shared], plan.planner.num_kv_heads, warps)
@@ -137,7 +137,10 @@ def members_of(plan):
 
 
 def work(plan):
-    """The plan's queues for `oracles.waiting`: each item is a unit for every KV head, or every `head_pack` of them."""
+    """The plan's queues for `oracles.waiting`: each item is a unit for every KV head, or every `head_pack` of them.
+
+    The last one holds the items behind the queues.
+    """
     tail, heads = tile_of(plan, 1), plan.planner.num_kv_heads
     queues = []
     for begin, end in pairwise(plan.queue_begin.tolist()):
@@ -150,13 +153,19 @@ def work(plan):
                 gives = frozenset((part, h) for _, part in mine if part >= 0 for h in mates)
                 queue.append(Unit(gives, frozenset((part, h) for part in taken for h in mates)))
         queues.append(queue)
-    return queues
+    merges = plan.items[plan.queue_begin[-1] :, 10:].tolist()
+    rows = ((range(first, first + count), head) for first, count in merges for head in range(heads))
+    return [*queues, [Unit(frozenset(), frozenset((part, head) for part in parts)) for parts, head in rows]]
 
 
 def check_queues(plan):
-    """Largest tile first, longest item first; in the last queue with work in four classes, by who waits for whom."""
+    """Largest tile first, longest item first; in the last queue with work in three classes, by who waits for whom.
+
+    Items without tokens, and they alone, come behind the queues.
+    """
     queues, items, members = plan.queue_begin.tolist(), plan.items, members_of(plan)
-    assert queues[0] == 0 and queues[-1] == plan.n_items and queues == sorted(queues)
+    assert queues[0] == 0 and queues == sorted(queues)
+    assert without_tokens(plan).tolist() == [index >= queues[-1] for index in range(plan.n_items)]
     closing = [index for index, mine in enumerate(members) if mine[0][1] == CLOSES]
     assert len(closing) == (plan.members[:, 1] == CLOSES).sum() == plan.n_closing  # none closes two requests
     assert (items[closing][:, 6:8] == [1, tile_of(plan, 1)]).all()
@@ -164,27 +173,21 @@ def check_queues(plan):
         assert (items[begin:end, 7] == len(plan.tiles) - 1 - queue).all()
     tail_queue = len(plan.tiles) - 1 - tile_of(plan, 1)
     first, last = queues[tail_queue : tail_queue + 2]
-    assert last == plan.n_items
-    order = [(item[7] * -1, 0, item[2] - item[3]) for item in items.tolist()]
-    for index, rank in enumerate(classes(plan, members[first:]), first):
+    assert last == queues[-1]
+    order = [(item[7] * -1, 0, item[2] - item[3]) for item in items[:last].tolist()]
+    for index, rank in enumerate(classes(plan, members[first:last]), first):
         order[index] = (order[index][0], rank, order[index][2])
     assert order == sorted(order)
     check_waits(plan, members, first)
 
 
 def classes(plan, members):
-    """Of each item of the last queue with work: 0, or 1 if others of it wait for it, or 2 if it combines parts, or 3 if
-    it closes a request and waits for any of those.
-
-    A closing item without tokens is always of the last class.
-    """
+    """Of each item of the last queue with work: 0; 1 if others of it wait for it; 2 if it waits for others of it."""
     if plan.planner.merge == "kernel":
         return [0] * len(members)
-    bare = without_tokens(plan)[plan.n_items - len(members) :]
     awaited = {request for mine in members for request, part in mine if part >= 0}
     return [
-        (3 if mine[0][1] == CLOSES else 1 + nothing) if nothing or any(request in awaited for request, _ in mine) else 0
-        for mine, nothing in zip(members, bare, strict=True)
+        (2 if mine[0][1] == CLOSES else 1) if any(request in awaited for request, _ in mine) else 0 for mine in members
     ]
 
 
@@ -203,58 +206,41 @@ def check_header(plan):
     assert header[:6] == [MAGIC, plan.n_items, plan.n_members, plan.n_requests, plan.n_parts, len(plan.tiles)]
     assert header[8] < header[6] < header[7] and all(begin % 32 == 0 for begin in header[6:9])
     assert header[9] == plan.used == header[7] + 2 * plan.n_members <= len(plan.buffer)
-    assert header[11] == plan.n_closing and header[12] == plan.head_pack and header[13:16] == [0, 0, 0]
+    assert header[11] == plan.n_closing and header[12] == plan.head_pack and header[14:16] == [0, 0]
+    assert header[13] == plan.n_items - plan.queue_begin[-1]
     pack = head_pack(plan.group_size, planner.num_kv_heads, planner.head_dim)
     pairs = plan.tiles[tile_of(plan, 1)][0] == 8
     assert plan.head_pack == (planner.head_pack or pack if pairs else 1)
 
 
-def groups(plan, parts):
-    """How many items combine so many parts of a request."""
-    combines = plan.planner.merge == "fused" and 0 < plan.planner.fan_in < parts
-    return math.isqrt(parts - 1) + 1 if combines and plan.tiles[tile_of(plan, 1)][0] == 8 else 0
-
-
-def check_parts(plan, forest, parts, combined):
+def check_parts(plan, forest, parts):
     begin = plan.part_begin.tolist()
     assert begin[0] == 0 and begin[-1] == plan.n_parts
     for request, mine in enumerate(parts):
         mine.sort(key=lambda part: (part.start, part.stop, part.row == CLOSES))
         ends = [0, *(part.stop for part in mine)]
         assert [part.start for part in mine] == ends[:-1] and ends[-1] == forest.seq_len[request]
-        grouped = sorted(combined[request])
-        end = begin[request + 1] - len(grouped)
-        rows, closer = list(range(begin[request], end)), []
+        rows, closer = list(range(begin[request], begin[request + 1])), []
         if len(mine) == 1:
             assert rows == []
             closer = [-1]
         elif plan.planner.merge == "fused":
             closer = [CLOSES]
-            check_closer(plan, *mine[-2:], bool(grouped))
-            assert mine[-1].taken == ((end, len(grouped)) if grouped else (begin[request], len(rows)))
-        check_groups(plan, rows, end, grouped, len(mine) - only_closes(mine[-1]))
+            check_closer(plan, mine)
+            assert mine[-1].taken == (begin[request], len(rows))
         assert [part.row for part in mine] == rows + closer
         growing = [part.grows for part in mine if part.grows >= 0]
         assert growing == ([request] if plan.planner.grow else [])
-        assert not plan.planner.grow or mine[-1 - bool(grouped)].grows == request
-
-
-def check_groups(plan, rows, end, grouped, parts):
-    """Many parts are combined in even groups, all of them, each into one of the partial rows from `end` on."""
-    assert len(grouped) == groups(plan, parts)
-    if grouped:
-        assert [row for row, _, _ in grouped] == list(range(end, end + len(grouped)))
-        assert [row for _, first, count in grouped for row in range(first, first + count)] == rows
-        counts = [count for _, _, count in grouped]
-        assert max(counts) - min(counts) <= 1
+        assert not plan.planner.grow or mine[-1 - only_closes(mine[-1])].grows == request
 
 
 def only_closes(part):
     return part.row == CLOSES and part.start == part.stop and part.grows < 0
 
 
-def check_closer(plan, before, last, grouped):
-    """An item without tokens only where the last one with tokens could not close, or the parts are combined first."""
-    assert last.tile == tile_of(plan, 1) and last.members == 1
-    assert only_closes(last) == (grouped or (before.stop == last.stop and not plan.planner.grow))
-    assert not only_closes(last) or grouped or before.members > 1
+def check_closer(plan, mine):
+    """The last item with tokens, if it can: alone in the tail tile, and of no more parts than it takes in."""
+    assert mine[-1].tile == tile_of(plan, 1) and mine[-1].members == 1
+    parts = mine[: -1 if only_closes(mine[-1]) else None]
+    can = parts[-1].tile == tile_of(plan, 1) and parts[-1].members == 1
+    assert only_closes(mine[-1]) == (not can or 0 < plan.planner.fan_in < len(parts))

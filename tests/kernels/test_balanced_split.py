@@ -15,7 +15,7 @@ from feather_kernels.pack import MERGES, STRATEGIES
 from feather_kernels.plan import DEFAULT_ALPHA
 from feather_kernels.tiles import TILES
 from feather_kernels.trees import tree_forest
-from oracles.splitting import Processors, head_pack, least_chunk, limits_of_warps, pieces, tile_limit
+from oracles.splitting import Processors, gathers, head_pack, least_chunk, limits_of_warps, pieces, tile_limit, up
 
 WITHOUT_CHUNKS = sorted(STRATEGIES.keys() - {"two-phase"})  # whose packs have no chunk of their own
 
@@ -50,18 +50,30 @@ def rule(rows, arguments, widen=1.0):
         limits = limits_of_warps(longest_first, units, warps, busy, least, step)
         cut += [(tile, length, longest) for length, longest in zip(longest_first, limits, strict=True)]
     lengths = [[stop - start for of, start, stop, _ in rows if of == tile] for tile in range(len(tiles))]
+    few = fine_tile(rows, arguments)
+    leasts = [least_chunk(arguments["min_chunk"], n, tile == few) for tile, (_, n) in enumerate(tiles)]
     limits = [
-        tile_limit(some, DEFAULT_ALPHA[m], kv_heads, n_sm, least_chunk(arguments["min_chunk"], n), n)
-        for some, (m, n) in zip(lengths, tiles, strict=True)
+        tile_limit(some, DEFAULT_ALPHA[m], kv_heads, n_sm, least, n)
+        for some, least, (m, n) in zip(lengths, leasts, tiles, strict=True)
     ]
     if arguments["split"] == "rounds":
-        settle_rounds(rows, arguments, tail, pack, limits)
+        settle_rounds(rows, arguments, tail, pack, leasts, limits)
     cut += [(tile, stop - start, limits[tile]) for tile, start, stop, _ in rows if tile not in of_warps]
     chunks = [(tile, size, pieces(size, int(longest * widen), tiles[tile][1])) for tile, size, longest in cut]
     return Counter(chunks), pack
 
 
-def settle_rounds(rows, arguments, tail, pack, limits):
+def fine_tile(rows, arguments):
+    """The tile, if any, that has all packs of a batch of few, so that chunks may be short."""
+    if arguments.get("fan_in") == 0:
+        return None
+    tiles = arguments["tiles"]
+    teams = [round(1 / DEFAULT_ALPHA[m]) * arguments["n_sm"] for m, _ in tiles]
+    few = gathers([row[:3] for row in rows], tiles, teams, arguments["num_kv_heads"])
+    return few if {tile for tile, *_ in rows} == {few} else None
+
+
+def settle_rounds(rows, arguments, tail, pack, leasts, limits):
     """Change the limits of the tiles of more than 16 rows, the largest first."""
     tiles, kv_heads = arguments["tiles"], arguments["num_kv_heads"]
     group, costs = arguments["num_qo_heads"] // kv_heads, UnitCosts()
@@ -75,9 +87,8 @@ def settle_rounds(rows, arguments, tail, pack, limits):
     for tile in reversed(range(len(tiles))):
         mine = [(stop - start, len(members)) for of, start, stop, members in rows if of == tile]
         if mine and tiles[tile][0] > 16:
-            least = least_chunk(arguments["min_chunk"], tiles[tile][1])
             teams = round(1 / DEFAULT_ALPHA[tiles[tile][0]])
-            limits[tile] = processors.settle(tile, mine, limits[tile], least, teams)
+            limits[tile] = processors.settle(tile, mine, limits[tile], up(leasts[tile], tiles[tile][1]), teams)
 
 
 def cuts(plan, rows):
@@ -107,8 +118,9 @@ def test_chunks_are_those_of_the_rule(batch, grow):
     expected, pack = rule(rows, arguments)
     assert cuts(plan, rows) == expected and plan.head_pack == pack and not plan.widened
     alone = all(arguments["tiles"][tile][0] <= 16 for tile, *_ in rows)
+    few = fine_tile(rows, arguments)
     for tile, length, chunks in expected:
-        least = least_chunk(arguments["min_chunk"], arguments["tiles"][tile][1], alone)
+        least = least_chunk(arguments["min_chunk"], arguments["tiles"][tile][1], alone or tile == few)
         assert len(chunks) <= max(1, -(-length // least))  # never more than chunks of the least length would be
 
 
@@ -130,7 +142,7 @@ def test_chunks_are_widened_no_further_than_the_capacity_asks(batch, share):
 def loose_chunks(lengths, **arguments):
     """For each request that shares nothing, its chunks. 12 warps and 2 KV heads to a unit, so 12 chunks are a round."""
     forest = tree_forest((len(lengths),), (max(lengths),)).with_seq_len(lengths)
-    plan = plan_of(forest, **{"n_sm": 1, "head_pack": 2, **arguments})
+    plan = plan_of(forest, **{"n_sm": 1, "head_pack": 2, "fan_in": 0, **arguments})
     check_plan(plan, forest)
     items = plan.items[~without_tokens(plan)]
     mine = [items[items[:, 8] == request] for request in range(len(lengths))]
@@ -231,7 +243,7 @@ def shared_tiles(packs, **arguments):
     tokens = [length for length, _ in packs]
     seq_len = [tokens[n] + 5 for n in node]
     forest = Forest([-1] * len(packs), tokens, node, seq_len, [*accumulate(seq_len[:-1], initial=0)])
-    options = {"num_qo_heads": 4, "num_kv_heads": 1, "n_sm": 1, "strategy": "naive", **arguments}
+    options = {"num_qo_heads": 4, "num_kv_heads": 1, "n_sm": 1, "strategy": "naive", "fan_in": 0, **arguments}
     plan = plan_of(forest, **options)
     check_plan(plan, forest)
     found = []
@@ -283,10 +295,47 @@ def test_a_long_pack_moves_by_one_tile_and_out_of_single_warps_only():
 def test_tails_and_other_splits_stay_in_their_tile():
     forest = tree_forest((1,), (5000,))
     for group in (4, 16):
-        plan = plan_of(forest, num_qo_heads=group, num_kv_heads=1)
+        plan = plan_of(forest, num_qo_heads=group, num_kv_heads=1, fan_in=0)
         assert {plan.tiles[tile][0] for tile in plan.items[:, 7].tolist()} == {max(8, group)}
     for split in ("none", "mean"):
         assert shared_tiles([(1000, 2)], split=split)[0][0] == 16
+
+
+def tiles_of(forest, **arguments):
+    """The rows of the tiles that have items with tokens; two processors, one KV head, four query heads to it."""
+    plan = plan_of(forest, **{"num_qo_heads": 4, "num_kv_heads": 1, "n_sm": 2, **arguments})
+    check_plan(plan, forest)
+    return {plan.tiles[tile][0] for tile in plan.items[~without_tokens(plan), 7].tolist()}
+
+
+def test_few_packs_are_gathered_in_the_smallest_tile_of_teams():
+    """Two processors have four teams in the tile of 64 rows: six packs are few, with up to 12,000 tokens."""
+    for fan_in in (1, 16):
+        assert tiles_of(tree_forest((6,), (2000,)), fan_in=fan_in) == {64}
+        assert tiles_of(tree_forest((7,), (50,)), fan_in=fan_in) == {8}
+        assert tiles_of(tree_forest((6,), (2001,)), fan_in=fan_in) == {8}
+    assert tiles_of(tree_forest((1, 3), (3000, 100)), strategy="naive") == {64}  # a shared pack of 16 rows and three
+    assert tiles_of(tree_forest((6,), (2000,)), n_sm=1) == {8}
+    assert tiles_of(tree_forest((6,), (2000,)), num_kv_heads=2, num_qo_heads=8) == {8}  # twice the units
+
+
+def test_few_packs_stay_where_one_needs_more_rows_or_has_a_chunk_of_its_own():
+    forest = tree_forest((1, 17), (500, 1))
+    assert tiles_of(forest, strategy="naive", n_sm=20) == {8, 128}
+    assert tiles_of(tree_forest((1, 16), (500, 1)), strategy="naive", n_sm=20) == {64}
+    assert tiles_of(tree_forest((1, 3), (500, 100)), strategy="two-phase") == {8, 64}  # the tails stay
+    assert tiles_of(tree_forest((6,), (2000,)), tiles=((8, 16), (16, 16))) == {8}  # there is no such tile
+    for split in ("none", "mean"):
+        assert tiles_of(tree_forest((6,), (2000,)), split=split) == {8}
+    assert tiles_of(tree_forest((6,), (2000,)), fan_in=0) == {8}
+
+
+def test_chunks_of_few_packs_may_be_as_short_as_asked_for():
+    """A tile of 64 rows steps by 64 tokens: its chunks have eight steps elsewhere."""
+    for min_chunk, chunks in ((64, 16), (100, 8), (1000, 1)):
+        plan = plan_of(tree_forest((1,), (1024,)), n_sm=50, min_chunk=min_chunk)
+        lengths = [item[3] - item[2] for item in plan.items[~without_tokens(plan)].tolist()]
+        assert lengths == [1024 // chunks] * chunks, min_chunk
 
 
 def test_promoted_chunks_are_those_of_the_larger_tile():

@@ -8,7 +8,7 @@ from plan_checks import ONE_TILE, plan_of
 
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
-from feather_kernels.trees import PAT_TREES, forest_table, parse_tree, random_forest, tree_forest
+from feather_kernels.trees import PAT_TREES, forest_table, named_forest, parse_tree, random_forest, tree_forest
 from oracles.packing import prefix_forest
 
 
@@ -94,7 +94,7 @@ def test_long_common_prefixes_end_at_the_first_difference():
 def test_a_deep_chain_of_nodes():
     n = 3000  # each request ends one token below the last
     forest = Forest(np.arange(-1, n - 1), np.ones(n, int), np.arange(n), np.arange(n) + 2, np.zeros(n, int))
-    assert plan_of(forest, strategy="naive", grow=False, **ONE_TILE).n_items == n + n - 1
+    assert plan_of(forest, strategy="naive", grow=False, fan_in=0, **ONE_TILE).n_items == n + n - 1
 
 
 @pytest.mark.parametrize("name", PAT_TREES)
@@ -105,6 +105,24 @@ def test_pat_trees_share_what_their_name_says(name):
     assert forest.n_requests == nodes[-1] and set(forest.seq_len.tolist()) == {sum(tokens)}
     assert forest.length.sum() + (forest.seq_len - forest.shared_length).sum() == unique
     assert forest_table(forest, room=3)[1] == unique + 3 * nodes[-1]
+
+
+def test_trees_side_by_side_share_nothing():
+    forest = named_forest("1,2_40,10+3_500+1,2_30,5")
+    assert forest.seq_len.tolist() == [50, 50, 500, 500, 500, 35, 35]
+    assert forest.parent.tolist() == [-1, -1] and forest.length.tolist() == [40, 30]
+    assert forest.request_node.tolist() == [0, 0, -1, -1, -1, 1, 1]
+    slots = [set(from_row(forest, request)) for request in range(7)]
+    assert [len(slots[a] & slots[b]) for a, b in ((0, 1), (5, 6), (0, 5), (2, 3))] == [40, 30, 0, 0]
+    one, alone = named_forest("1,2_40,10"), tree_forest((1, 2), (40, 10))
+    assert all((getattr(one, name) == getattr(alone, name)).all() for name in ("parent", "seq_len", "row_offset"))
+
+
+def from_row(forest, request):
+    """The slots of a request's tokens."""
+    table, _ = forest_table(forest)
+    row = int(forest.row_offset[request])
+    return table[row : row + int(forest.seq_len[request])].tolist()
 
 
 NODES = ([1, 2], [-1, 1], [5, 5], [2, 2], [20, 20], [0, 20])

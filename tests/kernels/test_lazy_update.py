@@ -19,7 +19,7 @@ def grown(by, request=3):
 
 @pytest.mark.parametrize("by", [0, 1, 100])
 def test_valid_while_tails_grow(by):
-    plan = plan_of(FOREST)
+    plan = plan_of(FOREST, fan_in=0)  # whole tails
     assert plan.valid_for(grown(by)) == (True, "")
     assert plan.valid_for(grown(by).seq_len) == (True, "")
 

@@ -158,7 +158,7 @@ def test_the_merge_kernel_wants_every_part():
 
 
 def test_the_last_of_many_chunks_closes():
-    plan = plan_of(tree_forest((1,), (1000,)), n_sm=8, min_chunk=100)
+    plan = plan_of(tree_forest((1,), (1000,)), n_sm=8, min_chunk=100, fan_in=0)
     assert plan.members[:, 1].tolist() == [*range(plan.n_parts), CLOSES] and plan.n_parts > 3
     assert plan.items[-1, 3:5].tolist() == [1000, 0]
 

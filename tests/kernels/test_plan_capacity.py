@@ -74,13 +74,13 @@ def test_a_single_plan_is_packed_less_too():
     assert plan.widened and plan.stats == planned.stats and plan.items.tolist() == planned.items.tolist()
 
 
-def test_parts_are_not_combined_where_their_results_have_no_room():
+def test_no_request_is_closed_apart_where_its_last_part_has_no_room():
     forest, arguments = chain(12, 3, 300), {"split": "none", "strategy": "naive"}
     plain = plan_of(forest, **arguments, fan_in=0)
-    grouped = plan_of(forest, **arguments, fan_in=2)
-    planner = Planner(**HEADS, max_requests=36, **arguments, fan_in=2, max_parts=grouped.n_parts - 1)
+    apart = plan_of(forest, **arguments, fan_in=2)
+    planner = Planner(**HEADS, max_requests=36, **arguments, fan_in=2, max_parts=apart.n_parts - 1)
     plan = planner.plan(forest)
-    assert grouped.n_parts > plain.n_parts == plan.n_parts and not plan.widened
+    assert apart.n_parts > plain.n_parts == plan.n_parts and not plan.widened
     assert plan.items.tolist() == plain.items.tolist()
     small = tree_forest((1, 3), (300, 40))  # there is room again
     assert planner.plan(small).items.tolist() == plan_of(small, **arguments, fan_in=2).items.tolist()

@@ -56,7 +56,8 @@ def test_workers_that_take_units_in_order_finish(
 
 def test_some_of_those_plans_would_be_stuck_in_another_order():
     forest = tree_forest((1, 3), (50, 4000))
-    (queue,) = work(plan_of(forest, strategy="naive", split="none", tiles=((64, 64),)))
+    queue, behind = work(plan_of(forest, strategy="naive", split="none", tiles=((64, 64),)))
+    assert behind == []
     assert stuck([queue], [0, 0], [1, 1], np.random.default_rng(0)) == 0
     assert stuck([queue[::-1]], [0, 0], [1, 1], np.random.default_rng(0)) > 0
 
@@ -111,20 +112,29 @@ def test_items_without_tokens_are_the_last():
     assert without_tokens(plan).tolist() == [False] * 4 + [True] * 2
 
 
-def test_many_parts_are_combined_in_groups_before_the_request_is_closed():
-    """Two parts are as many as the closing item takes in. Of ten, four items combine two, three, two and three."""
+def test_a_request_of_many_parts_is_closed_behind_the_queues():
+    """Request 1 has two parts, of which the last one's item closes it; request 0 has more than `fan_in`."""
     forest = Forest([], [], [-1, -1], [640, 100], [0, 1000])
-    plan = plan_of(forest, fan_in=2, n_sm=1, split="mean", strategy="naive")
+    plan = plan_of(forest, fan_in=3, min_chunk=64, tiles=((8, 16), (16, 16)), n_sm=1)
     check_plan(plan, forest)
-    assert order(plan) == [(0, 100, 1, "only"), (0, 320, 0, "gives"), (320, 640, 0, "closes")]
-    plan = plan_of(forest, fan_in=2, n_sm=5, min_chunk=64)
+    behind = plan.queue_begin[-1]
+    assert [item for item in order(plan)[:behind] if item[2] == 1] == [(0, 64, 1, "gives"), (64, 100, 1, "closes")]
+    assert {item[3] for item in order(plan)[:behind] if item[2] == 0} == {"gives"} and plan.n_parts == 8
+    assert order(plan)[behind:] == [(640, 640, 0, "closes")]
+    assert plan.items[behind, 8:].tolist() == [0, CLOSES, 0, 7]
+    plan = plan_of(forest, fan_in=7, min_chunk=64, tiles=((8, 16), (16, 16)), n_sm=1)
     check_plan(plan, forest)
-    begin = plan.part_begin.tolist()
-    assert begin[0] == 0 and begin[1] == 10 + 4
-    assert [item[8:] for item in plan.items.tolist() if item[8] == 0][10:] == [
-        [0, 10, 0, 2], [0, 11, 2, 3], [0, 12, 5, 2], [0, 13, 7, 3], [0, CLOSES, 10, 4],
-    ]  # fmt: skip
-    assert plan.members[plan.items[-1, 5]].tolist() == [0, CLOSES]
+    assert plan.queue_begin[-1] == plan.n_items and plan.n_parts == 7
+
+
+def test_an_item_of_a_tile_of_teams_closes_nothing():
+    """Four requests that share nothing are few: all in the tile of 64 rows, and closed behind it."""
+    forest = tree_forest((4,), (300,))
+    plan = plan_of(forest, n_sm=20)
+    check_plan(plan, forest)
+    assert {plan.tiles[tile][0] for tile in plan.items[: plan.queue_begin[-1], 7].tolist()} == {64}
+    assert [item[1:] for item in order(plan)[-4:]] == [(300, request, "closes") for request in range(4)]
+    assert plan.queue_begin[-1] == plan.n_items - 4 and plan.n_parts == plan.n_items - 4
 
 
 def test_an_item_is_waited_for_whoever_its_first_member_is():
