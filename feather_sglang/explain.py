@@ -121,6 +121,8 @@ class PlanFacts:
         KV tokens that the items load, and how often each of those is attended to.
     parts, divided, most_parts : int
         Partial results; requests that have any; the most that one has.
+    merges : int
+        Requests whose results are combined behind the queues, not by the unit of their last tokens.
     widened : bool
         Whether the server's capacity made chunks longer than the split asks for.
     """
@@ -135,6 +137,7 @@ class PlanFacts:
     parts: int
     divided: int
     most_parts: int
+    merges: int
     kv_bytes: int
     part_bytes: int
     modelled_us: float
@@ -301,6 +304,7 @@ def _facts(batch: Batch, plan: PackPlan, queues: Sequence[QueueFacts]) -> PlanFa
         parts=plan.n_parts,
         divided=int((parts > 0).sum()),
         most_parts=int(parts.max(initial=0)),
+        merges=plan.n_merges,
         kv_bytes=plan.scheduled_traffic.kv,
         part_bytes=plan.scheduled_traffic.partial,
         modelled_us=sum(queue.modelled_us for queue in queues),

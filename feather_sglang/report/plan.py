@@ -118,17 +118,20 @@ def facts_table(report: Report) -> Table:
     """The plan as a whole, a line a fact."""
     plan = report.plan
     packs = plan.pack_requests.count
+    parts = f"{plan.parts:,} results of {_requests(plan.divided)}, at most {plan.most_parts} of one"
     shared = f"{packs:,} shared"
     tokens = f"{report.attended:,} attended, {plan.read:,} read ({plan.reuse:.2f}x), {report.unique:,} unique"
     if packs:
         shared += f", of {_range(plan.pack_requests)} requests and {_range(plan.pack_tokens)} tokens"
+    if plan.merges:
+        parts += f"; those of {_requests(plan.merges)} combined after all other work"
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in (
         ("strategy", f"{plan.strategy}, for {report.n_sm} processors"),
         ("packs", f"{shared}; {report.requests + report.padding:,} of one request"),
         ("work", f"{plan.items:,} items, {plan.units:,} units (an item and one KV head{_pair(report)})"),
         ("KV tokens", tokens),
-        ("partial", f"{plan.parts:,} results of {_requests(plan.divided)}, at most {plan.most_parts} of one"),
+        ("partial", parts),
         ("traffic", f"{_megabytes(plan.kv_bytes)} of KV, {_megabytes(plan.part_bytes)} of partial results, a layer"),
         ("model", f"{plan.modelled_us:,.1f} us a layer, were the work spread evenly (costs of an H200)"),
     ):
@@ -196,7 +199,7 @@ def strategies_table(plans: Sequence[PlanFacts], chosen: str) -> Table:
 
 
 def items_table(items: Sequence[ItemFacts]) -> Table:
-    """A row per work item, in the order of the queues."""
+    """A row per work item, in the order of the queues; what is behind them is last."""
     table = _numbers("item", "tile", "positions", "tokens", "requests", "parts", "takes")
     table.add_column("which", no_wrap=True)
     for index, item in enumerate(items):

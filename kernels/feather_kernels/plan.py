@@ -43,7 +43,8 @@ _THIN_ROWS = 8  # of the tile that runs one request's query heads
 _FAN_IN = 17  # entry of the fixed arguments
 _CONFIG_TILES = 19  # entries of the fixed arguments before the tiles, as csrc/plan.h numbers them
 _ITEMS, _MEMBERS, _REQUESTS, _PARTS = 1, 2, 3, 4  # entries of the header, as csrc/plan_buffer.h numbers them
-_ITEMS_BEGIN, _MEMBERS_BEGIN, _PART_BEGIN, _USED, _SERIAL, _CLOSING, _HEAD_PACK, _QUEUE = 6, 7, 8, 9, 10, 11, 12, 16
+_ITEMS_BEGIN, _MEMBERS_BEGIN, _PART_BEGIN, _USED, _SERIAL, _CLOSING, _HEAD_PACK, _MERGES = range(6, 14)
+_QUEUE = 16
 
 
 class Traffic(NamedTuple):
@@ -310,6 +311,11 @@ class PackPlan:
     def n_closing(self) -> int:
         """Items that close a request of several parts: one for each, in the tail tile's queue or behind the queues."""
         return self.header[_CLOSING]
+
+    @property
+    def n_merges(self) -> int:
+        """Those of them behind the queues, without tokens."""
+        return self.header[_MERGES]
 
     @property
     def head_pack(self) -> int:

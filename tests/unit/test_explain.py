@@ -71,7 +71,8 @@ def test_queues(case):
     forest, given, plan = case
     group, kv = plan.group_size, given["num_kv_heads"]
     counted = {}
-    for _, _, start, stop, _, first, count, tile, *_ in plan.items.tolist():
+    queued = plan.items[: plan.queue_begin[-1]].tolist()
+    for _, _, start, stop, _, first, count, tile, *_ in queued:
         m, n = plan.tiles[tile]
         now = counted.setdefault(m, Counter())
         deposited = sum(part >= 0 for _, part in plan.members[first : first + count].tolist())
@@ -82,6 +83,7 @@ def test_queues(case):
         if m in UNIT_NS:
             now["ns"] += kv * (UNIT_NS[m] + -(-(stop - start) // n) * STEP_NS[m] + deposited * (50 + 20 * group))
     report = explain(Batch("", forest, given))
+    assert report.plan.merges == plan.n_items - len(queued)
     assert [queue.m for queue in report.queues] == sorted(counted, reverse=True)
     for queue in report.queues:
         found = counted[queue.m]
@@ -347,6 +349,13 @@ def test_the_text(capsys):
         assert row[3:6] == [f"{queue.items:,}", f"{queue.units:,}", f"{queue.tokens:,}"]
     for plan in report.compared:
         assert [plan.strategy, str(plan.pack_requests.count), f"{plan.items:,}"] in [row[:3] for row in rows]
+
+
+def test_what_is_combined_after_all_else_is_said(capsys):
+    assert main(["explain-plan", "--tree", "1_32000", "--heads", "32/8"]) == 0
+    assert "; those of 1 request combined after all other work" in " ".join(capsys.readouterr().out.split())
+    assert main(["explain-plan", "--tree", TREE]) == 0
+    assert "combined" not in capsys.readouterr().out
 
 
 def test_flags_change_the_plan(capsys):
