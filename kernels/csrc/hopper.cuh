@@ -123,6 +123,9 @@ struct HopperForward {
   static constexpr int kTailWarps = 4 + 4 / kGroups;  // of a group
   // Where there are many rounds of tails, fewer warps with longer rings are faster.
   static constexpr int kFewTailWarps = kTailWarps * 2 / 3, kManyRounds = 2;
+  // Where there are few and nothing else, all are dealt out: whoever pops has asked for one unit more than it is at, and
+  // the warps of a CTA ask together, so what is left for the last round would fall to a few CTAs.
+  static constexpr int kDealtRounds = 4;
   static constexpr int kTailBytes = TailStream<T, kHeadDim, 1>::kRingBytes;
   static constexpr int kSmallBytes = 3 * 2 * SwizzledRows<kHeadDim, 16>::kElements * int(sizeof(T));
   static constexpr int kGroupBytes =
@@ -166,6 +169,7 @@ struct HopperForward {
     int tail_warps;  // of a group
     int group_turn;
     int first_tail, tail_stride;  // warp i of this CTA starts with tail first_tail + i * tail_stride
+    int tail_step;  // between its tails; 0: all but the first are popped
 
     __device__ explicit Work(Params<T> const& params) {
       int const ctas = gridDim.x, cta = blockIdx.x;
@@ -187,10 +191,12 @@ struct HopperForward {
         tail_stride = turn < free ? free : ctas - free;
         first_tail = turn < free ? turn : tail_warps * kGroups * free + turn - free;
       }
+      bool const alone = busy + small.n_work == 0;
+      tail_step = alone && tails.n_work <= kDealtRounds * dealt_tails() ? dealt_tails() : 0;
     }
 
-    // How many tails are dealt out. Every warp is: that all ask the counter at once takes longer than what it evens
-    // out. Only warps that compute shared nodes by themselves ask; their first tails are negative.
+    // How many tails are dealt out to begin with. Every warp is: that all ask the counter at once takes longer than what
+    // it evens out. Only warps that compute shared nodes by themselves ask; their first tails are negative.
     __device__ int dealt_tails() const {
       return (small.n_work ? tail_warps - 4 : tail_warps) * kGroups * int(gridDim.x);
     }
@@ -316,7 +322,7 @@ struct HopperForward {
     int const n_slots = kHeads == 2 && work.tail_warps < kTailWarps ? Stream::kMostSlots : Stream::kSlots;
     Stream stream(params, reinterpret_cast<T*>(rings + warp * n_slots * Stream::kSlotBytes), n_slots,
                   control.tails[index], control.sources + index);
-    stream.open(work.tails, work.first_tail + index * work.tail_stride, work.dealt_tails());
+    stream.open(work.tails, work.first_tail + index * work.tail_stride, work.dealt_tails(), work.tail_step);
     meet(kGroupRead + group, 32 * work.tail_warps);  // whatever was in the ring before has been read
     Tails::run(params, stream);
   }

@@ -44,6 +44,7 @@ __device__ __forceinline__ int slot_of(Params<T> const& params, int page, int to
 // Where a team's work units come from; in shared memory, as registers are dearer.
 struct Source {
   int queue, first_item, n_work, first_popped;
+  int step;  // between the units of a team; 0: the queue pops them
 };
 
 // Where a row's elements lie in a tile: the 128-byte swizzle that wgmma reads, which keeps ldmatrix free of bank

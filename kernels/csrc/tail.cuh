@@ -270,9 +270,9 @@ struct TailStream {
       : params(params_), ring(ring_), n_slots(n_slots_), units(units_), source(source_), lane(threadIdx.x % kWarp) {}
 
   // Start with unit `fixed`, without a round trip to the counter, or if that is negative with what the queue pops;
-  // others are popped, counted from `fixed_total`.
-  __device__ void open(Queue const& queue, int fixed, int fixed_total) {
-    if (lane == 0) *source = {queue.index, queue.first_item, queue.n_work, fixed_total};
+  // others are popped, counted from `fixed_total`, or dealt out in turn if there is a step between them.
+  __device__ void open(Queue const& queue, int fixed, int fixed_total, int step = 0) {
+    if (lane == 0) *source = {queue.index, queue.first_item, queue.n_work, step ? queue.n_work : fixed_total, step};
     __syncwarp();
     if (fixed >= 0) fetch(fixed);
     wait_for_previous_kernel();
@@ -289,7 +289,8 @@ struct TailStream {
     }
   }
   __device__ int take() const {
-    int const n_work = source->n_work, first = source->first_popped;
+    int const n_work = source->n_work, first = source->first_popped, step = source->step;
+    if (step) return next_work + step;
     return n_work > first ? first + __shfl_sync(~0u, popped, 0) : n_work;
   }
   __device__ void fetch(int unit) {

@@ -12,7 +12,7 @@ class Unit(NamedTuple):
     wants: frozenset
 
 
-def stuck(queues, first_queues, hands, rng):
+def stuck(queues, first_queues, hands, rng, dealt=()):
     """Units that are never done, of those in `queues`; none if every worker comes to its end.
 
     Parameters
@@ -25,25 +25,32 @@ def stuck(queues, first_queues, hands, rng):
         Of each worker: how many units it may take before it has done the first of them.
     rng : numpy.random.Generator
         Says who acts next, each at a speed of his own.
+    dealt : collection of int
+        Queues whose units are dealt out in turn to all workers, none of whom may begin behind them.
     """
-    left = [deque(queue) for queue in queues]
+    n = len(hands)
+    left = [
+        [deque(queue[worker::n]) for worker in range(n)] if index in dealt else [deque(queue)] * n
+        for index, queue in enumerate(queues)
+    ]
     held = [deque() for _ in hands]
     place, given = list(first_queues), set()
     speed = rng.exponential(size=len(hands)) + 0.01
     while True:
         able = []
         for worker, hand in enumerate(held):
-            while place[worker] < len(left) and not left[place[worker]]:
+            while place[worker] < len(left) and not left[place[worker]][worker]:
                 place[worker] += 1
             if place[worker] < len(left) and len(hand) < hands[worker]:
                 able.append((worker, True))
             if hand and hand[0].wants <= given:
                 able.append((worker, False))
         if not able:
-            return sum(map(len, left)) + sum(map(len, held))
+            waiting = sum(sum(map(len, {id(some): some for some in queue}.values())) for queue in left)
+            return waiting + sum(map(len, held))
         weight = speed[[worker for worker, _ in able]]
         worker, takes = able[rng.choice(len(able), p=weight / weight.sum())]
         if takes:
-            held[worker].append(left[place[worker]].popleft())
+            held[worker].append(left[place[worker]][worker].popleft())
         else:
             given |= held[worker].popleft().gives
