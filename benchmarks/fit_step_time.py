@@ -1,20 +1,22 @@
 """Fit the H200 profile of the step-time model to kernel times, and print the error at every point.
 
-    python benchmarks/fit_step_time.py [--row-order F] [--groups F] [--steps F] [--measured DIR] [--write PROFILE.json]
+    python benchmarks/fit_step_time.py [--row-order F] [--groups F] [--steps F] [--packed DIR] [--servers DIR]
+                                       [--write PROFILE.json]
 
 The files (default: tests/data) hold decode attention by row order and by number of groups, and what
-`measure_steps.py` measured; the folder (default: docs/measured) what `bench_decode_kernel.py` and `bench_server.py`
-did. No figure of a scheduling policy enters, and to a check nothing is fitted. `--write` puts the values into a
-profile, leaving names, kinds and sources as they are. Needs SciPy.
+`measure_steps.py` measured; the folders what `bench_decode_kernel.py` (default: tests/data/h200_packed_kernel, of the
+kernel that the servers ran) and `bench_server.py` (default: docs/measured) did. No figure of a scheduling policy
+enters, and to a check nothing is fitted. `--write` puts the values into a profile, leaving names, kinds and sources as
+they are. Needs SciPy.
 
     decode attention fa3         108 points   mean error   1.5%   largest   5.0%
     decode attention flashinfer   54 points   mean error   2.6%   largest   7.5%
     fa3, unequal rows (a check)   21 points   mean error   8.1%   largest  25.8%
     decode attention pat          22 points   mean error   6.9%   largest  23.8%
     pat, 64/8 heads (a check)     27 points   mean error   6.4%   largest  20.8%
-    pat, few requests (a check)   25 points   mean error   5.2%   largest  30.3%
+    pat, few requests (a check)   25 points   mean error   4.6%   largest  12.3%
     pat, PAT's trees (a check)    15 points   mean error  12.6%   largest  29.9%
-    pat, KV in the L2 (a check)   33 points   mean error  19.2%   largest  48.6%
+    pat, KV in the L2 (a check)   33 points   mean error  19.0%   largest  49.8%
     matrix products               13 points   mean error   1.6%   largest   3.9%
     prefill attention             39 points   mean error   6.5%   largest  24.4%
     whole steps                   26 points   mean error   3.1%   largest   9.9%
@@ -275,16 +277,16 @@ def replaced(profile: HardwareProfile, **values: Any) -> HardwareProfile:
     return HardwareProfile(**{**vars(profile), **values})
 
 
-def packed_kernel(known: Packed, measured: Path, each: bool) -> Packed:
+def packed_kernel(known: Packed, folder: Path, each: bool) -> Packed:
     """Fit the packed kernel to a server's batches at 32/8 heads, and print it beside those and all others."""
-    serving = tree_points(measured / "decode_h200_serving.json", "32/8")
-    small = tree_points(measured / "decode_h200_small.json", "32/8")
-    trees = tree_points(measured / "decode_h200.json", "32/8")
+    serving = tree_points(folder / "decode_h200_serving.json", "32/8")
+    small = tree_points(folder / "decode_h200_small.json", "32/8")
+    trees = tree_points(folder / "decode_h200.json", "32/8")
     large = [point for point in serving if outgrows_l2(point)]
     kernel = fit_packed(large, known)
     for title, points in (
         ("decode attention pat", large),
-        ("pat, 64/8 heads (a check)", tree_points(measured / "decode_h200_serving.json", "64/8")),
+        ("pat, 64/8 heads (a check)", tree_points(folder / "decode_h200_serving.json", "64/8")),
         ("pat, few requests (a check)", [point for point in small if outgrows_l2(point)]),
         ("pat, PAT's trees (a check)", [point for point in trees if outgrows_l2(point)]),
         ("pat, KV in the L2 (a check)", [point for point in [*serving, *small, *trees] if not outgrows_l2(point)]),
@@ -313,7 +315,8 @@ def main() -> None:
     parser.add_argument("--row-order", type=Path, default=DATA / "h200_decode_attention_by_row_order.json")
     parser.add_argument("--groups", type=Path, default=DATA / "h200_decode_attention_by_groups.json")
     parser.add_argument("--steps", type=Path, default=DATA / "h200_steps.json")
-    parser.add_argument("--measured", type=Path, default=MEASURED, help="folder of kernel and server measurements")
+    parser.add_argument("--packed", type=Path, default=DATA / "h200_packed_kernel", help="folder of its measurements")
+    parser.add_argument("--servers", type=Path, default=MEASURED, help="folder of server measurements")
     parser.add_argument("--write", type=Path, help="profile to put the values into")
     parser.add_argument("--summary", action="store_true", help="print no single points")
     args = parser.parse_args()
@@ -327,7 +330,7 @@ def main() -> None:
         report_attention(f"decode attention {name}", points, kernels[name], each)
     mixed = mixed_points(steps["decode_attention_mixed"])
     report_attention("fa3, unequal rows (a check)", mixed, kernels["fa3"], each)
-    kernels["pat"] = packed_kernel(profile.attention["pat"], args.measured, each)
+    kernels["pat"] = packed_kernel(profile.attention["pat"], args.packed, each)
 
     values = {"copy_bytes_per_s": steps["copy"]["bytes"] / steps["copy"]["us"] * 1e6}
     products, errors = fit_products(steps["products"])
@@ -345,7 +348,7 @@ def main() -> None:
     labels, predicted, measured = whole_steps(model, steps["whole_steps"])
     report("whole steps", labels, relative(predicted, measured), each)
     labels, predicted, measured = server_steps(
-        StepTimeModel(fitted, load_model("qwen3-8b"), "pat"), args.measured / "server_h200_decode.json"
+        StepTimeModel(fitted, load_model("qwen3-8b"), "pat"), args.servers / "server_h200_decode.json"
     )
     report("server with pat (a check)", labels, relative(predicted, measured), each)
 

@@ -47,7 +47,7 @@ def packed_errors(file, heads="32/8"):
     """Predicted / measured - 1 of the packed kernel, L2 warm, and whether the KV exceeds the L2, by tree."""
     attention = load_profile("h200").attention["pat"]
     errors = {}
-    for record in json.loads((MEASURED / file).read_text())["records"]:
+    for record in json.loads((DATA / "h200_packed_kernel" / file).read_text())["records"]:
         nodes, tokens = ([int(n) for n in part.split(",")] for part in record["name"].split("_"))
         if record["heads"] != heads or record["page_size"] != 1 or len(nodes) > 2:
             continue
