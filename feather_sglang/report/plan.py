@@ -55,7 +55,8 @@ def forest_tree(report: Report) -> Tree:
         if hidden := [groups[child] for child in children[parent] if child not in shown]:
             drawn[parent].add(_hidden_text(hidden))
     if report.alone.count:
-        drawn[-1].add(f"{_requests(report.alone.count)} that share nothing, of {_range(report.alone)} tokens")
+        share = "shares" if report.alone.count == 1 else "share"
+        drawn[-1].add(f"{_requests(report.alone.count)} that {share} nothing, of {_range(report.alone)} tokens")
     return drawn[-1]
 
 

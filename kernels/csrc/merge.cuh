@@ -1,5 +1,5 @@
-// Partial results (PAT 7): a unit deposits them; the unit with a request's last part, or the merge kernel, combines
-// them.
+// Partial results (PAT 7): a unit deposits them; the unit with a request's last part, a warp that takes a row of them
+// behind the queues, or the merge kernel combines them.
 //
 // A part is a normalised fp32 result and its log-sum-exp. They are combined in a fixed order, so that the result is the
 // same bit for bit in every run.

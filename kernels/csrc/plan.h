@@ -132,7 +132,7 @@ struct Config {
   bool closed_by_last(Parts parts) const {
     return fused() && parts.count > 1 && parts.tail && (fields[kFanIn] == 0 || parts.count <= fields[kFanIn]);
   }
-  // An item without tokens does, in a queue of its own.
+  // An item without tokens does, behind the queues.
   bool closed_apart(Parts parts) const { return fused() && parts.count > 1 && !closed_by_last(parts); }
   // The parts of a request that are deposited.
   int32_t deposits(Parts parts) const { return parts.count < 2 ? 0 : parts.count - closed_by_last(parts); }

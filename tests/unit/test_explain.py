@@ -353,7 +353,9 @@ def test_the_text(capsys):
 
 def test_what_is_combined_after_all_else_is_said(capsys):
     assert main(["explain-plan", "--tree", "1_32000", "--heads", "32/8"]) == 0
-    assert "; those of 1 request combined after all other work" in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert "; those of 1 request combined after all other work" in text
+    assert "1 request that shares nothing, of 32,000 tokens" in text
     assert main(["explain-plan", "--tree", TREE]) == 0
     assert "combined" not in capsys.readouterr().out
 
