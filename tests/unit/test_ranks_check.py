@@ -108,7 +108,8 @@ def test_so_many_requests_are_open_and_all_are_accounted_for():
         nonlocal load
         server, address = await serve(respond)
         load = Load(address)
-        await load.keep_open(iter(short(200)), 20, float("inf"))
+        patient = (job._replace(after=60.0) for job in short(200))  # nobody is gone before the server has seen it
+        await load.keep_open(patient, 20, float("inf"))
         server.close()
 
     load = None
