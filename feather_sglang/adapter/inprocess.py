@@ -65,7 +65,7 @@ def build_scheduler(folder: Path, policy: str, context_length: int, **arguments:
     )
     ports = PortArgs.init_new(args)
     try:
-        scheduler = _start(args, ports)
+        scheduler = start_scheduler(args, ports)
     finally:  # the files that SGLang makes for its sockets and leaves; nobody connects to them
         for address in astuple(ports):
             if str(address).startswith("ipc://"):
@@ -80,7 +80,8 @@ def build_scheduler(folder: Path, policy: str, context_length: int, **arguments:
     return scheduler
 
 
-def _start(args: Any, ports: Any) -> Any:
+def start_scheduler(args: ServerArgs, ports: PortArgs) -> Any:
+    """Return SGLang's scheduler of these arguments, built as its process of rank 0 builds it."""
     if "gpu_id" in inspect.signature(sglang_scheduler.Scheduler.__init__).parameters:
         sglang_scheduler.publish(args, role="scheduler")
         return sglang_scheduler.Scheduler(args, ports, 0, 0, 0, 0, 0, 0, None)

@@ -25,6 +25,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from feather_sglang.adapter.inprocess import start_scheduler
 from feather_sglang.adapter.ports import free_port
 
 
@@ -109,13 +110,7 @@ class Server:
         ports = PortArgs.init_new(args)
         getattr(args, "resolve_once", dict)()  # since 0.5.21
         args.check_server_args()
-        if "gpu_id" in inspect.signature(sglang_scheduler.Scheduler.__init__).parameters:
-            sglang_scheduler.publish(args, role="scheduler")
-            self.scheduler = sglang_scheduler.Scheduler(args, ports, 0, 0, 0, 0, 0, 0, None)
-        else:
-            ranks = sglang_scheduler.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
-            sglang_scheduler.publish(args, role="scheduler", ranks=ranks)
-            self.scheduler = sglang_scheduler.Scheduler(args, ports)
+        self.scheduler = start_scheduler(args, ports)
         # Their classes have slots, so the methods are replaced there.
         type(self.scheduler.output_streamer).stream_output = lambda *args, **kwargs: None
         type(self.scheduler.ipc_channels.send_to_tokenizer).send_output = lambda *args, **kwargs: None
