@@ -17,6 +17,7 @@ import math
 import shlex
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from decode_cases import (
 from decode_report import markdown, plot, row_header, row_line, summary
 from finished import read_finished
 
-from feather_kernels.trees import parse_tree
+from feather_kernels.trees import parse_trees
 
 TOLERANCE = {"float16": 5e-3, "bfloat16": 2e-2}  # of |out - reference| / |reference|, both over all checked rows
 CHECKED = 8  # requests
@@ -95,8 +96,8 @@ def cases(options: argparse.Namespace) -> list[tuple[int, Heads, int]]:
 
 def pool_elements(name: str, heads: Heads, page_size: int, head_dim: int = 128) -> int:
     """Elements of K, without building the batch."""
-    levels = (zip(*parse_tree(part), strict=True) for part in name.split("+"))
-    pages = sum(count * -(-length // page_size) for level in levels for count, length in level)
+    levels = chain.from_iterable(zip(nodes, tokens, strict=True) for nodes, tokens in parse_trees(name))
+    pages = sum(count * -(-length // page_size) for count, length in levels)
     return pages * page_size * heads.kv * head_dim
 
 

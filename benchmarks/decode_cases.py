@@ -188,7 +188,7 @@ class Case:
 
 
 def tree_case(name: str, heads: Heads, page_size: int = 1, head_dim: int = 128, seed: int = 0) -> Case:
-    """The batch of one of PAT's trees, its pages scattered at random over a pool of just the needed size."""
+    """The batch of a name (`parse_trees`), its pages scattered at random over a pool of just the needed size."""
     forest = named_forest(name, page_size)
     table, n_pages = forest_table(forest, page_size, rng=np.random.default_rng(seed))
     return Case(name, forest, table, n_pages, heads, page_size, head_dim)

@@ -315,7 +315,9 @@ def main() -> None:
     parser.add_argument("--row-order", type=Path, default=DATA / "h200_decode_attention_by_row_order.json")
     parser.add_argument("--groups", type=Path, default=DATA / "h200_decode_attention_by_groups.json")
     parser.add_argument("--steps", type=Path, default=DATA / "h200_steps.json")
-    parser.add_argument("--packed", type=Path, default=DATA / "h200_packed_kernel", help="folder of its measurements")
+    parser.add_argument(
+        "--packed", type=Path, default=DATA / "h200_packed_kernel", help="folder of measurements of the packed kernel"
+    )
     parser.add_argument("--servers", type=Path, default=MEASURED, help="folder of server measurements")
     parser.add_argument("--write", type=Path, help="profile to put the values into")
     parser.add_argument("--summary", action="store_true", help="print no single points")

@@ -221,7 +221,6 @@ inline void schedule(const Config& config, const Forest& forest, const Packing& 
   for (size_t pack = 0; pack < packing.packs.size(); ++pack) {
     add_row_tiles(config, packing, static_cast<int32_t>(pack), out.rows);
   }
-  out.head_pack = choose_head_pack(config);
   const int32_t few = gather_few(config, packing, out.rows);
   if (config.balances() && few == kNoTile) promote_long(config, packing, out.rows);
   auto least = [&](int32_t tile) { return tile == few ? config[kMinChunk] : least_chunk(config, tile); };
@@ -231,6 +230,7 @@ inline void schedule(const Config& config, const Forest& forest, const Packing& 
     const int32_t fixed = packing.packs[row.pack].chunk;
     row.longest = static_cast<int32_t>(fixed ? fixed : std::min<int64_t>(limit[row.tile], INT32_MAX));
   }
+  out.head_pack = choose_head_pack(config);
   if (config[kSplit] == kSplitRounds) Rounds(config, packing, out, scratch).settle(least);
   if (config.balances()) balance_single_warps(config, packing, out);
   out.widened = 0;

@@ -67,9 +67,14 @@ def parse_tree(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return nodes, tokens
 
 
-def named_forest(name: str, page_size: int = 1, room: int = 0) -> Forest:
-    """The forest of a tree's name (`parse_tree`), or of several trees side by side: ``"1_32000+64_500"``."""
-    trees = [tree_forest(*parse_tree(part)) for part in name.split("+")]
+def parse_trees(name: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Trees side by side, ``"1_32000+64_500"``, each as by `parse_tree`."""
+    return [parse_tree(part) for part in name.split("+")]
+
+
+def named_forest(name: str, page_size: int = 1) -> Forest:
+    """The forest of a name (`parse_trees`)."""
+    trees = [tree_forest(nodes, tokens) for nodes, tokens in parse_trees(name)]
     before = np.cumsum([0, *(len(tree.length) for tree in trees[:-1])])
 
     def joined(of: str) -> npt.NDArray[np.int32]:
@@ -78,7 +83,7 @@ def named_forest(name: str, page_size: int = 1, room: int = 0) -> Forest:
 
     length = np.concatenate([tree.length for tree in trees])
     seq_len = np.concatenate([tree.seq_len for tree in trees])
-    return Forest(joined("parent"), length, joined("request_node"), seq_len, _rows(seq_len, page_size, room))
+    return Forest(joined("parent"), length, joined("request_node"), seq_len, _rows(seq_len, page_size, 0))
 
 
 def tree_forest(nodes: Sequence[int], tokens: Sequence[int], page_size: int = 1, room: int = 0) -> Forest:

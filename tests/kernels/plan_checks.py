@@ -105,12 +105,12 @@ def row_tiles(plan):
     fixed = planner.strategy == "two-phase" and any(len(members) > 1 for *_, members in rows)
     stays = fixed or planner.fan_in == 0
     teams = [max(1, round(1 / alpha)) * planner.n_sm for alpha in planner._reals[4 : 4 + len(plan.tiles)].tolist()]
-    team = None if stays else gathers([row[:3] for row in rows], plan.tiles, teams, planner.num_kv_heads)
+    team = None if stays else gathers(rows, plan.tiles, teams, planner.num_kv_heads)
     if team is not None:
         return [(team, *row[1:]) for row in rows]
     shared = [row for row in rows if len(row[3]) > 1 and plan.tiles[row[0]][0] <= 16]
-    warps = plan.planner.n_sm * (8 if plan.planner.head_dim <= 128 else 4)
-    least = least_promoted([stop - start for _, start, stop, _ in shared], plan.planner.num_kv_heads, warps)
+    warps = planner.n_sm * (8 if planner.head_dim <= 128 else 4)
+    least = least_promoted([stop - start for _, start, stop, _ in shared], planner.num_kv_heads, warps)
     largest = len(plan.tiles) - 1
     promoted = [(min(row[0] + 1, largest), *row[1:]) for row in shared if row[2] - row[1] >= least]
     return [row for row in rows if row not in shared or row[2] - row[1] < least] + promoted

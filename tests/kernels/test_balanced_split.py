@@ -69,7 +69,7 @@ def fine_tile(rows, arguments):
         return None
     tiles = arguments["tiles"]
     teams = [round(1 / DEFAULT_ALPHA[m]) * arguments["n_sm"] for m, _ in tiles]
-    few = gathers([row[:3] for row in rows], tiles, teams, arguments["num_kv_heads"])
+    few = gathers(rows, tiles, teams, arguments["num_kv_heads"])
     return few if {tile for tile, *_ in rows} == {few} else None
 
 

@@ -68,15 +68,15 @@ def least_promoted(lengths, kv_heads, warps):
 
 
 def gathers(rows, tiles, teams, kv_heads):
-    """The tile that takes all (tile, start, stop) of a batch, where they are few, or None.
+    """The tile that takes all (tile, start, stop, members) of a batch, where they are few, or None.
 
     It is the smallest of more than 16 rows, if none needs a larger one. They are few if they are no more than one and a
     half units for each of its `teams`, and have no more than 3,000 tokens for each.
     """
     larger = [tile for tile, (m, _) in enumerate(tiles) if m > 16]
-    if not larger or any(tile > larger[0] for tile, _, _ in rows):
+    if not larger or any(tile > larger[0] for tile, *_ in rows):
         return None
-    units, tokens = len(rows) * kv_heads, sum(stop - start for _, start, stop in rows) * kv_heads
+    units, tokens = len(rows) * kv_heads, sum(stop - start for _, start, stop, _ in rows) * kv_heads
     return larger[0] if 2 * units <= 3 * teams[larger[0]] and tokens <= 3000 * teams[larger[0]] else None
 
 
