@@ -94,15 +94,17 @@ struct WarpTeam {
   using Stream = KvStream<T, kHeadDim, kWarps, kTokens, kStages, kBlock>;
   static constexpr int kMemberWords = kStages * Stream::kMemberWords;  // of a team
 
-  // Work through a queue. `team` counts within the CTA, of `teams`; smem, barriers and infos are the team's.
+  // Work through a queue. `team` counts within the CTA, of `teams`; smem, barriers and infos are the team's. With a step
+  // between its units, they are dealt out in turn; without, popped.
   static __device__ void run(Params<T> const& params, Queue const& queue, bool fixed_start, int team, int teams,
-                             unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source, int* members) {
+                             unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source, int* members,
+                             int step = 0) {
     int const warp = threadIdx.x / 32 % kWarps;
     Stream stream(params, reinterpret_cast<T*>(smem), barriers, barriers + kStages, infos, source, members);
     WarpTile<T, kHeadDim, Rows> tile;
     using Layout = typename decltype(tile)::Layout;
     if (warp == 0) {
-      stream.open(queue, fixed_start ? team * int(gridDim.x) + int(blockIdx.x) : -1, teams * int(gridDim.x));
+      stream.open(queue, fixed_start ? team * int(gridDim.x) + int(blockIdx.x) : -1, teams * int(gridDim.x), step);
     }
     bool last = false;
     Row rows[2];

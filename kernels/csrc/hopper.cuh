@@ -123,8 +123,8 @@ struct HopperForward {
   static constexpr int kTailWarps = 4 + 4 / kGroups;  // of a group
   // Where there are many rounds of tails, fewer warps with longer rings are faster.
   static constexpr int kFewTailWarps = kTailWarps * 2 / 3, kManyRounds = 2;
-  // Where there are few and nothing else, all are dealt out: whoever pops has asked for one unit more than it is at, and
-  // the warps of a CTA ask together, so what is left for the last round would fall to a few CTAs.
+  // Where single warps have all the work, and there are few rounds of it, all units are dealt out: whoever pops has asked
+  // for one unit more than it is at, so half of the warps would have two each, and those of a CTA ask together.
   static constexpr int kDealtRounds = 4;
   static constexpr int kTailBytes = TailStream<T, kHeadDim, 1>::kRingBytes;
   static constexpr int kSmallBytes = 3 * 2 * SwizzledRows<kHeadDim, 16>::kElements * int(sizeof(T));
@@ -168,8 +168,12 @@ struct HopperForward {
     int heads;       // KV heads of a tail's unit
     int tail_warps;  // of a group
     int group_turn;
+    bool alone;                   // single warps have all the work
     int first_tail, tail_stride;  // warp i of this CTA starts with tail first_tail + i * tail_stride
-    int tail_step;  // between its tails; 0: all but the first are popped
+    // How many tails are dealt out to begin with: one to every warp, as it takes longer that all ask the counter at once
+    // than what that evens out. Only those that compute small units beside larger ones ask; their first is negative.
+    int first_tails;
+    int small_step, tail_step;  // between a warp's units, where all are dealt out; 0: others are popped
 
     __device__ explicit Work(Params<T> const& params) {
       int const ctas = gridDim.x, cta = blockIdx.x;
@@ -184,22 +188,23 @@ struct HopperForward {
       group_turn = cta - after_wide + (cta < after_wide ? ctas : 0);
       int const busy = wide.n_work + group.n_work, after_group = busy % ctas;
       int const turn = cta - after_group + (cta < after_group ? ctas : 0);
-      if (small.n_work) {
-        first_tail = turn - 4 * kGroups * ctas, tail_stride = ctas;
+      int const small_warps = 4 * kGroups * ctas, all_warps = tail_warps * kGroups * ctas;
+      alone = busy == 0;
+      first_tails = all_warps;
+      if (small.n_work && alone) {  // first to those that copy elsewhere, last to those that are dealt small units first
+        first_tail = turn + all_warps - ctas, tail_stride = -ctas;
+      } else if (small.n_work) {
+        first_tail = turn - small_warps, tail_stride = ctas;
+        first_tails = all_warps - small_warps;
       } else {  // first to those that have nothing else to do
         int const free = max(0, ctas - busy);
         tail_stride = turn < free ? free : ctas - free;
         first_tail = turn < free ? turn : tail_warps * kGroups * free + turn - free;
       }
-      bool const alone = busy + small.n_work == 0;
-      tail_step = alone && tails.n_work <= kDealtRounds * dealt_tails() ? dealt_tails() : 0;
+      small_step = alone && small.n_work <= kDealtRounds * small_warps ? small_warps : 0;
+      tail_step = alone && tails.n_work <= kDealtRounds * all_warps ? all_warps : 0;
     }
 
-    // How many tails are dealt out to begin with. Every warp is: that all ask the counter at once takes longer than what
-    // it evens out. Only warps that compute shared nodes by themselves ask; their first tails are negative.
-    __device__ int dealt_tails() const {
-      return (small.n_work ? tail_warps - 4 : tail_warps) * kGroups * int(gridDim.x);
-    }
     // Whether this CTA has units of several requests in large tiles.
     __device__ bool has_nodes() const { return int(blockIdx.x) < wide.n_work || group_turn < group.n_work; }
   };
@@ -289,9 +294,8 @@ struct HopperForward {
     }
     if (work.small.n_work) {
       SmallControl& own = control.small[warp];
-      bool const first = work.wide.n_work + work.group.n_work == 0;
-      Small::run(params, work.small, first, warp, 4 * kGroups, ring + warp % 4 * kSmallBytes, own.barriers, own.infos,
-                 &own.source, own.members);
+      Small::run(params, work.small, work.alone, warp % 4 * kGroups + group, 4 * kGroups, ring + warp % 4 * kSmallBytes,
+                 own.barriers, own.infos, &own.source, own.members, work.small_step);
     }
     meet(kGroupDone + group, 128);  // a warpgroup may change its registers again only after its warps have met
   }
@@ -322,7 +326,7 @@ struct HopperForward {
     int const n_slots = kHeads == 2 && work.tail_warps < kTailWarps ? Stream::kMostSlots : Stream::kSlots;
     Stream stream(params, reinterpret_cast<T*>(rings + warp * n_slots * Stream::kSlotBytes), n_slots,
                   control.tails[index], control.sources + index);
-    stream.open(work.tails, work.first_tail + index * work.tail_stride, work.dealt_tails(), work.tail_step);
+    stream.open(work.tails, work.first_tail + index * work.tail_stride, work.first_tails, work.tail_step);
     meet(kGroupRead + group, 32 * work.tail_warps);  // whatever was in the ring before has been read
     Tails::run(params, stream);
   }

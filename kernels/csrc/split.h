@@ -111,12 +111,22 @@ inline int32_t choose_head_pack(const Config& config) {
   return config[kHeadDim] <= 128 ? 2 : 1;  // beyond, a warp's ring would have one slot
 }
 
+// Who takes a tile's units, where single warps do.
+struct Warps {
+  int64_t count;
+  int64_t busy;     // that have a chunk where packs make no whole round
+  int64_t units;    // to an item
+  int64_t least;    // chunk
+  bool two_rounds;  // of chunks may follow the whole ones: units are dealt out, so that no warp has one more than others
+};
+
 // Cuts the last packs of a tile whose units single warps take, and only them. They take them longest first: as many of
-// the longest as make whole rounds of `warps` stay whole, unless much longer than a warp's even share of all tokens. The
-// rest is cut as short as gives every warp one chunk more, or less, but not shorter than the tile's least (even pieces
-// of a pack may be); where there is no whole round, as short as gives `busy` warps one. An item is `units` units.
-inline void balance_warps(const Config& config, const Packing& packing, int32_t tile, int64_t warps, int64_t units,
-                          int64_t least, int64_t busy, Schedule& out) {
+// the longest as make whole rounds of the warps stay whole, unless much longer than a warp's even share of all tokens.
+// The rest is cut as short as gives every warp one chunk more, or less, but not shorter than the tile's least (even
+// pieces of a pack may be); where there is no whole round, as short as gives the busy ones one. Where a third of the
+// warps would have none, two rounds of chunks that are shorter than half as long take less time.
+inline void balance_warps(const Config& config, const Packing& packing, int32_t tile, const Warps& warps,
+                          Schedule& out) {
   const int32_t step = config.tile(tile).n;
   auto length = [](uint64_t key) { return static_cast<int64_t>(key >> 32); };
   auto row = [&](uint64_t key) -> RowTile& { return out.rows[UINT32_MAX - static_cast<uint32_t>(key)]; };
@@ -131,9 +141,10 @@ inline void balance_warps(const Config& config, const Packing& packing, int32_t 
     left += tokens;
     with_tokens += tokens > 0;
   }
-  const size_t first = static_cast<size_t>(with_tokens * units / warps * warps / units);  // in whole rounds
+  const size_t first =  // in whole rounds
+      static_cast<size_t>(with_tokens * warps.units / warps.count * warps.count / warps.units);
   if (first > 0) {
-    const int64_t even = round_up(std::max(least, left * units / warps * 5 / 4), step);
+    const int64_t even = round_up(std::max(warps.least, left * warps.units / warps.count * 5 / 4), step);
     if (first < queue.size()) std::nth_element(queue.begin(), queue.begin() + first, queue.end(), std::greater<>());
     for (size_t i = 0; i < first; ++i) {
       row(queue[i]).longest = static_cast<int32_t>(std::min<int64_t>(even, INT32_MAX));
@@ -141,16 +152,25 @@ inline void balance_warps(const Config& config, const Packing& packing, int32_t 
       with_tokens -= length(queue[i]) > 0;
     }
   }
-  const int64_t most = warps / units;
-  auto too_many = [&](int64_t chunk) {
-    int64_t chunks = with_tokens > most ? with_tokens : 0;
-    for (size_t i = first; i < queue.size() && chunks <= most; ++i) {
-      chunks += (length(queue[i]) + chunk - 1) / chunk;
-    }
-    return chunks > most;
+  // From the share of so many warps on, the first of some longer and longer chunks that makes no more than `most`.
+  auto chunk_for = [&](int64_t sharing, int64_t most) {
+    auto too_many = [&](int64_t chunk) {
+      int64_t chunks = with_tokens > most ? with_tokens : 0;
+      for (size_t i = first; i < queue.size() && chunks <= most; ++i) {
+        chunks += (length(queue[i]) + chunk - 1) / chunk;
+      }
+      return chunks > most;
+    };
+    int64_t chunk = round_up(std::max(warps.least, left * warps.units / sharing), step);
+    for (int tries = 0; tries < 8 && too_many(chunk); ++tries) chunk = round_up(chunk + chunk / 4, step);
+    return chunk;
   };
-  int64_t chunk = round_up(std::max(least, left * units / (first > 0 ? warps : busy)), step);
-  for (int tries = 0; tries < 8 && too_many(chunk); ++tries) chunk = round_up(chunk + chunk / 4, step);
+  const int64_t round = warps.count / warps.units;
+  int64_t chunk = chunk_for(first > 0 ? warps.count : warps.busy, round);
+  if (warps.two_rounds && 2 * chunk * round > 3 * left) {
+    const int64_t shorter = chunk_for(2 * warps.count, 2 * round);
+    if (2 * shorter < chunk) chunk = shorter;
+  }
   for (size_t i = first; i < queue.size(); ++i) {
     row(queue[i]).longest = static_cast<int32_t>(std::min<int64_t>(chunk, INT32_MAX));
   }
@@ -165,11 +185,13 @@ inline void balance_single_warps(const Config& config, const Packing& packing, S
                                  [&](const RowTile& row) { return config.tile(row.tile).m <= kWarpRows; });
   for (int32_t tile = 0; tile < config.n_tiles() && config.tile(tile).m <= kWarpRows; ++tile) {
     const bool tails = tile == tail;
-    const int64_t warps = config[kProcessors] * (tails ? config[kTailWarps] : config.teams(tile));
-    const int64_t units = config[kKvHeads] / (tails ? out.head_pack : 1);
-    const int64_t least = alone ? config[kMinChunk] : least_chunk(config, tile);
-    const int64_t busy = alone && tails ? std::max<int64_t>(1, warps * 2 / 3) : warps;
-    balance_warps(config, packing, tile, warps, units, least, busy, out);
+    Warps warps{};
+    warps.count = config[kProcessors] * (tails ? config[kTailWarps] : config.teams(tile));
+    warps.busy = alone && tails ? std::max<int64_t>(1, warps.count * 2 / 3) : warps.count;
+    warps.units = config[kKvHeads] / (tails ? out.head_pack : 1);
+    warps.least = alone ? config[kMinChunk] : least_chunk(config, tile);
+    warps.two_rounds = alone && !tails && config[kSplit] == kSplitRounds;
+    balance_warps(config, packing, tile, warps, out);
   }
 }
 

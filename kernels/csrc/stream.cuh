@@ -44,7 +44,7 @@ __device__ __forceinline__ int slot_of(Params<T> const& params, int page, int to
 // Where a team's work units come from; in shared memory, as registers are dearer.
 struct Source {
   int queue, first_item, n_work, first_popped;
-  int step;  // between the units of a team; 0: the queue pops them
+  int step;  // between the units of a team, if all are dealt out in turn; 0: the queue pops all but the first
 };
 
 // Where a row's elements lie in a tile: the 128-byte swizzle that wgmma reads, which keeps ldmatrix free of bank
@@ -118,10 +118,10 @@ struct KvStream {
     return index < kStages ? kWarp + 1 : kWarps;
   }
 
-  // Producer: start on a queue, either with unit `fixed` (then what the queue pops, counted from `fixed_total`), or, if
-  // that is negative, with what the queue pops.
-  __device__ void open(Queue const& queue, int fixed, int fixed_total) {
-    if (lane == 0) *source = {queue.index, queue.first_item, queue.n_work, fixed >= 0 ? fixed_total : 0};
+  // Producer: start on a queue, either with unit `fixed` (then what the queue pops, counted from `fixed_total`, or, with a
+  // step, every so many-th), or, if that is negative, with what the queue pops.
+  __device__ void open(Queue const& queue, int fixed, int fixed_total, int step) {
+    if (lane == 0) *source = {queue.index, queue.first_item, queue.n_work, fixed >= 0 ? fixed_total : 0, step};
     __syncwarp();
     wait_for_previous_kernel();
     int first = fixed;
@@ -135,9 +135,10 @@ struct KvStream {
   }
 
   __device__ void pop() {
-    if (lane == 0) popped = atomicAdd(params.popped + source->queue, 1);
+    if (lane == 0 && source->step == 0) popped = atomicAdd(params.popped + source->queue, 1);
   }
   __device__ int take() const {  // the unit behind `next`
+    if (source->step) return next_work + source->step;
     return source->first_popped + __shfl_sync(~0u, popped, 0);
   }
 

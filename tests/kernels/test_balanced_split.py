@@ -47,7 +47,8 @@ def rule(rows, arguments, widen=1.0):
         warps = n_sm * (arguments["tail_warps"] if tile == tail else round(1 / DEFAULT_ALPHA[m]))
         units, least = kv_heads // (pack if tile == tail else 1), least_chunk(arguments["min_chunk"], step, alone)
         busy = max(1, warps * 2 // 3) if alone and tile == tail else warps
-        limits = limits_of_warps(longest_first, units, warps, busy, least, step)
+        two_rounds = alone and tile != tail and arguments["split"] == "rounds"
+        limits = limits_of_warps(longest_first, units, warps, busy, least, step, two_rounds)
         cut += [(tile, length, longest) for length, longest in zip(longest_first, limits, strict=True)]
     lengths = [[stop - start for of, start, stop, _ in rows if of == tile] for tile in range(len(tiles))]
     few = fine_tile(rows, arguments)
@@ -280,6 +281,16 @@ def test_a_pack_is_long_by_four_times_a_warps_share_of_all_of_its_kind():
     assert [rows for rows, _ in chunks] == [16] * 5
     chunks = shared_tiles([(1000, 2), (1000, 3)], head_dim=256)  # of four warps, 500 to each
     assert [rows for rows, _ in chunks] == [16, 16]
+
+
+def test_two_rounds_of_chunks_where_a_third_of_the_warps_would_have_none():
+    """Five packs on eight warps are one round, of 960 tokens; in thirds they are two, of 320."""
+    assert shared_tiles([(960, 2)] * 5) == [(16, [320] * 3)] * 5
+    assert shared_tiles([(960, 2)] * 6) == [(16, [960])] * 6  # two rounds are 16 chunks, so only 480 each
+    assert shared_tiles([(960, 2)] * 4) == [(16, [480] * 2)] * 4  # one round
+    assert shared_tiles([(960, 2)] * 8 + [(480, 2)] * 5) == [(16, [960])] * 8 + [(16, [160] * 3)] * 5  # behind a whole one
+    assert shared_tiles([(960, 2)] * 5, split="balanced") == [(16, [960])] * 5  # queues pop there
+    assert shared_tiles([(960, 2)] * 5 + [(64, 9)])[:5] == [(16, [960])] * 5  # and beside a larger tile
 
 
 def test_a_long_pack_moves_by_one_tile_and_out_of_single_warps_only():

@@ -34,23 +34,33 @@ def head_pack(group_size, kv_heads, head_dim):
     return 2 if 2 * group_size <= 8 and kv_heads % 2 == 0 and head_dim <= 128 else 1
 
 
-def limits_of_warps(packs, units, warps, busy, least, step):
+def limits_of_warps(packs, units, warps, busy, least, step, two_rounds=False):
     """The longest chunk of each pack in a tile of single warps, for packs from the longest to the shortest.
 
     A pack is so many units, a chunk of it as many. The longest packs, as many as fill whole rounds of the warps, are
     cut only where they exceed five quarters of a warp's even share of all tokens; the others so that their chunks are
     no more than one round, where up to eight longer tries reach that. Without a whole round, a chunk is the share of
-    one of `busy` warps.
+    one of `busy` warps. With `two_rounds`, a chunk of more than one and a half times what falls to a warp gives way to
+    chunks of two rounds that are shorter than half as long.
     """
     rounds = sum(length > 0 for length in packs) * units // warps
     whole = rounds * warps // units
     last = packs[whole:]
-    chunk = up(max(least, share(last, units, warps if whole else busy)), step)
-    for _ in range(8):
-        if units * sum(up(length, chunk) // chunk for length in last) <= warps:
-            break
-        chunk = up(chunk * 5 // 4, step)
-    return [up(max(least, share(packs, units, warps) * 5 // 4), step)] * whole + [chunk] * len(last)
+
+    def chunk(sharing, most):
+        found = up(max(least, share(last, units, sharing)), step)
+        for _ in range(8):
+            if sum(up(length, found) // found for length in last) <= most:
+                break
+            found = up(found * 5 // 4, step)
+        return found
+
+    round_of = warps // units
+    longest = chunk(warps if whole else busy, round_of)
+    if two_rounds and longest * round_of > 1.5 * sum(last):
+        shorter = chunk(2 * warps, 2 * round_of)
+        longest = shorter if 2 * shorter < longest else longest
+    return [up(max(least, share(packs, units, warps) * 5 // 4), step)] * whole + [longest] * len(last)
 
 
 def share(packs, units, warps):
