@@ -123,8 +123,8 @@ struct HopperForward {
   static constexpr int kTailWarps = 4 + 4 / kGroups;  // of a group
   // Where there are many rounds of tails, fewer warps with longer rings are faster.
   static constexpr int kFewTailWarps = kTailWarps * 2 / 3, kManyRounds = 2;
-  // Where single warps have all the work, and there are few rounds of it, all units are dealt out: whoever pops has asked
-  // for one unit more than it is at, so half of the warps would have two each, and those of a CTA ask together.
+  // Where single warps have few rounds of units, and for tails nothing else, all are dealt out: whoever pops has asked for
+  // one unit more than it is at, so half of the warps would have two each, and those of a CTA ask together.
   static constexpr int kDealtRounds = 4;
   static constexpr int kTailBytes = TailStream<T, kHeadDim, 1>::kRingBytes;
   static constexpr int kSmallBytes = 3 * 2 * SwizzledRows<kHeadDim, 16>::kElements * int(sizeof(T));
@@ -201,7 +201,7 @@ struct HopperForward {
         tail_stride = turn < free ? free : ctas - free;
         first_tail = turn < free ? turn : tail_warps * kGroups * free + turn - free;
       }
-      small_step = alone && small.n_work <= kDealtRounds * small_warps ? small_warps : 0;
+      small_step = small.n_work <= kDealtRounds * small_warps ? small_warps : 0;
       tail_step = alone && tails.n_work <= kDealtRounds * all_warps ? all_warps : 0;
     }
 
@@ -294,8 +294,9 @@ struct HopperForward {
     }
     if (work.small.n_work) {
       SmallControl& own = control.small[warp];
-      Small::run(params, work.small, work.alone, warp % 4 * kGroups + group, 4 * kGroups, ring + warp % 4 * kSmallBytes,
-                 own.barriers, own.infos, &own.source, own.members, work.small_step);
+      bool const starts_dealt = work.alone || work.small_step;
+      Small::run(params, work.small, starts_dealt, warp % 4 * kGroups + group, 4 * kGroups,
+                 ring + warp % 4 * kSmallBytes, own.barriers, own.infos, &own.source, own.members, work.small_step);
     }
     meet(kGroupDone + group, 128);  // a warpgroup may change its registers again only after its warps have met
   }

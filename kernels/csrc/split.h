@@ -29,7 +29,8 @@ inline void add_row_tiles(const Config& config, const Packing& packing, int32_t 
   }
 }
 
-constexpr int64_t kMinSteps = 8;  // a chunk is at least so many steps of its tile
+constexpr int64_t kMinSteps = 8;    // a chunk is at least so many steps of its tile
+constexpr int64_t kRoundSteps = 16;  // one of two rounds
 
 // The shortest chunk that a tile's packs are cut into.
 inline int64_t least_chunk(const Config& config, int32_t tile) {
@@ -124,7 +125,8 @@ struct Warps {
 // the longest as make whole rounds of the warps stay whole, unless much longer than a warp's even share of all tokens.
 // The rest is cut as short as gives every warp one chunk more, or less, but not shorter than the tile's least (even
 // pieces of a pack may be); where there is no whole round, as short as gives the busy ones one. Where a third of the
-// warps would have none, two rounds of chunks that are shorter than half as long take less time.
+// warps would have none, two rounds of chunks that are shorter than half as long take less time, if they are not so short
+// that what a unit costs by itself decides.
 inline void balance_warps(const Config& config, const Packing& packing, int32_t tile, const Warps& warps,
                           Schedule& out) {
   const int32_t step = config.tile(tile).n;
@@ -152,24 +154,24 @@ inline void balance_warps(const Config& config, const Packing& packing, int32_t 
       with_tokens -= length(queue[i]) > 0;
     }
   }
+  auto chunks_of = [&](int64_t chunk, int64_t most) {  // counted no further than beyond `most`
+    int64_t chunks = with_tokens > most ? with_tokens : 0;
+    for (size_t i = first; i < queue.size() && chunks <= most; ++i) {
+      chunks += (length(queue[i]) + chunk - 1) / chunk;
+    }
+    return chunks;
+  };
   // From the share of so many warps on, the first of some longer and longer chunks that makes no more than `most`.
   auto chunk_for = [&](int64_t sharing, int64_t most) {
-    auto too_many = [&](int64_t chunk) {
-      int64_t chunks = with_tokens > most ? with_tokens : 0;
-      for (size_t i = first; i < queue.size() && chunks <= most; ++i) {
-        chunks += (length(queue[i]) + chunk - 1) / chunk;
-      }
-      return chunks > most;
-    };
     int64_t chunk = round_up(std::max(warps.least, left * warps.units / sharing), step);
-    for (int tries = 0; tries < 8 && too_many(chunk); ++tries) chunk = round_up(chunk + chunk / 4, step);
+    for (int tries = 0; tries < 8 && chunks_of(chunk, most) > most; ++tries) chunk = round_up(chunk + chunk / 4, step);
     return chunk;
   };
   const int64_t round = warps.count / warps.units;
   int64_t chunk = chunk_for(first > 0 ? warps.count : warps.busy, round);
-  if (warps.two_rounds && 2 * chunk * round > 3 * left) {
+  if (warps.two_rounds && 3 * chunks_of(chunk, round) <= 2 * round) {
     const int64_t shorter = chunk_for(2 * warps.count, 2 * round);
-    if (2 * shorter < chunk) chunk = shorter;
+    if (2 * shorter < chunk && shorter >= kRoundSteps * step) chunk = shorter;
   }
   for (size_t i = first; i < queue.size(); ++i) {
     row(queue[i]).longest = static_cast<int32_t>(std::min<int64_t>(chunk, INT32_MAX));

@@ -286,11 +286,17 @@ def test_a_pack_is_long_by_four_times_a_warps_share_of_all_of_its_kind():
 def test_two_rounds_of_chunks_where_a_third_of_the_warps_would_have_none():
     """Five packs on eight warps are one round, of 960 tokens; in thirds they are two, of 320."""
     assert shared_tiles([(960, 2)] * 5) == [(16, [320] * 3)] * 5
-    assert shared_tiles([(960, 2)] * 6) == [(16, [960])] * 6  # two rounds are 16 chunks, so only 480 each
-    assert shared_tiles([(960, 2)] * 4) == [(16, [480] * 2)] * 4  # one round
-    assert shared_tiles([(960, 2)] * 8 + [(480, 2)] * 5) == [(16, [960])] * 8 + [(16, [160] * 3)] * 5  # behind a whole one
+    assert shared_tiles([(960, 2)] * 6) == [(16, [960])] * 6  # for six of the eight
+    assert shared_tiles([(960, 2)] * 4) == [(16, [480] * 2)] * 4  # for all of them
+    behind = shared_tiles([(1800, 2)] * 8 + [(960, 2)] * 5)
+    assert behind == [(16, [1800])] * 8 + [(16, [320] * 3)] * 5  # a whole round goes before
     assert shared_tiles([(960, 2)] * 5, split="balanced") == [(16, [960])] * 5  # queues pop there
     assert shared_tiles([(960, 2)] * 5 + [(64, 9)])[:5] == [(16, [960])] * 5  # and beside a larger tile
+
+
+def test_chunks_of_two_rounds_are_no_shorter_than_16_steps():
+    assert shared_tiles([(704, 2)] * 5) == [(16, [240, 240, 224])] * 5  # of 288 at most
+    assert shared_tiles([(600, 2)] * 5) == [(16, [600])] * 5  # of 240
 
 
 def test_a_long_pack_moves_by_one_tile_and_out_of_single_warps_only():

@@ -40,26 +40,29 @@ def limits_of_warps(packs, units, warps, busy, least, step, two_rounds=False):
     A pack is so many units, a chunk of it as many. The longest packs, as many as fill whole rounds of the warps, are
     cut only where they exceed five quarters of a warp's even share of all tokens; the others so that their chunks are
     no more than one round, where up to eight longer tries reach that. Without a whole round, a chunk is the share of
-    one of `busy` warps. With `two_rounds`, a chunk of more than one and a half times what falls to a warp gives way to
-    chunks of two rounds that are shorter than half as long.
+    one of `busy` warps. With `two_rounds`, chunks for no more than two warps of three give way to chunks of two rounds
+    that are shorter than half as long, but at least 16 steps.
     """
     rounds = sum(length > 0 for length in packs) * units // warps
     whole = rounds * warps // units
     last = packs[whole:]
 
+    def chunks(longest):
+        return sum(up(length, longest) // longest for length in last)
+
     def chunk(sharing, most):
         found = up(max(least, share(last, units, sharing)), step)
         for _ in range(8):
-            if sum(up(length, found) // found for length in last) <= most:
+            if chunks(found) <= most:
                 break
             found = up(found * 5 // 4, step)
         return found
 
     round_of = warps // units
     longest = chunk(warps if whole else busy, round_of)
-    if two_rounds and longest * round_of > 1.5 * sum(last):
+    if two_rounds and 3 * chunks(longest) <= 2 * round_of:
         shorter = chunk(2 * warps, 2 * round_of)
-        longest = shorter if 2 * shorter < longest else longest
+        longest = shorter if 2 * shorter < longest and shorter >= 16 * step else longest
     return [up(max(least, share(packs, units, warps) * 5 // 4), step)] * whole + [longest] * len(last)
 
 
