@@ -88,7 +88,8 @@ class Planner:
         Of each tile, one over a processor's teams. For ``split`` "balanced", and for "rounds" to begin with, chunks are
         no longer than ``alpha * (token-heads of that tile) / n_sm``. Items of tiles of at most 16 rows, whose units
         single warps take, are cut otherwise: the longest, as many as fill whole rounds of the warps, only where they
-        exceed 5/4 of a warp's even share of the tile's tokens; the others so that their chunks are one round.
+        exceed 5/4 of a warp's even share of the tile's tokens; the others so that their chunks are one round, or with
+        "rounds" two (``csrc/split.h``, ``balance_warps``).
     min_chunk : int
         ... but the limit is no lower than this many tokens, nor than eight steps of its tile unless single warps have
         all the work or packs are few (`tiles`). Chunks of a pack are even, so shorter than their limit, by up to half.
