@@ -29,6 +29,9 @@ def test_the_oracle_sees_who_is_stuck(seed):
     assert stuck([units(("a", "")), units(("", "a"))], [0, 1], [1, 1], rng) == 0
     assert stuck([units(("a", "")), units(("", "a"))], [1], [1], rng) == 2  # nobody serves the first queue
     assert stuck([[], units(("", ""))], [0], [1], rng) == 0
+    late = [units(("a", ""), ("b", "")), units(("", "a"), ("", "b"))]
+    assert stuck(late, [0, 1], [1, 1], rng, {0}) == 0 == stuck(late, [0, 0], [1, 1], rng, {0, 1})
+    assert stuck([units(("", "b"), ("", "a"), ("b", ""), ("a", ""))], [0, 0], [1, 1], rng, {0}) == 4
 
 
 @settings(max_examples=300)
@@ -37,14 +40,14 @@ def test_the_oracle_sees_who_is_stuck(seed):
     strategy=st.sampled_from(list(STRATEGIES)), split=st.sampled_from(list(SPLITS)), group=st.integers(1, 16),
     tiles=st.sampled_from(TILE_SETS), kv_heads=st.integers(1, 4), n_sm=st.sampled_from([1, 5, 20]),
     workers=st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=6), own=st.integers(1, 4),
-    seed=st.integers(0, 2**32 - 1), fan_in=st.sampled_from([0, 1, 2, 5, 16]), dealt=st.booleans(),
+    seed=st.integers(0, 2**32 - 1), fan_in=st.sampled_from([0, 1, 2, 5, 16]), dealt=st.sets(st.integers(0, 4)),
 )  # fmt: skip
 def test_workers_that_take_units_in_order_finish(
     forest, grow, strategy, split, group, tiles, kv_heads, n_sm, workers, own, seed, fan_in, dealt
 ):
     """At any speed, with one worker or more; some may start with the last queue, as warps that only run tails do.
 
-    The last queue's units may be dealt out in turn, and those behind it always are.
+    Any queue's units may be dealt out in turn, to those who serve it, and those behind all queues always are.
     """
     plan = plan_of(
         forest, num_qo_heads=group * kv_heads, num_kv_heads=kv_heads, grow=grow, strategy=strategy, split=split,
@@ -54,7 +57,7 @@ def test_workers_that_take_units_in_order_finish(
     assert sum(len(unit.wants) for queue in queues for unit in queue) == plan.n_parts * kv_heads
     last = max((index for index, queue in enumerate(queues[:-1]) if queue), default=0)
     starts, hands = [0] + [last * tails for tails, _ in workers], [own] + [hand for _, hand in workers]
-    in_turn = range(last + (not dealt), len(queues))
+    in_turn = dealt | set(range(last + 1, len(queues)))
     assert stuck(queues, starts, hands, np.random.default_rng(seed), in_turn) == 0
 
 

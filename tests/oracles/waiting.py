@@ -26,13 +26,14 @@ def stuck(queues, first_queues, hands, rng, dealt=()):
     rng : numpy.random.Generator
         Says who acts next, each at a speed of his own.
     dealt : collection of int
-        Queues whose units are dealt out in turn to all workers, none of whom may begin behind them.
+        Queues whose units are dealt out in turn to the workers that do not begin behind them; there must be one.
     """
-    n = len(hands)
-    left = [
-        [deque(queue[worker::n]) for worker in range(n)] if index in dealt else [deque(queue)] * n
-        for index, queue in enumerate(queues)
-    ]
+    left = []
+    for index, queue in enumerate(queues):
+        left.append([deque() if index in dealt else deque(queue)] * len(hands))
+        takers = [worker for worker, first in enumerate(first_queues) if first <= index and index in dealt]
+        for turn, worker in enumerate(takers):
+            left[index][worker] = deque(queue[turn :: len(takers)])
     held = [deque() for _ in hands]
     place, given = list(first_queues), set()
     speed = rng.exponential(size=len(hands)) + 0.01
