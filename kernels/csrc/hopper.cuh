@@ -172,7 +172,7 @@ struct HopperForward {
     int first_tail, tail_stride;  // warp i of this CTA starts with tail first_tail + i * tail_stride
     // How many tails are dealt out to begin with: one to every warp, as it takes longer that all ask the counter at once
     // than what that evens out. Only those that compute small units beside larger ones ask; their first is negative.
-    int first_tails;
+    int fixed_tails;
     int small_step, tail_step;  // between a warp's units, where all are dealt out; 0: others are popped
 
     __device__ explicit Work(Params<T> const& params) {
@@ -190,12 +190,12 @@ struct HopperForward {
       int const turn = cta - after_group + (cta < after_group ? ctas : 0);
       int const small_warps = 4 * kGroups * ctas, all_warps = tail_warps * kGroups * ctas;
       alone = busy == 0;
-      first_tails = all_warps;
+      fixed_tails = all_warps;
       if (small.n_work && alone) {  // first to those that copy elsewhere, last to those that are dealt small units first
         first_tail = turn + all_warps - ctas, tail_stride = -ctas;
       } else if (small.n_work) {
         first_tail = turn - small_warps, tail_stride = ctas;
-        first_tails = all_warps - small_warps;
+        fixed_tails = all_warps - small_warps;
       } else {  // first to those that have nothing else to do
         int const free = max(0, ctas - busy);
         tail_stride = turn < free ? free : ctas - free;
@@ -327,7 +327,7 @@ struct HopperForward {
     int const n_slots = kHeads == 2 && work.tail_warps < kTailWarps ? Stream::kMostSlots : Stream::kSlots;
     Stream stream(params, reinterpret_cast<T*>(rings + warp * n_slots * Stream::kSlotBytes), n_slots,
                   control.tails[index], control.sources + index);
-    stream.open(work.tails, work.first_tail + index * work.tail_stride, work.first_tails, work.tail_step);
+    stream.open(work.tails, work.first_tail + index * work.tail_stride, work.fixed_tails, work.tail_step);
     meet(kGroupRead + group, 32 * work.tail_warps);  // whatever was in the ring before has been read
     Tails::run(params, stream);
   }
