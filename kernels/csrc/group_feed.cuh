@@ -40,8 +40,10 @@ struct GroupFeed {
   static constexpr int kLanesPerRow = kHeadDim / kChunk;
   static constexpr int kRowsAtOnce = kWarp / kLanesPerRow, kCopies = kOwn / kRowsAtOnce;
   static constexpr int kRepeat = Ring::Rows::kRepeat, kPatterns = kRepeat / kRowsAtOnce;
+  // Slots first, then copies: with both in turn, each copy would wait for its own slot from another lane.
+  static constexpr int kBatch = kCopies < 16 ? kCopies : 16;
   static constexpr int kMemberLoads = Ring::kMemberWords / kWarp;
-  static_assert(kLanesPerRow <= kWarp && kPatterns * kRowsAtOnce == kRepeat);
+  static_assert(kLanesPerRow <= kWarp && kPatterns * kRowsAtOnce == kRepeat && kCopies % kBatch == 0);
 
   Params<T> const& params;
   Queue const queue;
@@ -167,16 +169,24 @@ struct GroupFeed {
   template <bool kWhole>
   __device__ void copy(char const* from, int const (&slots)[kPerLane], uint32_t down, int rows) {
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      int const row = i * kRowsAtOnce;
-      if (!kWhole && keys && own_first + row >= rows) break;
-      uint32_t const slot = __shfl_sync(~0u, slots[row / kWarp], row % kWarp + lane / kLanesPerRow);
-      uint32_t const at = to[i % kPatterns] + down + i / kPatterns * (Ring::Rows::kStep * int(sizeof(T)));
-      char const* const source = from + uint64_t(slot) * slot_bytes;
-      if (kWhole) {
-        copy_async(at, source);
-      } else {
-        copy_or_clear(at, source, own_first + row < rows);
+    for (int first = 0; first < kCopies; first += kBatch) {
+      if (!kWhole && keys && own_first + first * kRowsAtOnce >= rows) break;
+      uint32_t of_rows[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        int const row = (first + i) * kRowsAtOnce;
+        of_rows[i] = __shfl_sync(~0u, slots[row / kWarp], row % kWarp + lane / kLanesPerRow);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        int const copy = first + i;
+        uint32_t const at = to[copy % kPatterns] + down + copy / kPatterns * (Ring::Rows::kStep * int(sizeof(T)));
+        char const* const source = from + uint64_t(of_rows[i]) * slot_bytes;
+        if (kWhole) {
+          copy_async(at, source);
+        } else {
+          copy_or_clear(at, source, own_first + copy * kRowsAtOnce < rows);
+        }
       }
     }
   }
@@ -217,8 +227,8 @@ struct GroupReader {
     return taken;
   }
   __device__ int const* members(int stage) const { return control.members[stage]; }
-  __device__ T* k_tile(int stage) const { return ring + stage * Ring::kStageElements; }
-  __device__ T* v_tile(int stage) const { return k_tile(stage) + Ring::kTile; }
+  __device__ T const* k_tile(int stage) const { return ring + uniform(stage) * Ring::kStageElements; }
+  __device__ T const* v_tile(int stage) const { return k_tile(stage) + Ring::kTile; }
   // Every lane says so for itself: racecheck does not see that one which speaks for its warp has heard the others.
   __device__ void release(int stage) { barrier_arrive(control.empty + stage); }
 };

@@ -272,7 +272,7 @@ struct HopperForward {
 
   static __device__ void compute(Params<T> const& params, unsigned char* smem, Control& control) {
     Work const work(params);
-    int const warp = thread() / 32, group = warp / 4;
+    int const warp = uniform(thread() / 32), group = warp / 4;
     wait_for_previous_kernel();
     if (work.has_nodes()) {  // there is nothing to compute yet
       for (int index = warp; index < work.tail_warps * kGroups; index += 4 * kGroups) {

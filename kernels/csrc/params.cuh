@@ -58,6 +58,10 @@ __device__ __forceinline__ V opaque(V value) {
   return value;
 }
 
+// The first lane's value, which is every lane's: the compiler may then work with it in uniform registers, where wgmma
+// wants its descriptors.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
 // A queue of the plan, as a launch sees it.
 struct Queue {
   int index, first_item, n_work;
