@@ -192,7 +192,7 @@ inline void balance_single_warps(const Config& config, const Packing& packing, S
     warps.busy = alone && tails ? std::max<int64_t>(1, warps.count * 2 / 3) : warps.count;
     warps.units = config[kKvHeads] / (tails ? out.head_pack : 1);
     warps.least = alone ? config[kMinChunk] : least_chunk(config, tile);
-    warps.two_rounds = alone && !tails && config[kSplit] == kSplitRounds;
+    warps.two_rounds = !tails && config[kSplit] == kSplitRounds;
     balance_warps(config, packing, tile, warps, out);
   }
 }

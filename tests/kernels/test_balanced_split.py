@@ -47,7 +47,7 @@ def rule(rows, arguments, widen=1.0):
         warps = n_sm * (arguments["tail_warps"] if tile == tail else round(1 / DEFAULT_ALPHA[m]))
         units, least = kv_heads // (pack if tile == tail else 1), least_chunk(arguments["min_chunk"], step, alone)
         busy = max(1, warps * 2 // 3) if alone and tile == tail else warps
-        two_rounds = alone and tile != tail and arguments["split"] == "rounds"
+        two_rounds = tile != tail and arguments["split"] == "rounds"
         limits = limits_of_warps(longest_first, units, warps, busy, least, step, two_rounds)
         cut += [(tile, length, longest) for length, longest in zip(longest_first, limits, strict=True)]
     lengths = [[stop - start for of, start, stop, _ in rows if of == tile] for tile in range(len(tiles))]
@@ -291,7 +291,7 @@ def test_two_rounds_of_chunks_where_a_third_of_the_warps_would_have_none():
     behind = shared_tiles([(1800, 2)] * 8 + [(960, 2)] * 5)
     assert behind == [(16, [1800])] * 8 + [(16, [320] * 3)] * 5  # a whole round goes before
     assert shared_tiles([(960, 2)] * 5, split="balanced") == [(16, [960])] * 5  # queues pop there
-    assert shared_tiles([(960, 2)] * 5 + [(64, 9)])[:5] == [(16, [960])] * 5  # and beside a larger tile
+    assert shared_tiles([(960, 2)] * 5 + [(64, 9)])[:5] == [(16, [320] * 3)] * 5  # beside a larger tile too
 
 
 def test_chunks_of_two_rounds_are_no_shorter_than_16_steps():
