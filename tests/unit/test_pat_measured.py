@@ -196,10 +196,10 @@ def test_few_requests_with_long_contexts():
         assert cell == f"{rates['pat']:,.0f}, {rates['fa3']:,.0f}, {rates['pat'] / rates['fa3']:.2f}x"
         if "none shared" in name:
             longer.append(steps["pat"] - steps["fa3"])
-            assert 0.89 <= round(rates["pat"] / rates["fa3"], 2) <= 0.95  # as README.md says
-    assert f"{min(longer):.1f} to {max(longer):.2f} ms longer" in TEXT
+            assert 0.95 <= round(rates["pat"] / rates["fa3"], 2) <= 0.99  # as README.md says
+    assert f"{min(longer):.2f} to {max(longer):.2f} ms longer" in TEXT
     assert f"{1e3 * min(longer) / 36:.0f} to {1e3 * max(longer) / 36:.0f} us a layer" in TEXT
-    assert "with 8K or 32K tokens each and nothing shared decoded at 0.89x to 0.95x" in " ".join(README.split())
+    assert "with 8K or 32K tokens each and nothing shared decodes at 0.95x to 0.99x" in " ".join(README.split())
 
 
 def test_every_file_is_named():
