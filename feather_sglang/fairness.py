@@ -65,20 +65,25 @@ class Fairness:
         """Note a waiting request that this round is the first to see; a smaller priority is more urgent."""
         ahead = sum(count for other, count in self._waiting.items() if other <= priority)
         self.arrivals[request_id] = Arrival(self.now, self.round, priority, self._admissions, ahead)
-        self._waiting[priority] += 1
+        self._count(priority, 1)
 
     def admit(self, request_id: Hashable) -> None:
         """Note that a waiting request joined the batch."""
         self._admissions += 1
-        self._waiting[self.arrivals[request_id].priority] -= 1
+        self._count(self.arrivals[request_id].priority, -1)
 
     def wait_again(self, request_id: Hashable) -> None:
         """Note that an admitted request is back among the waiting, at its original age."""
-        self._waiting[self.arrivals[request_id].priority] += 1
+        self._count(self.arrivals[request_id].priority, 1)
 
     def forget(self, request_id: Hashable, *, waiting: bool) -> None:
         """Drop a request that left while it was waiting, or running."""
-        self._waiting[self.arrivals.pop(request_id).priority] -= waiting
+        self._count(self.arrivals.pop(request_id).priority, -waiting)
+
+    def _count(self, priority: int, change: int) -> None:
+        self._waiting[priority] += change
+        if not self._waiting[priority]:
+            del self._waiting[priority]  # clients may send a new priority each time
 
     def waited(self, request_id: Hashable) -> float:
         """Return the seconds since a request came."""

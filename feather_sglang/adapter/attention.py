@@ -27,16 +27,22 @@ def offer_backend(parser: Any) -> None:
 
 def decode_only(args: Any) -> None:
     """Turn ``--attention-backend pat`` into the decode backend, before SGLang chooses the one for prefill."""
+    try:
+        _refuse_contradictions(args)
+    except FeatherError as error:
+        end_start_up(error)
+    if args.attention_backend == PAT:
+        args.attention_backend, args.decode_attention_backend = None, PAT
+
+
+def _refuse_contradictions(args: Any) -> None:
     if args.prefill_attention_backend == PAT:
         raise FeatherError("--prefill-attention-backend pat: pat decodes only; drop the flag, or name another backend")
-    if args.attention_backend != PAT:
-        return
-    if args.decode_attention_backend not in (None, PAT):
+    if args.attention_backend == PAT and args.decode_attention_backend not in (None, PAT):
         raise FeatherError(
             f"--attention-backend pat decodes only, and --decode-attention-backend is {args.decode_attention_backend}: "
             "drop one of the two"
         )
-    args.attention_backend, args.decode_attention_backend = None, PAT
 
 
 def create_backend(runner: Any) -> Any:

@@ -137,7 +137,7 @@ class FeatherOptions:
             return cls()
         try:
             given = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FeatherError(f'{VARIABLE}: not JSON ({error}); write it as {{"max_wait": 30}}') from None
         if not isinstance(given, dict):
             raise FeatherError(f'{VARIABLE}: expected a JSON object such as {{"max_wait": 30}}, found {text!r}')

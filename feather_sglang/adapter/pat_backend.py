@@ -136,19 +136,17 @@ class PatBackend(AttentionBackend):
         changed = self.sharing.observe(requests_now, rows, lens[: len(rows)])
         total = int(lens.sum())
         plan = self.plan
-        if not changed and plan is not None and plan.valid_for(lens)[0]:
-            self._metrics.kept.inc()
-        else:
+        seconds = None
+        if changed or plan is None or not plan.valid_for(lens)[0]:
             start = time.perf_counter()
             plan = self._use(self.sharing.forest(rows, lens), total)
-            self._metrics.plans.inc()
-            self._metrics.seconds.observe(time.perf_counter() - start)
+            seconds = time.perf_counter() - start
         if self._debug:
             self.sharing.check(plan.forest, lens)
         if self._recorder is not None:
             self._recorder.offer(plan, len(rows))
-        self._metrics.attended.inc(total)
-        self._metrics.read.inc(self._read + total - self._planned)  # private tails have grown since
+        if self._metrics is not None:
+            self._metrics.step(seconds, total, self._read + total - self._planned)  # private tails have grown since
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         if not forward_batch.forward_mode.is_idle():
@@ -206,7 +204,8 @@ class PatBackend(AttentionBackend):
         try:
             self.plan = self._engine.plan(forest, self._table, lens)
         except PlanError as error:  # more levels than there is memory for parts
-            self._metrics.unshared.inc()
+            if self._metrics is not None:
+                self._metrics.unshared.inc()
             if not self._warned:
                 self._warned = True
                 logger.warning("feather: pat decodes a batch without sharing, as its plan does not fit: %s", error)

@@ -30,7 +30,7 @@ def uses_reference(runner: Any) -> bool:
         raise FeatherError(f"the pat backend needs an NVIDIA GPU, this server runs on {runner.device}: {_ELSE}")
     major, minor = torch.cuda.get_device_capability(torch.cuda.current_device())
     if major < 8:
-        raise FeatherError(f"the pat backend needs compute capability 8.0 or later, this GPU has {major}.{minor}")
+        raise FeatherError(f"the pat backend needs compute capability 8.0 or 9.0, this GPU has {major}.{minor}")
     return False
 
 

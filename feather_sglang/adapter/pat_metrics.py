@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import torch
 from prometheus_client import Counter, Histogram
 
 
 class PatMetrics(NamedTuple):
-    """Counters over all decode steps of a process. Tokens are KV tokens of one layer."""
+    """Counters over all decode steps. Tokens are KV tokens of one layer."""
 
     plans: Counter
     kept: Counter
@@ -18,10 +19,27 @@ class PatMetrics(NamedTuple):
     attended: Counter
     read: Counter
 
+    def step(self, seconds: float | None, attended: int, read: int) -> None:
+        """Count a decode step that took so long to plan, or kept its plan (None), and its tokens."""
+        if seconds is None:
+            self.kept.inc()
+        else:
+            self.plans.inc()
+            self.seconds.observe(seconds)
+        self.attended.inc(attended)
+        self.read.inc(read)
+
+
+def pat_metrics() -> PatMetrics | None:
+    """The first rank's metrics; other ranks have none, as all decode the same batches and SGLang adds up processes.
+
+    One over ``read / attended`` is how often a KV token that is read is used.
+    """
+    return _metrics() if torch.distributed.get_rank() == 0 else None
+
 
 @functools.cache
-def pat_metrics() -> PatMetrics:
-    """The process's metrics; one over ``read / attended`` is how often a KV token that is read is used."""
+def _metrics() -> PatMetrics:
     return PatMetrics(
         Counter("feather_pat_plans", "Decode steps that were planned anew."),
         Counter("feather_pat_plans_kept", "Decode steps that kept the plan of the step before."),

@@ -120,6 +120,7 @@ class FeatherScheduler:
         self.permutations = 0
         self.permutation_seconds = 0.0
         self._requests: dict[Hashable, Any] = {}  # every request the tree knows, by id
+        self._twins = False  # whether two of one id may wait
         self._ordered: list[Any] | None = None  # the row list last seen in order
         self._meter, self._prefill_meter = DecodeMeter(), PrefillMeter(scheduler.chunked_prefill_size)
         self._adder: Any = None
@@ -191,6 +192,7 @@ class FeatherScheduler:
                 self.builder.leave_batch(req.rid, len(self._requests[req.rid].output_ids))
             elif req.rid in tree.waiting:
                 self.builder.leave_queue(req.rid)
+                self._twins = True
             isolation = (req.extra_key, getattr(req, "cache_salt", None), req.lora_id)
             self.builder.arrive(
                 req.rid,
@@ -206,7 +208,8 @@ class FeatherScheduler:
     def _synchronise(self, running: Any) -> None:
         """Drop from the tree what finished, was aborted or timed out since the last round.
 
-        Requests enter the queue through ``_add_request_to_queue`` only, so equal counts mean equal queues.
+        Requests enter the queue through ``_add_request_to_queue`` only, so equal counts mean equal queues, unless two of
+        one id wait: tokenizer workers do not know of each other's.
         """
         builder, chunked = self.builder, self.scheduler.chunked_req
         alive = {req.rid for req in running if not req.finished()}
@@ -215,14 +218,15 @@ class FeatherScheduler:
         for rid in [rid for rid in builder.cht.active if rid not in alive]:
             builder.leave_batch(rid, len(self._requests.pop(rid).output_ids))
         queue = self.scheduler.waiting_queue
-        if len(builder.cht.waiting) != len(queue):
+        if self._twins or len(builder.cht.waiting) != len(queue):
             queued = {req.rid for req in list.__iter__(queue)}
             for rid in [rid for rid in builder.cht.waiting if rid not in queued]:
                 builder.leave_queue(rid)
                 del self._requests[rid]
             for req in list.__iter__(queue):
-                if req.rid not in builder.cht:  # tokenizer workers do not know of each other's ids: two were equal
+                if req.rid not in builder.cht:
                     self._enter(req)
+            self._twins = len(queued) != len(queue)
 
     def _note_computed(self) -> None:
         """A request's first new token says that its prompt is computed and in the cache."""

@@ -48,7 +48,7 @@ class Order:
         """Read ``{"schedule_policy": NAME, "options": {...}}``; raise ``FeatherError`` for anything else."""
         try:
             given = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FeatherError(f'not JSON ({error}); send {{"schedule_policy": "lpm"}}') from None
         name = given.get("schedule_policy") if isinstance(given, dict) else None
         if not isinstance(name, str) or set(given) - {"schedule_policy", "options"}:

@@ -68,7 +68,8 @@ class Policy:
         if document["policy"] != self.name:
             raise FeatherError(f"policy file {path} is for policy {document['policy']!r}, not {self.name!r}")
         try:
-            fresh = type(self)(seed=self.seed, explore=self.explore, **mapping(document.get("params"), "params"))
+            params = checked(self.name, self.SPEC, mapping(document.get("params"), "params"))
+            fresh = type(self)(seed=self.seed, explore=self.explore, **params)
             fresh._restore(document)
         except (FeatherError, ValueError) as error:
             raise FeatherError(f"policy file {path} is damaged: {error}") from error

@@ -88,4 +88,7 @@ class Device:
 
     def save(self, file: Path) -> None:
         fields = {**asdict(self), "n_rule": {path: rule.to_json() for path, rule in self.n_rule.items()}}
-        file.write_text(json.dumps(fields, indent=2) + "\n")
+        try:
+            file.write_text(json.dumps(fields, indent=2) + "\n")
+        except OSError as error:
+            raise BuildError(f"cannot write {file}: {error.strerror}; name another file with --out") from None

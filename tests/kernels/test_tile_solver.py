@@ -144,6 +144,14 @@ def test_a_profile_is_read_back_as_it_was_saved(tmp_path):
         Device.load("h300")
 
 
+def test_a_profile_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Device, "of", lambda: H200)
+    monkeypatch.setattr(tiles, "profile_n", lambda path: H200.n_rule[path])
+    assert tiles.main(["--profile", "--out", str(tmp_path / "no" / "such.json")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"feather_kernels.tiles: error: cannot write {tmp_path}/no/such.json: No such file")
+
+
 def test_latency_is_the_flat_part():
     pytest.importorskip("torch")
     from feather_kernels.memory_probe import flat_part

@@ -33,3 +33,18 @@ def test_a_bad_flag_ends_start_up_with_one_line(refused):
     status, _, error = refused("--schedule-policy", "feather", "--feather-chunk-size", "0")
     assert status == 2
     assert "argument --feather-chunk-size: '0': expected a whole number of at least 1" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--attention-backend", "pat", "--decode-attention-backend", "triton"), "drop one of the two"),
+        (("--attention-backend", "pat", "--decode-attention-backend", "fa3"), "pat decodes only"),
+    ],
+)
+def test_backends_that_contradict_each_other_end_start_up_with_one_line(caplog, flags, says):
+    load_plugins()
+    with pytest.raises(SystemExit) as ended:
+        prepare_server_args(["--model-path", "/no/such/model", *flags]).resolve_once()  # once made, in older releases
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert ended.value.code == 1 and line.startswith("feather: error: --attention-backend pat") and says in line

@@ -259,6 +259,23 @@ def test_two_requests_of_one_id_are_both_served(server, monkeypatch):
     assert not one.feather.failed
 
 
+def test_an_abort_beside_two_requests_of_one_id(server, monkeypatch):
+    monkeypatch.delenv("FEATHER_DEBUG_CHECK")  # it tells requests apart by their ids
+    one = server(max_running_requests=1)
+    one.submit("busy", prompt(0, 0), max_new_tokens=10)
+    for _ in range(3):
+        one.step()
+    requests = []
+    for rid, group in (("twin", 1), ("twin", 2), ("gone", 0)):
+        one.submit(rid, prompt(group, 5 + group), max_new_tokens=5)
+        requests.append(one.requests[rid])
+    one.abort("gone")  # as many wait as the tree knows, but not the same
+    for _ in range(60):
+        one.step()
+    assert [len(request.output_ids) for request in requests] == [5, 5, 0] and not one.scheduler.waiting_queue
+    assert not one.feather.failed and not one.feather._twins
+
+
 @pytest.mark.parametrize("switched", [False, True])
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_the_time_of_a_pause_is_nobodys(server, monkeypatch, mode, switched):

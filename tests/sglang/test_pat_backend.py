@@ -728,6 +728,14 @@ def test_flags_that_contradict_each_other(server, flags, says):
         server(**flags)
 
 
+def test_metrics_are_those_of_the_first_rank(server, monkeypatch):
+    """SGLang adds up the metrics of all processes, and all ranks decode the same batches."""
+    server()
+    assert pat_metrics() is not None
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    assert pat_metrics() is None
+
+
 def test_the_flags_offer_pat_for_decoding_only(started):
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)

@@ -198,6 +198,7 @@ def test_an_order_that_cannot_be_carried_out_changes_nothing(server, name, optio
     ("text", "says"),
     [
         ("lpm", "not JSON"),
+        ("[" * 200_000, "not JSON"),
         ('["lpm"]', 'expected {"schedule_policy": NAME}'),
         ('{"schedule_policy": "lpm", "seed": 1}', "expected"),
         ('{"schedule_policy": "fifo"}', "unknown schedule policy 'fifo'; choose from fcfs, lpm"),

@@ -34,6 +34,21 @@ def test_late_by_the_clock_or_by_rounds(now, rounds):
     assert fairness.is_late("r")
 
 
+def test_a_priority_that_nobody_has_any_more_is_forgotten():
+    """Clients may send the time as their priority."""
+    fairness = Fairness(6.0, 4)
+    for name in range(100):
+        fairness.arrive(name, name)
+        if name % 2:
+            fairness.admit(name)
+            fairness.wait_again(name)
+        fairness.admit(name)
+        fairness.forget(name, waiting=False)
+    fairness.arrive("r", 7)
+    fairness.forget("r", waiting=True)
+    assert not fairness._waiting and not fairness.arrivals
+
+
 def test_overtaken_by_as_many_as_were_ahead_and_as_urgent():
     fairness = Fairness(6.0, 4)
     fairness.open_round(0.0)

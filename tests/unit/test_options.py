@@ -37,6 +37,7 @@ def test_round_trip_through_the_environment():
     ("text", "says"),
     [
         ("{", "not JSON"),
+        ("[" * 200_000, "not JSON"),
         ("[1]", "expected a JSON object"),
         ('{"chunksize": 3}', "unknown option 'chunksize'; the options are policy_file, chunk_size"),
         ('{"chunk_size": 0}', "chunk_size=0: expected a whole number of at least 1"),

@@ -143,6 +143,12 @@ def edited(policy, path, edit):
     path.write_text(json.dumps(document))
 
 
+@pytest.mark.parametrize("name", ["explore", "seed", "self", "epsilonn"])
+def test_a_parameter_of_another_name_is_refused(trained, path, name):
+    edited(trained, path, lambda d: d["params"].update({name: False}))
+    assert f"has no parameter {name!r}" in refusal(trained, path)
+
+
 def test_a_newer_file_is_refused(trained, path):
     edited(trained, path, lambda d: d.update(version=2, table="in a form yet to be invented"))
     assert "has version 2, this release reads up to 1: update feather-sglang" in refusal(trained, path)
