@@ -208,8 +208,8 @@ class FeatherScheduler:
     def _synchronise(self, running: Any) -> None:
         """Drop from the tree what finished, was aborted or timed out since the last round.
 
-        Requests enter the queue through ``_add_request_to_queue`` only, so equal counts mean equal queues, unless two of
-        one id wait: tokenizer workers do not know of each other's.
+        Requests enter the queue through ``_add_request_to_queue`` only, so equal counts mean equal queues, unless two
+        of one id wait: tokenizer workers do not know of each other's.
         """
         builder, chunked = self.builder, self.scheduler.chunked_req
         alive = {req.rid for req in running if not req.finished()}

@@ -7,7 +7,8 @@
 
 namespace feather {
 
-// Division by a number that is fixed for a launch; exact for dividends below 2^24 and divisors below 2^12 or so.
+// Division by a number that is fixed for a launch; exact for dividends below 2^24 and divisors up to 256, and
+// below 2^20 for those up to 4096.
 struct FastDivide {
   uint32_t multiplier = 0;
   int divisor = 1;

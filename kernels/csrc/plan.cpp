@@ -44,7 +44,7 @@ void write_stats(const Config& config, const Packing& packing, const Schedule& s
   for (const Pack& pack : packing.packs) {
     const int32_t length = pack.length();
     tokens += length;
-    const int32_t pieces = pack.chunk ? (length + pack.chunk - 1) / pack.chunk : 1;
+    const int32_t pieces = pack.chunk ? static_cast<int32_t>((int64_t{length} + pack.chunk - 1) / pack.chunk) : 1;
     const int32_t first = pack.first, count = pack.count;
     for (int32_t i = first; i < first + count; ++i) parts[packing.members[i]].add(pieces, count == 1);
   }

@@ -87,7 +87,7 @@ class Forest:
 
     def with_seq_len(self, seq_len: Ints) -> Forest:
         """The same sharing after the private tails have grown (or shrunk) to ``seq_len``, int32 [requests]."""
-        return Forest(self.parent, self.length, self.request_node, np.asarray(seq_len, np.int32), self.row_offset)
+        return Forest(self.parent, self.length, self.request_node, np.asarray(seq_len), self.row_offset)
 
     @classmethod
     def from_nodes(
@@ -171,7 +171,7 @@ class Forest:
         seq_len = _vector("seq_lens", seq_lens, np.int32)
         if len(seq_len) != len(table):
             raise PlanError(f"table has {len(table)} rows and seq_lens {len(seq_len)} entries: give one row a request")
-        table = np.ascontiguousarray(table)
+        table = _exportable(np.ascontiguousarray(table))
         if row_offset is None:
             row_offset = np.arange(len(table), dtype=np.int64) * table.shape[1]
         found = np.empty((2, len(table)), np.int32), np.empty(len(table), np.int32)
@@ -213,7 +213,10 @@ def _vector(name: str, values: Ints, dtype: type[np.integer]) -> IntArray:
         limits = np.iinfo(dtype)
         if array.min() < limits.min or array.max() > limits.max:
             raise PlanError(f"{name} has a value outside {np.dtype(dtype)}: {array.min()} to {array.max()}")
-    array = np.ascontiguousarray(array, dtype)
+    return _exportable(np.ascontiguousarray(array, dtype))
+
+
+def _exportable(array: IntArray) -> IntArray:
     return array if array.flags.writeable else array.copy()  # DLPack exports no read-only array
 
 

@@ -6,6 +6,7 @@ is the same for a single plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +32,7 @@ MIN_GROWTH = 64  # tokens that any tail may grow before its plan is stale
 MAGIC = 0x70616B31
 HEADER = 32  # int32 entries
 UNLIMITED = 2**31 - 1
-DOUBLINGS = 16  # of the price of parts, at most: nothing is shared at 2**16 times their price
+DOUBLINGS = 16  # of the price of parts, at most: at 2**16 times their price ranges below 400,000 tokens are not shared
 CLOSES = -2  # in place of a member's partial row: its item writes the request's result
 _MAX_TILES = 15
 _MAX_TILE = 1 << 20  # rows, or tokens: more than any kernel has, and far from the planner's int32
@@ -171,8 +172,10 @@ class Planner:
             raise PlanError(f"num_qo_heads {num_qo_heads} is no multiple of num_kv_heads {num_kv_heads}")
         if not 0 <= fan_in <= UNLIMITED:
             raise PlanError(f"fan_in is {fan_in}: give a number from 0 (no limit) to {UNLIMITED}")
-        if item_overhead < 0 or (profit_factor is not None and profit_factor <= 0) or compute_split_cost < 0:
-            raise PlanError("item_overhead and compute_split_cost are at least 0, and profit_factor is above 0")
+        if not 0 <= item_overhead <= UNLIMITED:
+            raise PlanError(f"item_overhead is {item_overhead}: give a number from 0 to {UNLIMITED}")
+        if not 0 <= compute_split_cost < math.inf or not (profit_factor is None or 0 < profit_factor < math.inf):
+            raise PlanError("compute_split_cost is at least 0, profit_factor above 0, and both are finite")
         self.strategy = _known("strategy", strategy, STRATEGIES)
         self.split = _known("split", split, SPLITS)
         self.merge = _known("merge", merge, MERGES)
@@ -186,6 +189,8 @@ class Planner:
         self.max_members = 16 * max_requests + 16 * self.max_items if max_members is None else max_members
         self.max_parts = UNLIMITED if max_parts is None else max_parts
         _require_positive(max_items=self.max_items, max_members=self.max_members)
+        if not 0 <= self.max_parts <= UNLIMITED:
+            raise PlanError(f"max_parts is {self.max_parts}: give a number from 0 to {UNLIMITED}")
         self._config = np.zeros(_CONFIG_TILES + 2 * _MAX_TILES, np.int64)
         self._config[:_CONFIG_TILES] = [
             list(STRATEGIES).index(strategy), list(SPLITS).index(split), grow, num_kv_heads, self.group_size, head_dim,
@@ -489,8 +494,8 @@ def _alpha(alpha: Sequence[float] | None, tiles: tuple[tuple[int, int], ...], ha
     if alpha is None:
         shares = [max((share for m, share in DEFAULT_ALPHA.items() if m <= tile[0]), default=0.3) for tile in tiles]
         return [min(1.0, 2 * share) for share in shares] if half else shares
-    if len(alpha) != len(tiles) or min(alpha) <= 0:
-        raise PlanError(f"alpha is {tuple(alpha)}: give a number above 0 for each of the {len(tiles)} tiles")
+    if len(alpha) != len(tiles) or not all(0 < share < math.inf for share in alpha):
+        raise PlanError(f"alpha is {tuple(alpha)}: give a finite number above 0 for each of the {len(tiles)} tiles")
     return [float(share) for share in alpha]
 
 

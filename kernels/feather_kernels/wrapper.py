@@ -99,7 +99,7 @@ class PackedDecodeWrapper:
         debug: bool = False,
         **planner_options: Any,
     ) -> None:
-        if num_kv_heads < 1 or num_qo_heads % num_kv_heads or num_qo_heads > 16 * num_kv_heads:
+        if min(num_kv_heads, num_qo_heads) < 1 or num_qo_heads % num_kv_heads or num_qo_heads > 16 * num_kv_heads:
             raise ValueError(
                 f"{num_qo_heads} query heads on {num_kv_heads} KV heads: give a multiple of at most 16 to one"
             )

@@ -195,3 +195,19 @@ def test_read_only_arrays_are_copied():
     seq_len = np.array([7], np.int32)
     seq_len.setflags(write=False)
     assert plan_of(Forest([], [], [-1], seq_len, [0])).n_items == 1
+
+
+def test_a_table_that_may_not_be_written_is_read():
+    table = np.array([[3, 4, 5], [3, 4, 9]])
+    table.flags.writeable = False
+    forest = Forest.from_block_table(table, [3, 3], 1)
+    assert forest.length.tolist() == [2] and forest.seq_len.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("lengths", [[2**32 + 12, 11], [12.7, 11], [2**40, 11], [[12, 11]]])
+def test_new_lengths_are_checked_as_those_of_a_new_forest(lengths):
+    forest = Forest([-1], [5], [0, 0], [10, 10], [0, 10])
+    for seq_len in (lengths, np.array(lengths)):
+        with pytest.raises(PlanError):
+            forest.with_seq_len(seq_len)
+    assert forest.with_seq_len(np.array([12, 11])).seq_len.tolist() == [12, 11]

@@ -270,3 +270,9 @@ def test_tokens_read_are_the_items_own(heads):
 def test_without_a_tail_every_part_is_traffic():
     plan = plan_of(tree_forest((1, 2, 4), (100, 50, 0)), **NAIVE, grow=False)
     assert plan.traffic.partial == plan.scheduled_traffic.partial == 4 * 2 * (4 * 65 * 4 * 2 * 2)
+
+
+def test_chunks_of_shared_nodes_may_be_as_long_as_there_are_numbers():
+    forest = tree_forest((1, 8), (400, 100))
+    plans = [plan_of(forest, strategy="two-phase", shared_chunk=most, split="none") for most in (2**20, 2**31 - 1)]
+    assert plans[0].traffic == plans[1].traffic and plans[1].traffic.partial > 0

@@ -1,5 +1,7 @@
 """A user's mistake is one clear line, and leaves the last plan in place."""
 
+import math
+
 import numpy as np
 import pytest
 from plan_checks import HEADS, plan_of
@@ -32,13 +34,21 @@ FOREST = tree_forest((1, 8), (400, 100))
         ({"tiles": ((8, 2**33),)}, "of ascending m, up to 1048576"),
         ({"tiles": ((8, 16), (2**33, 16))}, "of ascending m, up to 1048576"),
         ({"tiles": ((2, 16),)}, "group of 4 query heads has more rows than the largest tile, 2"),
-        ({"alpha": (1.0,)}, "alpha is .*: give a number above 0 for each of the 4 tiles"),
-        ({"alpha": (1.0, 0, 1, 1)}, "give a number above 0"),
+        ({"alpha": (1.0,)}, "alpha is .*: give a finite number above 0 for each of the 4 tiles"),
+        ({"alpha": (1.0, 0, 1, 1)}, "give a finite number above 0"),
+        ({"alpha": (math.nan,) * 4}, "give a finite number above 0"),
+        ({"alpha": (1, 1, 1, math.inf)}, "give a finite number above 0"),
         ({"min_chunk": 0}, "min_chunk is 0"),
         ({"n_sm": 0}, "n_sm is 0"),
         ({"n_sm": 5000}, "n_sm is 5000: a GPU has no more than 4096"),
-        ({"profit_factor": 0}, "profit_factor is above 0"),
-        ({"item_overhead": -1}, "item_overhead and compute_split_cost are at least 0"),
+        ({"profit_factor": 0}, "profit_factor above 0, and both are finite"),
+        ({"profit_factor": math.nan}, "profit_factor above 0, and both are finite"),
+        ({"compute_split_cost": -1}, "compute_split_cost is at least 0"),
+        ({"compute_split_cost": math.nan}, "compute_split_cost is at least 0"),
+        ({"item_overhead": -1}, "item_overhead is -1: give a number from 0 to"),
+        ({"item_overhead": 2**63}, "item_overhead is 9223372036854775808: give a number from 0 to"),
+        ({"max_parts": -1}, "max_parts is -1: give a number from 0 to"),
+        ({"max_parts": 2**63}, "max_parts is 9223372036854775808: give a number from 0 to"),
         ({"max_requests": 7}, "a batch of 8 requests exceeds the planner's 7: raise max_requests"),
         ({"max_parts": 7, **NAIVE}, "a plan of 9 items, 16 members and 8 partial rows exceeds .*raise max_items, "),
         ({"max_parts": 15, "merge": "kernel", **NAIVE}, "a plan of 9 items, 16 members and 16 partial rows exceeds"),
