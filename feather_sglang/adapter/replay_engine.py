@@ -69,10 +69,6 @@ class Replay:
 
     def __init__(self, folder: Path, policy: str, trace: Trace, model: StepTimeModel, settings: ReplaySettings) -> None:
         longest = max((r.input_length + r.output_length for r in trace.requests), default=1)
-        if longest + 8 > settings.kv_tokens:
-            raise FeatherError(
-                f"a request of {trace.name} needs {longest} tokens, --kv-tokens is {settings.kv_tokens}; raise it"
-            )
         self.settings = settings
         self.model = model
         self.clock = 0.0
@@ -208,6 +204,11 @@ class Replay:
                 continue  # a chunk of a prompt
             last[rid] = now
             if req.finished():
+                if len(req.output_ids) != by_id[rid].output_length:
+                    raise FeatherError(
+                        f"SGLang ended request {rid} after {len(req.output_ids)} of {by_id[rid].output_length} tokens; "
+                        "raise --kv-tokens"
+                    )
                 outcome.retractions += req.retraction_count
                 outcome.served.append(Served(by_id[rid], first[rid], now, req.cached_tokens))
                 del last[rid], self._paths[rid]

@@ -9,6 +9,7 @@ import secrets
 import shlex
 import sys
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from feather_sglang.errors import FeatherError
 from feather_sglang.live import ending
 from feather_sglang.live.activity import Activity
 from feather_sglang.live.bench_serving import read_results
-from feather_sglang.live.cases import Case, Request, probes
+from feather_sglang.live.cases import Case, Request, fold, probes
 from feather_sglang.live.client import HttpError, allow_open_files, call_all, drive
 from feather_sglang.live.machine import Clocks, machine
 from feather_sglang.live.process import (
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     version = ab.check_sglang()
     trace = ab.workload(args)
     if args.kv_tokens:
-        ab.check_fits(trace, args.kv_tokens)
+        ab.check_fits(trace, args.kv_tokens, args.page_size)
     out = ab.make_folder(args.out)
     target = args.json or out / "results.json"
     if target.is_dir():
@@ -101,9 +102,11 @@ def check_model(model: str) -> int:
         raise FeatherError(f"--model {model}: --engine server needs the folder of a model; there is no {path}")
     try:
         config = json.loads(path.read_bytes())
-        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        vocabulary = int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise FeatherError(f"{path}: not the configuration of a language model: no vocab_size") from None
+    fold(array("q"), vocabulary)  # refuses one that is too small
+    return vocabulary
 
 
 def configurations(args: argparse.Namespace, policies: Sequence[str]) -> list[Choice]:
@@ -115,6 +118,7 @@ def configurations(args: argparse.Namespace, policies: Sequence[str]) -> list[Ch
     for flag, instead in (
         ("--schedule-policy", "--policies"),
         ("--model-path", "--model"),
+        ("--model", "--model"),
         ("--port", None),
         ("--admin-api-key", None),
         ("--feather-allow-switch", None),
@@ -396,9 +400,10 @@ def incomplete(record: dict[str, Any]) -> bool:
 def check_room(trace: Trace, server: Server) -> None:
     """Raise ``FeatherError`` if a request could never run, or not to its end, on that server."""
     longest = max(request.input_length + request.output_length for request in trace.requests)
-    limits = [limit for limit in (server.kv_tokens, server.info.get("max_req_input_len")) if limit]
-    if limits and longest > min(limits):
-        raise FeatherError(
-            f"a request of {trace.name} needs {longest} tokens, the server takes {min(limits)}; raise --kv-tokens, or "
-            "--context-length in --server-flags"
-        )
+    least = trace.least_pool(server.info.get("page_size") or 1)
+    for needs, limit in ((longest, server.info.get("max_req_input_len")), (least, server.kv_tokens)):
+        if limit and needs > limit:
+            raise FeatherError(
+                f"a request of {trace.name} needs {needs} tokens, the server takes {limit}; raise --kv-tokens, or "
+                "--context-length in --server-flags"
+            )

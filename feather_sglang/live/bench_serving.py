@@ -26,7 +26,7 @@ def read_results(path: Path) -> list[RunSummary]:
         where = f"--bench-serving {path}:{number}"
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise FeatherError(f"{where}: not JSON; give the --output-file of sglang.bench_serving") from None
         name = tag = str((row.get("tag") if isinstance(row, dict) else None) or path.stem)
         count = 1
@@ -44,8 +44,12 @@ def _summary(row: Any, name: str, where: str) -> RunSummary:
     if rate is None:
         raise FeatherError(f"{where}: has no output_throughput; give the --output-file of sglang.bench_serving")
     streamed = _number(row, "mean_itl_ms")  # without streaming it is 0: neither gaps nor first tokens were seen
-    waits = [float(wait) for wait in row.get("ttfts") or []]  # with --output-details
-    hit = _number(row.get("cache_report") or {}, "cache_hit_rate_pct", 0.01)  # with --cache-report
+    waits, report = row.get("ttfts") or [], row.get("cache_report") or {}  # with --output-details, --cache-report
+    if not isinstance(waits, list) or not all(isinstance(wait, (int, float)) for wait in waits):
+        raise FeatherError(f"{where}: ttfts are no list of numbers; give the --output-file of sglang.bench_serving")
+    if not isinstance(report, dict):
+        raise FeatherError(f"{where}: cache_report is no object; give the --output-file of sglang.bench_serving")
+    hit = _number(report, "cache_hit_rate_pct", 0.01)
 
     def seen(key: str, scale: float = 1.0) -> float | None:
         return _number(row, key, scale) if streamed else None

@@ -20,6 +20,7 @@ from functools import partial
 
 import numpy as np
 
+from feather_sglang.errors import FeatherError
 from feather_sglang.replay.traces import FIRST_TOKEN, VOCABULARY, Trace, TraceRequest
 from feather_sglang.replay.workloads import no_sharing, shared_prefix
 
@@ -140,7 +141,9 @@ def fold(tokens: array[int], vocabulary: int) -> array[int]:
         return tokens
     kinds = vocabulary - FIRST_TOKEN
     if kinds < 2:
-        raise ValueError(f"a vocabulary of {vocabulary} tokens is too small")
+        raise FeatherError(
+            f"a vocabulary of {vocabulary} tokens is too small: give a model with {FIRST_TOKEN + 2} or more"
+        )
     return array("q", ((np.asarray(tokens) - FIRST_TOKEN) % kinds + FIRST_TOKEN).tobytes())
 
 

@@ -213,12 +213,13 @@ def check_sglang() -> str:
     return version
 
 
-def check_fits(trace: Trace, kv_tokens: int) -> None:
-    """Raise ``FeatherError`` if a request could never run."""
-    longest = max((r.input_length + r.output_length for r in trace.requests), default=0) + 8
-    if longest > kv_tokens:
+def check_fits(trace: Trace, kv_tokens: int, page_size: int) -> None:
+    """Raise ``FeatherError`` if a request could never run, or not to its end."""
+    least = trace.least_pool(page_size)
+    if least > kv_tokens:
+        pages = f" in pages of {page_size}" if page_size > 1 else ""
         raise FeatherError(
-            f"a request of {trace.name} needs {longest} tokens of KV, --kv-tokens is {kv_tokens}; raise it"
+            f"a request of {trace.name} needs {least} tokens of KV{pages}, --kv-tokens is {kv_tokens}; raise it"
         )
 
 
@@ -423,7 +424,7 @@ def run(args: argparse.Namespace) -> int:
     version = check_sglang()
     trace = workload(args)
     model, settings = step_model(args)
-    check_fits(trace, settings["kv_tokens"])
+    check_fits(trace, settings["kv_tokens"], args.page_size)
     by_policy = options_of(args, policies)
     out = make_folder(args.out, "results.json", "throughput.png", "batch_size.png", "latency.png")
     console = Console()

@@ -70,6 +70,15 @@ class Trace:
         start = rest[0].arrival_s if rest else 0.0
         return self._with(self.requests[:cut]), self._with([r._replace(arrival_s=r.arrival_s - start) for r in rest])
 
+    def least_pool(self, page_size: int) -> int:
+        """KV tokens that a pool in pages must hold for every request to come to its end, beside nobody.
+
+        SGLang shortens what a request may generate, without a word, where a page less is left than it takes.
+        """
+        spare = page_size + 7
+        longest = max((-(-r.input_length // page_size) * page_size + r.output_length for r in self.requests), default=0)
+        return -(-(longest + spare) // page_size) * page_size
+
     def tokens(self, request: TraceRequest) -> array[int]:
         """Make the prompt of `request`: `input_length` token ids, the same in every process.
 

@@ -114,11 +114,13 @@ def run(args: argparse.Namespace) -> int:
         raise FeatherError(f"{first.name}: too few requests to train on one part and report on another")
     model, settings = ab.step_model(args)
     for part in (first, rest):
-        ab.check_fits(part, settings["kv_tokens"])
+        ab.check_fits(part, settings["kv_tokens"], args.page_size)
     options, out = ab.common_options(args), str(args.out.absolute())
     folder = ab.make_folder(args.out.parent / f"{args.out.stem}-training", "results.json", "learning_curve.png")
     name = f"feather-{args.policy}"
     console = Console()
+    for notice in first.notices:
+        console.print(f"[yellow]notice:[/yellow] {escape(notice)}")
     console.print(f"training {name} on {len(first.requests):,} requests of {escape(f'{first.name}, {args.profile}')}")
     job = TrainJob(name, first, model, settings, options, "training", rounds=args.rounds, out=out)
     most = len(FIRST_RULES) + 1 + (args.rounds - 1) * (len(neighbours(FIRST_RULES[-1])) + 1)

@@ -169,6 +169,7 @@ def test_training_under_a_pace(tmp_path):
         (["--policies", "fcfs,fcfs"], "a policy is named twice"),
         (["--kv-tokens", "0"], "--kv-tokens 0: must be at least 1"),
         (["--kv-tokens", "300"], "needs 436 tokens of KV, --kv-tokens is 300; raise it"),
+        (["--kv-tokens", "520", "--page-size", "64"], "needs 576 tokens of KV in pages of 64, --kv-tokens is 520"),
         (["--profile", "h100"], "unknown hardware profile 'h100'"),
         (["--requests", "0"], "--requests 0: must be at least 1"),
         (["--feather-pace", "-1"], "--feather-pace -1: expected seconds, 0 or more"),
@@ -184,6 +185,16 @@ def test_a_mistake_is_one_line_before_anything_long_starts(tmp_path, capsys, fla
     error = capsys.readouterr().err.strip()
     assert error.startswith("feather: error: ") and says in error and "\n" not in error
     assert not (tmp_path / "out" / "results.json").exists()
+
+
+@pytest.mark.parametrize(("page_size", "kv_tokens"), [(1, 436), (64, 576), (512, 1536)])
+def test_in_the_least_pool_every_request_comes_to_its_end(tmp_path, page_size, kv_tokens):
+    """A replay in which SGLang shortens a request ends with an error."""
+    sizes = ["--page-size", str(page_size), "--kv-tokens", str(kv_tokens), "--prefix-tokens", "400"]
+    small = ["--requests", "3", "--groups", "1", "--output-tokens", "8", "--scheduler-cost", "off", *sizes]
+    runs = ab(tmp_path, *small, "--policies", "fcfs")["runs"]
+    assert runs["fcfs"]["requests"] == 3 and runs["fcfs"]["mean_batch"] >= 1
+    assert shared_prefix(1, 400, output_tokens=8, requests=3).least_pool(page_size) == kv_tokens
 
 
 @pytest.mark.parametrize("name", ["results.json", "latency.png"])
@@ -210,6 +221,19 @@ def test_a_mistake_about_a_trace(tmp_path, capsys, command, flags, says):
     error = capsys.readouterr().err
     assert error.startswith("feather: error: ") and says in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_training_says_what_was_mended_in_a_trace(tmp_path, capsys, monkeypatch):
+    def stop(*_, **__):
+        raise FeatherError("enough")
+
+    trace = tmp_path / "late.jsonl"
+    row = {"input_length": 10, "output_length": 3, "hash_ids": [1]}
+    trace.write_text("".join(json.dumps({"timestamp": at, **row}) + "\n" for at in (5000, 1, 2, 9)))
+    monkeypatch.setattr(replay_ab, "run_jobs", stop)
+    assert main(["train", str(trace), "--policy", "bandit", "--out", str(tmp_path / "policy.json")]) == 2
+    shown = capsys.readouterr()
+    assert "notice:" in shown.out and "out of order: sorted by timestamp" in " ".join(shown.out.split())
 
 
 def test_a_mistake_about_an_option_is_found_before_training(tmp_path, capsys):

@@ -69,6 +69,7 @@ class TestCommandLine:
             (["--attention", "fa3,fa3"], "each once"),
             (["--server-flags=--schedule-policy=lpm"], "--schedule-policy is set here; use --policies"),
             (["--server-flags=--admin-api-key secret"], "--admin-api-key is set here"),
+            (["--server-flags=--model other"], "--model is set here; use --model"),
             (["--server-flags", "'open"], "--server-flags 'open: No closing quotation"),
             (["--repeat", "0"], "--repeat and --stream-interval: must be at least 1"),
             (["--time-limit", "0"], "must be more than 0 seconds"),
@@ -118,9 +119,13 @@ class TestCommandLine:
 
     def test_a_model_must_say_its_vocabulary(self, model):
         assert ab.check_model(str(model)) == 300
-        (model / "config.json").write_text('{"text_config": {"vocab_size": 7}}')
-        assert ab.check_model(str(model)) == 7
-        for text in ("{", "{}", "[]"):
+        (model / "config.json").write_text('{"text_config": {"vocab_size": 12}}')
+        assert ab.check_model(str(model)) == 12
+        for small in ("11", "-3"):
+            (model / "config.json").write_text(f'{{"vocab_size": {small}}}')
+            with pytest.raises(FeatherError, match=f"a vocabulary of {small} tokens is too small"):
+                ab.check_model(str(model))
+        for text in ("{", "{}", "[]", '{"vocab_size": Infinity}'):
             (model / "config.json").write_text(text)
             with pytest.raises(FeatherError, match="no vocab_size"):
                 ab.check_model(str(model))
@@ -431,7 +436,14 @@ class TestBenchServing:
         (one,) = self.read(tmp_path, ROW | {"mean_itl_ms": 0.0})
         assert one.ttft_mean is None and one.tbt_mean_ms is None
 
-    @pytest.mark.parametrize("row", ["{", "[]", "{}", '{"output_throughput": true}', ""])
+    @pytest.mark.parametrize(
+        "row",
+        [
+            *("{", "[" * 200_000, "[]", "{}", '{"output_throughput": true}', ""),
+            *({**ROW, "ttfts": waits} for waits in ([None], 3, ["a"])), {**ROW, "cache_report": [1]},
+        ],
+        ids=range(10),
+    )  # fmt: skip
     def test_another_file_is_refused(self, tmp_path, row):
         with pytest.raises(FeatherError, match=r"stock\.jsonl"):
             self.read(tmp_path, row)

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import bench_server as bench
 import server_report as report
 
+from feather_sglang.errors import FeatherError
 from feather_sglang.live.cases import fold, generate_body, parse_case, probes
 from feather_sglang.live.client import Address, HttpError, call, drive
 from feather_sglang.live.machine import Clocks, machine, summarize_clocks
@@ -99,7 +100,7 @@ class TestCases:
         tokens = parse_case("decode:2,1,500").trace.tokens(probes().trace.requests[0])
         assert fold(tokens, 40_000) is tokens
         assert 10 <= min(fold(tokens, 260)) and max(fold(tokens, 260)) < 260 and len(set(fold(tokens, 260))) > 100
-        with pytest.raises(ValueError, match="too small"):
+        with pytest.raises(FeatherError, match="a vocabulary of 11 tokens is too small"):
             fold(tokens, 11)
 
 
