@@ -223,19 +223,6 @@ def test_a_mistake_about_a_trace(tmp_path, capsys, command, flags, says):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_training_says_what_was_mended_in_a_trace(tmp_path, capsys, monkeypatch):
-    def stop(*_, **__):
-        raise FeatherError("enough")
-
-    trace = tmp_path / "late.jsonl"
-    row = {"input_length": 10, "output_length": 3, "hash_ids": [1]}
-    trace.write_text("".join(json.dumps({"timestamp": at, **row}) + "\n" for at in (5000, 1, 2, 9)))
-    monkeypatch.setattr(replay_ab, "run_jobs", stop)
-    assert main(["train", str(trace), "--policy", "bandit", "--out", str(tmp_path / "policy.json")]) == 2
-    shown = capsys.readouterr()
-    assert "notice:" in shown.out and "out of order: sorted by timestamp" in " ".join(shown.out.split())
-
-
 def test_a_mistake_about_an_option_is_found_before_training(tmp_path, capsys):
     assert main(["train", "--policy", "bandit", "--feather-chunk-size", "0", "--out", str(tmp_path / "p.json")]) == 2
     assert "chunk_size=0" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
@@ -254,8 +241,7 @@ def test_brackets_in_the_name_of_a_trace_are_text(tmp_path, monkeypatch, capsys,
     assert main([*command, str(trace), "--out", str(tmp_path / "out.json")]) == 2
     shown = capsys.readouterr().out
     assert "t[red]" in shown.splitlines()[-1]
-    if command == ["ab"]:
-        assert f"notice: {trace}: 9 of 10" in shown
+    assert f"notice: {trace}: 9 of 10" in shown
 
 
 def test_a_replay_of_a_trace_leaves_nothing_among_the_temporary_files(tmp_path):
