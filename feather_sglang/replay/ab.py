@@ -261,8 +261,9 @@ def result_of(policy: str, outcome: Any) -> RunResult:
     return RunResult(summary, outcome.prefills, outcome.batches[::every], latencies, feather)
 
 
-def _child(work: Callable[[Job, Any], Any], job: Job, log: Path, queue: Any) -> None:
-    """Entry point of a child process; everything it prints goes to its log."""
+def _child(work: Callable[[Job, Any], Any], job: Job, log: Path, scratch: str, queue: Any) -> None:
+    """Entry point of a child process; everything it prints goes to its log, temporary files into a folder."""
+    tempfile.tempdir = scratch
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -301,7 +302,8 @@ def run_jobs(
     running: dict[str, Any] = {}
     results: dict[str, Any] = {}
     columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    # One folder for all: a child that is terminated removes nothing.
+    with tempfile.TemporaryDirectory() as scratch, Progress(*columns, console=console) as progress:
         bars = {
             job.name: progress.add_task(job.name, total=passes * len(job.trace.requests), start=False) for job in jobs
         }
@@ -311,7 +313,7 @@ def run_jobs(
                     job = waiting.pop(0)
                     log = logs / f"{job.name}.log"
                     log.write_bytes(b"")  # a child that cannot write its log could not even say so
-                    process = context.Process(target=_child, args=(work, job, log, queue))
+                    process = context.Process(target=_child, args=(work, job, log, scratch, queue))
                     process.start()
                     running[job.name] = process
                     progress.start_task(bars[job.name])
@@ -336,6 +338,8 @@ def run_jobs(
         finally:
             for process in running.values():
                 process.terminate()
+            for process in running.values():
+                process.join()
     return {job.name: results[job.name] for job in jobs}
 
 

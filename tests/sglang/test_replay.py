@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from feather_sglang.adapter.hooks import SUPPORTED, installed_version
 from feather_sglang.cli import main
@@ -264,3 +266,20 @@ def test_trace_make_and_inspect(tmp_path, capsys):
     # 4 x 200 tokens at the first level, 8 x 600 at the second, 20 of its own per request.
     assert facts["unique_prompt_tokens"] == 4 * 200 + 8 * 600 + 200 * 20
     assert facts["levels_max"] == 2  # the group, the branch within it
+
+
+def _dawdle(job, tell):
+    if job.name == "lpm":
+        raise FeatherError(tempfile.mkdtemp())
+    time.sleep(600)
+
+
+def test_who_is_ended_early_leaves_no_temporary_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    jobs = [replay_ab.Job(name, shared_prefix(requests=1), None, {}, {}) for name in ("fcfs", "lpm")]
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    with pytest.raises(FeatherError) as error:
+        replay_ab.run_jobs(jobs, 2, logs, Console(quiet=True), _dawdle)
+    made = Path(str(error.value))
+    assert made.parent.parent == tmp_path and not made.parent.exists()
