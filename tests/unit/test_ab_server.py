@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -24,6 +25,7 @@ from feather_sglang.live.stats import Stream, token_gaps
 from feather_sglang.live.watch import Line, read_lines, scheduler_cpu
 from feather_sglang.replay import ab as replay_ab
 from feather_sglang.replay.traces import Trace, TraceRequest, save_trace
+from feather_sglang.replay.workloads import shared_prefix
 from feather_sglang.report.summary import RunSummary
 
 LOG = """\
@@ -129,6 +131,21 @@ class TestCommandLine:
             (model / "config.json").write_text(text)
             with pytest.raises(FeatherError, match="no vocab_size"):
                 ab.check_model(str(model))
+
+    @pytest.mark.parametrize(
+        ("kv_tokens", "info", "needs"),
+        [
+            (435, {}, "needs 436 tokens, the server takes 435"),
+            (520, {"page_size": 64}, "needs 576 tokens, the server takes 520"),
+            (9000, {"max_req_input_len": 427}, "needs 428 tokens, the server takes 427"),
+            (576, {"page_size": 64, "max_req_input_len": 428}, None),
+            (None, {}, None),
+        ],
+    )
+    def test_a_server_must_hold_the_longest_request(self, kv_tokens, info, needs):
+        trace, server = shared_prefix(1, 400, output_tokens=8), SimpleNamespace(kv_tokens=kv_tokens, info=info)
+        with pytest.raises(FeatherError, match=needs) if needs else contextlib.nullcontext():
+            ab.check_room(trace, server)
 
     def test_the_users_flags_come_last(self):
         args = arguments("--server-flags=--device cpu", "--feather-max-wait", "9", "--attention", "pat")
