@@ -35,7 +35,8 @@ def pat_metrics() -> PatMetrics | None:
 
     One over ``read / attended`` is how often a KV token that is read is used.
     """
-    return _metrics() if torch.distributed.get_rank() == 0 else None
+    ranks = torch.distributed
+    return _metrics() if not ranks.is_initialized() or ranks.get_rank() == 0 else None
 
 
 @functools.cache
