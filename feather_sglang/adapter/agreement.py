@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 
 
+def is_first_rank() -> bool:
+    """Whether this process speaks for all that decode the same batches; also where there are no ranks."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 class Agreement:
     """Rank 0's readings, on every rank of ``group`` (a CPU process group; None or one rank: no communication)."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import torch
 from prometheus_client import Counter, Histogram
+
+from feather_sglang.adapter.agreement import is_first_rank
 
 
 class PatMetrics(NamedTuple):
@@ -35,8 +36,7 @@ def pat_metrics() -> PatMetrics | None:
 
     One over ``read / attended`` is how often a KV token that is read is used.
     """
-    ranks = torch.distributed
-    return _metrics() if not ranks.is_initialized() or ranks.get_rank() == 0 else None
+    return _metrics() if is_first_rank() else None
 
 
 @functools.cache

@@ -7,9 +7,8 @@ import os
 import time
 from pathlib import Path
 
-import torch
-
 from feather_kernels.plan import PackPlan
+from feather_sglang.adapter.agreement import is_first_rank
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.batch_file import LATEST, batch_text
 
@@ -53,6 +52,6 @@ class PlanRecorder:
 def plan_recorder() -> PlanRecorder | None:
     """This process's recorder: the first rank's if it was asked for, as all ranks have the same batch."""
     folder = FeatherOptions.from_environment().record_plan
-    if folder is None or torch.distributed.get_rank() != 0:
+    if folder is None or not is_first_rank():
         return None
     return PlanRecorder(Path(folder))

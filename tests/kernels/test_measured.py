@@ -145,34 +145,27 @@ def test_few_requests():
     assert f"of 144 rows**, {short} of them with prompts of 300 tokens" in text
 
 
-def test_small_packs_beside_larger_tiles():
-    rows = records("decode_h200_dealt.json")
-    assert len(rows) == 40
-    ratios = {}
-    for row in rows:
-        dealt, popped = (row["systems"][name]["warm_us"] for name in ("feather", "feather-popped"))
-        ratios.setdefault(row["heads"], []).append(dealt / popped)
-    saved = [f"{100 - 100 * geometric_mean(ratios[heads]):.0f}" for heads in ("32/8", "64/8", "16/8", "32/32")]
-    every = [ratio for some in ratios.values() for ratio in some]
-    assert (
-        f"beside larger tiles {', '.join(saved[:3])} and {saved[3]}% off ten trees of two to four levels at 32/8, "
-        f"64/8, 16/8 and 32/32, {100 - 100 * min(every):.0f}% off one, and add {100 * max(every) - 100:.0f}% to another"
-    ) in " ".join(TEXT.split())
-
-
-def test_slots_before_copies_and_two_rounds():
-    rows = records("decode_h200_builds.json")
-    assert len(rows) == 64
-    ratios = {}
-    for row in rows:
-        now, before = (row["systems"][name]["warm_us"] for name in ("feather", "feather-before"))
-        ratios.setdefault(row["heads"], []).append(now / before)
-    saved = [f"{100 - 100 * geometric_mean(ratios[heads]):.0f}" for heads in ("32/8", "64/8", "16/8", "32/32")]
-    every = [ratio for some in ratios.values() for ratio in some]
-    assert (
-        f"takes {', '.join(saved[:3])} and {saved[3]}% off sixteen trees at 32/8, 64/8, 16/8 and 32/32, "
-        f"{100 - 100 * min(every):.0f}% off one, and adds {100 * max(every) - 100:.0f}% to another"
-    ) in " ".join(TEXT.split())
+def test_what_builds_gained_over_those_before():
+    """By heads in the mean, then the best and the worst row."""
+    heads = "at 32/8, 64/8, 16/8 and 32/32"
+    dealt = (
+        f"beside larger tiles {{}}, {{}}, {{}} and {{}}% off ten trees of two to four levels {heads}, {{}}% off one, "
+    )
+    slots = f"takes {{}}, {{}}, {{}} and {{}}% off sixteen trees {heads}, {{}}% off one, "
+    for file, before, count, sentence in (
+        ("decode_h200_dealt.json", "feather-popped", 40, dealt + "and add {}% to another"),
+        ("decode_h200_builds.json", "feather-before", 64, slots + "and adds {}% to another"),
+    ):
+        rows = records(file)
+        assert len(rows) == count
+        ratios = {}
+        for row in rows:
+            now, then = (row["systems"][name]["warm_us"] for name in ("feather", before))
+            ratios.setdefault(row["heads"], []).append(now / then)
+        saved = [100 - 100 * geometric_mean(ratios[of]) for of in ("32/8", "64/8", "16/8", "32/32")]
+        every = [100 * ratio for some in ratios.values() for ratio in some]
+        figures = [f"{value:.0f}" for value in (*saved, 100 - min(every), max(every) - 100)]
+        assert sentence.format(*figures) in " ".join(TEXT.split())
 
 
 def test_long_contexts():

@@ -243,36 +243,24 @@ def test_an_id_that_is_used_again_is_another_request(server, monkeypatch, by):
     assert one.feather.builder.overdue_admissions == 0
 
 
-def test_two_requests_of_one_id_are_both_served(server, monkeypatch):
-    monkeypatch.delenv("FEATHER_DEBUG_CHECK")  # it tells requests apart by their ids
-    one = server(max_running_requests=1)
-    one.submit("busy", prompt(0, 0), max_new_tokens=10)
-    for _ in range(3):
-        one.step()
-    twins = []
-    for group in (1, 2):
-        one.submit("twin", prompt(group, group), max_new_tokens=5)
-        twins.append(one.requests["twin"])
-    for _ in range(60):
-        one.step()
-    assert all(twin.finished() for twin in twins) and not one.scheduler.waiting_queue
-    assert not one.feather.failed
-
-
-def test_an_abort_beside_two_requests_of_one_id(server, monkeypatch):
+@pytest.mark.parametrize("aborted", [False, True])
+def test_two_requests_of_one_id_are_both_served(server, monkeypatch, aborted):
+    """With an abort beside them as many wait as the tree knows, but not the same."""
     monkeypatch.delenv("FEATHER_DEBUG_CHECK")  # it tells requests apart by their ids
     one = server(max_running_requests=1)
     one.submit("busy", prompt(0, 0), max_new_tokens=10)
     for _ in range(3):
         one.step()
     requests = []
-    for rid, group in (("twin", 1), ("twin", 2), ("gone", 0)):
+    for rid, group in (("twin", 1), ("twin", 2), *[("gone", 0)] * aborted):
         one.submit(rid, prompt(group, 5 + group), max_new_tokens=5)
         requests.append(one.requests[rid])
-    one.abort("gone")  # as many wait as the tree knows, but not the same
+    if aborted:
+        one.abort("gone")
     for _ in range(60):
         one.step()
-    assert [len(request.output_ids) for request in requests] == [5, 5, 0] and not one.scheduler.waiting_queue
+    assert all(twin.finished() for twin in requests[:2]) and not one.scheduler.waiting_queue
+    assert [len(request.output_ids) for request in requests] == [5, 5, *[0] * aborted]
     assert not one.feather.failed and not one.feather._twins
 
 
