@@ -33,9 +33,20 @@ struct GroupTeam {
     tile.fetch(queries);
   }
 
-  static __device__ void consume(Params<T> const& params, unsigned char* ring, Control& control, int warp) {
+  // The first unit's queries, while its first tokens are on their way.
+  static __device__ void fetch_first(Params<T> const& params, Queue const& queue, int unit, Tile& tile, int warp) {
+    int const item = params.kv_heads_div.div(unit), words = load_item(params, queue.first_item + item);
+    StageInfo const info{0, (unit - item * params.kv_heads) << kHeadShift, item_word(words, kItemMembers)};
+    fetch(params, tile, info,
+          params.plan + params.plan[kHeaderMembersBegin] + kMemberSize * item_word(words, kItemFirstMember), warp);
+  }
+
+  // `first`: the unit that the copying warps begin with, if it is in the queue.
+  static __device__ void consume(Params<T> const& params, Queue const& queue, int first, unsigned char* ring,
+                                 Control& control, int warp) {
     GroupReader<T, Ring> reader(control, reinterpret_cast<T*>(ring));
     Tile tile;
+    if (first < queue.n_work) fetch_first(params, queue, first, tile, warp);
     Announcement told;
     while (true) {
       StageInfo info = reader.wait();
@@ -62,10 +73,10 @@ struct GroupTeam {
     float alpha[2];
     see_copies();
     tile.score(reader.k_tile(stage));
-    told.make(params);  // of the unit before
     tile.template wait<0>();
     tile.soften(info.tokens, params, alpha);
     tile.round_probabilities();
+    told.make(params);  // of the unit before: its values have been written meanwhile
     while (!(info.edges & kLast)) {
       info = reader.wait();
       int const next = reader.take();
@@ -205,8 +216,8 @@ struct HopperForward {
       tail_step = alone && tails.n_work <= kDealtRounds * all_warps ? all_warps : 0;
     }
 
-    // Whether this CTA has units of several requests in large tiles.
-    __device__ bool has_nodes() const { return int(blockIdx.x) < wide.n_work || group_turn < group.n_work; }
+    // The first of the group queue's units that falls to a warpgroup.
+    __device__ int first_of(int group_index) const { return group_index * int(gridDim.x) + group_turn; }
   };
 
   static __device__ void run(Params<T> const& params) {
@@ -259,8 +270,8 @@ struct HopperForward {
     Work const work(params);
     int const index = thread() / 32 % 4, group = index / 2;
     if (group >= kGroups || work.group.n_work == 0) return;
-    Group::produce(params, work.group, group * int(gridDim.x) + work.group_turn, kGroups * int(gridDim.x),
-                   smem + group * kGroupBytes, control.groups[group], index % 2);
+    Group::produce(params, work.group, work.first_of(group), kGroups * int(gridDim.x), smem + group * kGroupBytes,
+                   control.groups[group], index % 2);
   }
 
   static __device__ void copy_wide(Params<T> const& params, unsigned char* smem, Control& control) {
@@ -274,22 +285,16 @@ struct HopperForward {
     Work const work(params);
     int const warp = uniform(thread() / 32), group = warp / 4;
     wait_for_previous_kernel();
-    if (work.has_nodes()) {  // there is nothing to compute yet
-      for (int index = warp; index < work.tail_warps * kGroups; index += 4 * kGroups) {
-        int const unit = work.first_tail + index * work.tail_stride;
-        if (unit >= 0 && unit < work.tails.n_work) warm_tail<kHeadDim>(params, work.tails, work.heads, unit);
-      }
-    }
     if constexpr (kHasWide) {
       if (work.wide.n_work) {
-        Wide::consume(params, smem, control.wide, warp);
+        Wide::consume(params, work.wide, blockIdx.x, smem, control.wide, warp);
         pass(kWideRead, kThreads);
         meet(kWideDone, kComputing);
       }
     }
     unsigned char* const ring = smem + group * kGroupBytes;
     if (work.group.n_work) {
-      Group::consume(params, ring, control.groups[group], warp % 4);
+      Group::consume(params, work.group, work.first_of(group), ring, control.groups[group], warp % 4);
       meet(kGroupDone + group, 128);
     }
     if (work.small.n_work) {

@@ -482,23 +482,6 @@ struct TailStream {
   }
 };
 
-// Ask L2 for the first tokens of a unit that begins later, while memory has little else to do.
-template <int kHeadDim, typename T>
-__device__ void warm_tail(Params<T> const& params, Queue const& tails, int heads, int unit) {
-  int const item = tail_item(params, heads, unit);
-  int const words = load_item(params, tails.first_item + item), lane = threadIdx.x % kWarp;
-  int const token = item_word(words, kItemStart) + lane % 16, stop = item_word(words, kItemStop);
-  int64_t const offset = item_offset(words);
-  if (token >= stop) return;
-  uint64_t const slot = uint32_t(slot_of(params, load_page(params, offset, token), token));
-  int const column = (unit * heads - item * params.kv_heads) * kHeadDim * int(sizeof(T));
-  char const* const row = lane < 16 ? reinterpret_cast<char const*>(params.k) + slot * params.k_slot_bytes
-                                    : reinterpret_cast<char const*>(params.v) + slot * params.v_slot_bytes;
-  for (int head = 0; head < heads; ++head) {
-    prefetch_row<kHeadDim * int(sizeof(T))>(row + column + head * kHeadDim * int(sizeof(T)));
-  }
-}
-
 // A warp works through the queue of tails.
 template <typename T, int kHeadDim, int kHeads>
 struct TailWarp {
