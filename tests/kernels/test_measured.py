@@ -8,7 +8,8 @@ from statistics import geometric_mean
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "kernels.md").read_text() + (DOCS / "kernel_decisions.md").read_text()
+TEXT = (DOCS / "kernels.md").read_text()
+DECISIONS = " ".join((DOCS / "kernel_decisions.md").read_text().split())
 README = " ".join((DOCS.parent / "README.md").read_text().split())
 HAD_TO_BE = {"32/8": 2.3, "64/8": 2.6, "32/32": 1.40, "16/8": 1.95}  # ahead of every published kernel
 
@@ -56,13 +57,19 @@ def test_pages_of_32():
     assert f"Page size 32: {', '.join(means)}." in TEXT
 
 
-def test_only_batches_without_sharing_are_slower_than_a_peer():
+def behind_a_peer(rows):
+    """The rows that a peer is faster in, by tree, heads and page size: time to the best peer's."""
     behind = {}
-    for row in pat_rows():
+    for row in rows:
         times = {name: system["warm_us"] for name, system in row["systems"].items() if "warm_us" in system}
         own = times.pop("feather")
         if own > min(times.values()):
             behind[row["name"], row["heads"], row["page_size"]] = own / min(times.values())
+    return behind
+
+
+def test_only_batches_without_sharing_are_slower_than_a_peer():
+    behind = behind_a_peer(pat_rows())
     assert {name for name, _, _ in behind} == {"256_4096"}
     assert f"L2 warm, {len(behind)} of 160 rows, by up to {round(100 * max(behind.values()) - 100)}%" in TEXT
     assert {(heads, page_size) for _, heads, page_size in behind} == {(heads, 32) for heads in HAD_TO_BE}
@@ -115,7 +122,7 @@ def test_batches_as_servers_have_them():
         if len({(row["systems"][name]["items"], row["systems"][name]["parts"]) for name in us if "feather" in name}) > 1
     ]  # where the plans differ
     saved, added = 100 - 100 * min(ratios), 100 * max(ratios) - 100
-    assert f"{saved:.0f}% off one, and adds {added:.0f}% to another (Measured, batches as servers" in text
+    assert f"{saved:.0f}% off one, and adds {added:.0f}% to another (Measured, batches as servers" in DECISIONS
 
 
 def test_few_requests():
@@ -142,7 +149,7 @@ def test_few_requests():
     )
     assert f"in every row would take {100 - 100 * best_of_both:.0f}% off" in text
     (dealt,) = (row for row in rows if (row["name"], row["heads"]) == ("32,48_6000,60", "32/32"))
-    assert f"(`32,48_6000,60` at 32/32: 1,072 us before, {dealt['systems']['feather']['warm_us']:.0f} now)" in text
+    assert f"(`32,48_6000,60` at 32/32: 1,072 us before, {dealt['systems']['feather']['warm_us']:.0f} now)" in DECISIONS
     assert f"of 144 rows**, {short} of them with prompts of 300 tokens" in text
 
 
@@ -152,12 +159,11 @@ def test_what_builds_gained_over_those_before():
     dealt = (
         f"beside larger tiles {{}}, {{}}, {{}} and {{}}% off ten trees of two to four levels {heads}, {{}}% off one, "
     )
-    queries = f"it takes {{}}, {{}}, {{}} and {{}}% off sixteen trees {heads}, {{}}% off one, "
     slots = f"takes {{}}, {{}}, {{}} and {{}}% off sixteen trees {heads}, {{}}% off one, "
     for file, before, count, sentence in (
         ("decode_h200_dealt.json", "feather-popped", 40, dealt + "and add {}% to another"),
         ("decode_h200_builds.json", "feather-before", 64, slots + "and adds {}% to another"),
-        ("decode_h200_queries.json", "feather-before", 64, queries + "and adds {}% to another"),
+        ("decode_h200_queries.json", "feather-before", 64, "it " + slots + "and adds {}% to another"),
     ):
         rows = records(file)
         assert len(rows) == count
@@ -168,7 +174,7 @@ def test_what_builds_gained_over_those_before():
         saved = [100 - 100 * geometric_mean(ratios[of]) for of in ("32/8", "64/8", "16/8", "32/32")]
         every = [100 * ratio for some in ratios.values() for ratio in some]
         figures = [f"{value:.0f}" for value in (*saved, 100 - min(every), max(every) - 100)]
-        assert sentence.format(*figures) in " ".join(TEXT.split())
+        assert sentence.format(*figures) in DECISIONS
 
 
 def test_an_h100():
@@ -178,16 +184,11 @@ def test_an_h100():
     for heads in HAD_TO_BE:
         cells = " | ".join(f"{mean(rows, system, heads):.2f}" for system in systems)
         assert f"\n| {heads} | {cells} |\n" in TEXT
-    behind = {}
-    for row in rows:
-        times = {name: system["warm_us"] for name, system in row["systems"].items() if "warm_us" in system}
-        own = times.pop("feather")
-        if own > min(times.values()):
-            behind.setdefault(row["name"], {})[row["heads"]] = own / min(times.values())
-    assert {name: set(some) for name, some in behind.items()} == {"256_1024": {"64/8"}, "256_4096": {"64/8", "32/32"}}
+    behind = behind_a_peer(rows)
+    assert set(behind) == {("256_1024", "64/8", 1), ("256_4096", "64/8", 1), ("256_4096", "32/32", 1)}
     fa3, flashinfer = (mean(rows, "feather", "32/8") / mean(rows, peer, "32/8") for peer in systems[1:])
     assert f"on an H100 {fa3:.2f} and {flashinfer:.2f}" in README
-    most = round(100 * max(ratio for some in behind.values() for ratio in some.values()) - 100)
+    most = round(100 * max(behind.values()) - 100)
     assert f"Behind a peer in 3 of 80 rows, by up to {most}%, all without sharing" in " ".join(TEXT.split())
 
 
@@ -227,9 +228,9 @@ def test_long_contexts():
     (a, b), (c, d) = ([round(us) for us in pair] for pair in said)
     assert f"one request of 2,000 tokens takes {a} for {b} us, with 32,000 tokens {c} for {d}" in text
     plain = long["feather:fan_in=0"]
-    assert f"32,000 tokens had {plain['parts']} of them" in text
+    assert f"32,000 tokens had {plain['parts']} of them" in DECISIONS
     own_us, plain_us = long["feather"]["warm_us"], plain["warm_us"]
-    assert f"it takes {own_us:.0f} us for {plain_us:.0f}" in text and 0.24 < own_us / plain_us < 0.29
+    assert f"it takes {own_us:.0f} us for {plain_us:.0f}" in DECISIONS and 0.24 < own_us / plain_us < 0.29
 
 
 def test_long_among_short():
