@@ -19,6 +19,8 @@ struct FastDivide {
   }
 };
 
+struct PartNote;
+
 template <typename T>
 struct Params {
   T const* q;  // (requests, q_heads, head_dim)
@@ -26,8 +28,8 @@ struct Params {
   T const* v;
   T* out;            // (requests, q_heads, head_dim)
   float* lse;        // (requests, q_heads), natural logarithm, or null
-  float* part_out;   // (parts, q_heads, head_dim): normalised partial results, columns as part_chunk has them
-  float* part_lse;   // (parts, q_heads): their log-sum-exp, base 2; kNothing between runs
+  uint16_t* part_out;    // (parts, q_heads, head_dim): normalised partial results in steps, columns as part_chunk has them
+  PartNote* part_notes;  // (parts, q_heads): their log-sum-exp, base 2, and step; between runs kNothing
   int* popped;       // per tile: work units taken from its queue; zero between runs
   int const* plan;   // header, items, members, part_begin
   int const* seq_lens;

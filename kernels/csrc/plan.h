@@ -138,10 +138,10 @@ struct Config {
   int32_t deposits(Parts parts) const { return parts.count < 2 ? 0 : parts.count - closed_by_last(parts); }
 
   // The traffic model, bytes per KV head. One KV token is K and V in 16 bits; one part of a request is its group's
-  // rows of output and log-sum-exp in fp32, written once and read once. A request with one part only has none: its
-  // item writes the result itself; neither has the part that closes a request.
+  // rows of output in 16 bits, each with a log-sum-exp and a step in fp32, written once and read once. A request with
+  // one part only has none: its item writes the result itself; neither has the part that closes a request.
   int64_t token_bytes() const { return 2 * fields[kHeadDim] * 2; }
-  int64_t part_bytes() const { return fields[kGroupSize] * (fields[kHeadDim] + 1) * 4 * 2; }
+  int64_t part_bytes() const { return fields[kGroupSize] * (fields[kHeadDim] + 4) * 2 * 2; }
 };
 
 // A forest as Python holds it.

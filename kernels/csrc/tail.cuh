@@ -34,20 +34,27 @@ struct TailTile {
   using Op = typename MmaOp<T>::type;
   using Rows = SwizzledRows<kHeadDim, 16>;
   static constexpr int kHeadElements = Rows::kElements, kHeadBytes = kHeadElements * int(sizeof(T));  // in a slot
-  static_assert(8 * kHeadDim * sizeof(float) == kHeadElements * sizeof(T), "a part takes a head's place");
+  static_assert(16 * kHeadDim * sizeof(uint16_t) == kHeadElements * sizeof(T), "two parts take a head's place");
 
-  // Where a part's value is in its place, in floats: rows side by side, chunks of four permuted against bank conflicts.
+  // Where a part's value is in its place: rows side by side, chunks permuted against bank conflicts.
   static __device__ __forceinline__ int part_at(int row, int column) {
-    return row * kHeadDim + (column ^ (row / 2 * 4));
+    return row * kHeadDim + (column ^ (row / 2 * kPartChunk));
   }
 
   // How a lane holds results: rows 2 (lane % 4) + {0, 1}, of each the columns 8 j + lane / 4.
   struct Layout {
-    static constexpr int kRows = 8, kChunks = kHeadDim / 32;
+    static constexpr int kRows = 8, kChunks = kHeadDim / 8 / kPartChunk;
     static __device__ int row(int i) { return 2 * (threadIdx.x % 4) + i; }
     static __device__ bool leads() { return threadIdx.x % 32 < 4; }
     static __device__ int chunk(int c) { return part_chunk(c, threadIdx.x % 32 / 4); }
-    static __device__ float& value(float (&out)[kHeadDim / 4], int i, int c, int e) { return out[2 * (4 * c + e) + i]; }
+    static __device__ float& value(float (&out)[kHeadDim / 4], int i, int c, int e) {
+      return out[2 * (kPartChunk * c + e) + i];
+    }
+    static __device__ float largest(float x) {  // of a row's lanes
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) x = larger(x, __shfl_xor_sync(~0u, x, distance));
+      return x;
+    }
     // Rows are neighbours, so that after a transposition a lane holds pairs of columns of row lane / 4.
     static __device__ void store(Params<T> const& params, float const (&out)[kHeadDim / 4], Row const (&rows)[2]) {
       int const lane = threadIdx.x % 32;
@@ -162,14 +169,16 @@ struct TailTile {
     }
   }
 
-  // Take in a part of the same request: its n_rows rows in fp32 (see part_at), and their log-sum-exps. What lies in
-  // other rows' places must not decide when results are rescaled.
-  __device__ void take_in(float const* rows, float const* lse, int n_rows) {
-    float part_lse[2];
+  // Take in a part of the same request: its n_rows rows (see part_at), and their notes. What lies in other rows' places
+  // must not decide when results are rescaled.
+  __device__ void take_in(uint16_t const* rows, PartNote const* notes, int n_rows) {
+    float part_lse[2], step[2];
     bool grown = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      part_lse[i] = Layout::row(i) < n_rows ? lse[Layout::row(i)] : -INFINITY;
+      PartNote const note = notes[Layout::row(i)];
+      part_lse[i] = Layout::row(i) < n_rows ? __uint_as_float(note.lse) : -INFINITY;
+      step[i] = __uint_as_float(note.step);
       grown |= part_lse[i] > shift[i] + kSlack;
     }
     if (__any_sync(~0u, grown)) rescale(part_lse);
@@ -177,12 +186,17 @@ struct TailTile {
     for (int i = 0; i < 2; ++i) {
       float const w = exp2f(part_lse[i] - (shift[i] == -INFINITY ? 0.f : shift[i]));
       if (Layout::leads()) row_sum[i] += w;  // a row's sum is spread over lanes
+      float const weight = w * step[i];
 #pragma unroll
       for (int c = 0; c < Layout::kChunks; ++c) {
-        float4 const part = *reinterpret_cast<float4 const*>(rows + part_at(Layout::row(i), Layout::chunk(c)));
-        float const x[4] = {part.x, part.y, part.z, part.w};
+        uint4 const part = *reinterpret_cast<uint4 const*>(rows + part_at(Layout::row(i), Layout::chunk(c)));
+        float steps[kPartChunk];
+        from_steps(&part.x, steps);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) Layout::value(out, i, c, e) = fmaf(w, x[e], Layout::value(out, i, c, e));
+        for (int e = 0; e < kPartChunk; ++e) {
+          float& sum = Layout::value(out, i, c, e);
+          sum = fmaf(weight, steps[e], sum);
+        }
       }
     }
   }
@@ -229,10 +243,12 @@ struct TailStream {
   using Tile = TailTile<T, kHeadDim, kHeads>;
   using Rows = typename Tile::Rows;
   static constexpr int kHeadElements = Tile::kHeadElements;
-  static constexpr int kLseElements = 128 / int(sizeof(T));  // of the parts in a slot, behind them; keeps lines whole
+  static constexpr int kPartElements = Tile::kHeadElements / 2, kParts = 2 * kHeads;  // to a slot
+  static constexpr int kNoteElements = kParts * 8 * sizeof(PartNote) / sizeof(T);  // behind them
+  static_assert(kNoteElements * sizeof(T) % 128 == 0, "lines stay whole");
   // A ring has one of two lengths: kSlots, or half as many more.
   static constexpr int kSlots = (kHeadDim <= 128 ? 4 : 2) / kHeads, kMostSlots = kSlots * 3 / 2;
-  static constexpr int kSlotElements = kHeads * kHeadElements + kLseElements;
+  static constexpr int kSlotElements = kHeads * kHeadElements + kNoteElements;
   static constexpr int kSlotBytes = kSlotElements * int(sizeof(T)), kRingBytes = kSlots * kSlotBytes;
   static constexpr int kChunk = 16 / int(sizeof(T));
   static constexpr int kLanesPerRow = kHeadDim / kChunk;
@@ -258,8 +274,8 @@ struct TailStream {
   bool v_next = false;       // of this block only V is left
   int column = 0;            // this lane's, in bytes
   int part = 0, n_parts = 0;
-  int part_row = 0;   // of the first part, in part_lse
-  uint32_t told = 0;  // what part_lse holds for part 4 (part / 4) + lane / 8, row lane % 8
+  int part_row = 0;  // of the first part, in part_notes
+  PartNote told{};   // of part 4 (part / 4) + lane / 8, row lane % 8
 
   // The unit behind it.
   int next_work = 0, next_words = 0, next_stop = 0, next_pages = 0;
@@ -410,55 +426,51 @@ struct TailStream {
 
   // Whether parts have been deposited is asked early and looked at late.
   __device__ bool asks_about(int k) const { return k < n_parts && lane % 8 < kHeads * params.group; }
-  __device__ float* told_at(int k) const { return params.part_lse + part_row + k * params.q_heads + lane % 8; }
+  __device__ PartNote* told_at(int k) const { return params.part_notes + part_row + k * params.q_heads + lane % 8; }
   __device__ void ask_whether_told() {
     int const k = (part & ~3) + lane / 8;
     if (asks_about(k)) told = load_relaxed(told_at(k));
   }
 
-  // As many parts as heads, once they have been deposited: their rows lie side by side. A log-sum-exp is read by nobody
-  // else, and left as the next run expects it. No acquire is needed: what is copied bypasses L1, and is asked for only
+  // As many parts as heads, once they have been deposited: their rows lie side by side. A note is read by nobody else,
+  // and left as the next run expects it. No acquire is needed: what is copied bypasses L1, and is asked for only
   // after the answer that it is there.
   __device__ void ask_for_parts() {
     int const rows = kHeads * params.group, k = (part & ~3) + lane / 8, place = k - part;
-    bool const mine = asks_about(k) && place >= 0 && place < kHeads;
-    for (int tries = 0; __any_sync(~0u, mine && told == kNothing); ++tries) {
-      if (asks_about(k) && told == kNothing) told = load_relaxed(told_at(k));  // of the parts behind these, too
+    bool const mine = asks_about(k) && place >= 0 && place < kParts;
+    for (int tries = 0; __any_sync(~0u, mine && told.missing()); ++tries) {
+      if (asks_about(k) && told.missing()) told = load_relaxed(told_at(k));  // of the parts behind these, too
       if (tries > kPatience) __trap();  // a plan whose parts are not all deposited: an error rather than a hang
     }
     if (mine) {
-      __stcg(reinterpret_cast<uint32_t*>(told_at(k)), kNothing);
-      lse_of(ring + slot * kSlotElements, place)[lane % 8] = __uint_as_float(told);
+      forget(told_at(k));
+      notes_of(ring + slot * kSlotElements, place)[lane % 8] = told;
     }
     // Lane by lane through a part's rows, which lie side by side.
-    constexpr int kLanes = kHeadDim / 4 < kWarp ? kHeadDim / 4 : kWarp;  // of 16 bytes, in a row at once
-    constexpr int kAtOnce = kWarp / kLanes;
-    int const row = lane / kLanes, column = lane % kLanes * 4;
-    float const* values =
+    constexpr int kLanes = kHeadDim / kPartChunk, kAtOnce = kWarp / kLanes;  // of 16 bytes, in a row; rows at once
+    int const row = lane / kLanes, column = lane % kLanes * kPartChunk;
+    uint16_t const* values =
         params.part_out + int64_t(part_row + part * params.q_heads + row) * kHeadDim + column;
     uint32_t to = slot_address();
 #pragma unroll 1
-    for (int i = 0; i < kHeads && part < n_parts; ++i, ++part) {
+    for (int i = 0; i < kParts && part < n_parts; ++i, ++part) {
 #pragma unroll
       for (int first = 0; first < 8; first += kAtOnce) {
         if (first + row < rows) {
-#pragma unroll
-          for (int c = 0; c < kHeadDim; c += 4 * kLanes) {
-            uint32_t const at = to + Tile::part_at(first + row, column + c) * int(sizeof(float));
-            copy_async(at, values + first * kHeadDim + c);
-          }
+          uint32_t const at = to + Tile::part_at(first + row, column) * int(sizeof(uint16_t));
+          copy_async(at, values + first * kHeadDim);
         }
       }
       values += params.q_heads * kHeadDim;
-      to += kHeadElements * int(sizeof(T));
+      to += kPartElements * int(sizeof(T));
     }
     if (part % 4 == 0) ask_whether_told();
     look_ahead();
   }
 
-  // The log-sum-exps of a part in a slot.
-  static __device__ float* lse_of(T* slot, int place) {
-    return reinterpret_cast<float*>(slot + kHeads * kHeadElements) + 8 * place;
+  // The notes of a part in a slot.
+  static __device__ PartNote* notes_of(T* slot, int place) {
+    return reinterpret_cast<PartNote*>(slot + kHeads * kHeadElements) + 8 * place;
   }
   __device__ uint32_t slot_address() const { return smem_address(ring + slot * kSlotElements); }
 
@@ -516,7 +528,7 @@ struct TailWarp {
           part = 0;
           k_turn = tokens > 0;
           // A unit with nothing to attend to has a slot all the same.
-          slots = max(1, (max(tokens, 0) + 15) / 16 * 2 + (unit.n_parts + kHeads - 1) / kHeads);
+          slots = max(1, (max(tokens, 0) + 15) / 16 * 2 + (unit.n_parts + Stream::kParts - 1) / Stream::kParts);
         }
         T* const slot = stream.wait();
         if (k_turn) {
@@ -526,9 +538,9 @@ struct TailWarp {
           tokens -= 16;
         } else if (slots > 0) {
 #pragma unroll 1
-          for (int i = 0; i < kHeads && part < unit.n_parts; ++i, ++part) {
-            float const* const values = reinterpret_cast<float const*>(slot + i * Tile::kHeadElements);
-            tile.take_in(values, Stream::lse_of(slot, i), rows);
+          for (int i = 0; i < Stream::kParts && part < unit.n_parts; ++i, ++part) {
+            uint16_t const* const values = reinterpret_cast<uint16_t const*>(slot + i * Stream::kPartElements);
+            tile.take_in(values, Stream::notes_of(slot, i), rows);
           }
         }
         __syncwarp();  // the slot has been read

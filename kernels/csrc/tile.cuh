@@ -91,12 +91,17 @@ __device__ __forceinline__ float follow(float top, float& shift, float& row_sum)
 // each the columns 8 j + 2 (lane % 4) + {0, 1}.
 template <typename T, int kHeadDim>
 struct WideLayout {
-  static constexpr int kRows = 16, kChunks = kHeadDim / 16;  // chunks of four neighbours in a part's row
+  static constexpr int kRows = 16, kChunks = kHeadDim / 4 / kPartChunk;  // of a part's row
   static __device__ int row(int i) { return threadIdx.x % 32 / 4 + 8 * i; }
   static __device__ bool leads() { return threadIdx.x % 4 == 0; }
   static __device__ int chunk(int c) { return part_chunk(c / 2, 2 * (threadIdx.x % 4) + c % 2); }
   template <class Out>
-  static __device__ float& value(Out& out, int i, int c, int e) { return out(4 * (4 * (c / 2) + e) + 2 * i + c % 2); }
+  static __device__ float& value(Out& out, int i, int c, int e) { return out(4 * (8 * (c / 2) + e) + 2 * i + c % 2); }
+  static __device__ float largest(float x) {  // of a row's lanes
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) x = larger(x, __shfl_xor_sync(~0u, x, distance));
+    return x;
+  }
   template <class Out>
   static __device__ void store(Params<T> const& params, Out const& out, Row const (&rows)[2]) {
 #pragma unroll

@@ -7,12 +7,13 @@ made in ``csrc/pack.h``.
 The traffic model counts bytes per KV head (PAT 5.1, with the bytes of this kernel in place of its constants):
 
 - a pack loads each of its KV tokens once: ``2 * head_dim * 2`` bytes, K and V in 16 bits;
-- a request with more than one part writes and reads all but the one that closes it: ``2 * 4 * G * (head_dim + 1)``
-  bytes each, output and log-sum-exp of its G query heads in fp32. A request's last part closes it if its pack has no
-  other member, as that of a private tail; with ``merge="kernel"`` none does. A request with one part has no such bytes.
+- a request with more than one part writes and reads all but the one that closes it: ``2 * 2 * G * (head_dim + 4)``
+  bytes each, for each of its G query heads the output in 16 bits, its step and its log-sum-exp in fp32. A request's
+  last part closes it if its pack has no other member, as that of a private tail; with ``merge="kernel"`` none does. A
+  request with one part has no such bytes.
 
-So merging a child of s requests into a carried range of L tokens pays when ``2 * G * s >= L`` (nearly; exactly with
-``(head_dim + 1) / head_dim``). PAT publishes ``4 * s >= L``, from a model that knows neither G nor V: use
+So merging a child of s requests into a carried range of L tokens pays when ``G * s >= L`` (nearly; exactly with
+``(head_dim + 4) / head_dim``). PAT publishes ``4 * s >= L``, from a model that knows neither G nor V: use
 ``profit_factor=4`` for that rule.
 
 ``time`` minimises another model, ns of a processor for one KV head: work units, their steps, and parts (``costs.py``).

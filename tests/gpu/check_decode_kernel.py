@@ -46,7 +46,7 @@ from decode_cases import Watchdog, attend, padded_slots
 LSE_TOLERANCE = 1e-3
 CHUNK = 1 << 26  # elements of K that the reference gathers at a time
 SMALL_CASES = 12
-NOTHING = -1  # the wrapper's log-sum-exp, as an integer, of a partial row that nobody has written
+NOTHING = -1  # the wrapper's note, as integers, of a partial row that nobody has written
 GUARD = 2  # rows around q and out that must not be read, or written
 Make = Callable[..., Any]
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -206,20 +206,18 @@ def new_wrapper(make: Make, choice: Choice, data: Device, **more: Any) -> Any:
 
 
 def poison_scratch(wrapper: Any) -> None:
-    """NaN in the partial results: whatever is read there must have been written by the same run.
+    """The largest values in the partial results: whatever is read there must have been written by the same run.
 
-    Their log-sum-exps are integers, and stay: what they hold between two runs says that nobody has written yet.
+    Their notes stay: what they hold between two runs, a step of NaN among it, says that nobody has written yet.
     """
-    for tensor in vars(wrapper).values():
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-            tensor.fill_(float("nan"))
+    wrapper._part_out.fill_(-1)
 
 
 def check_scratch(wrapper: Any) -> None:
-    """A fused merge leaves every log-sum-exp as nobody had written it, or the next run would take in an old part."""
-    lse = vars(wrapper).get("_part_lse")
-    if lse is not None and wrapper.planner.merge == "fused" and not bool((lse == NOTHING).all()):
-        left = (lse != NOTHING).any(-1).nonzero()
+    """A fused merge leaves every note as nobody had written it, or the next run would take in an old part."""
+    notes = wrapper._part_notes
+    if wrapper.planner.merge == "fused" and not bool((notes == NOTHING).all()):
+        left = (notes != NOTHING).flatten(1).any(-1).nonzero()
         raise Wrong(f"{len(left)} partial rows are not left as the next run expects, first {int(left[0, 0])}")
 
 
@@ -483,12 +481,13 @@ def summary(outcomes: list[Outcome], captures: list[Outcome], bad: list[str] | N
     if everything:
         worst = max(everything, key=lambda outcome: outcome.ratio)
         times = max(everything, key=lambda outcome: outcome.times)
+        mean = sum(outcome.times for outcome in everything) / len(everything)
         lse = max(everything, key=lambda outcome: outcome.lse_error)
         if outcomes:
             lines.append(f"coverage: {coverage(outcomes)}")
         lines.append(
             f"worst error: {worst.ratio:.2f} of the allowed (case {worst.choice.seed}); {times.times:.2f} times "
-            f"PyTorch's own (case {times.choice.seed}); log-sum-exp {lse.lse_error:.1e} (case {lse.choice.seed})"
+            f"PyTorch's own (case {times.choice.seed}), {mean:.2f} in the mean; log-sum-exp {lse.lse_error:.1e} (case {lse.choice.seed})"
         )
     inputs = "not checked" if bad is None else f"{len(bad)} problems" if bad else "right"
     lines.append(

@@ -253,7 +253,7 @@ def test_same_batch_same_plan(forest):
 @pytest.mark.parametrize(("merge", "parts"), [("fused", 40), ("kernel", 80)])
 def test_scheduled_traffic_counts_row_tiles_and_chunks(merge, parts):
     plan = plan_of(tree_forest((1, 40), (4096, 64)), split="none", strategy="naive", merge=merge)
-    token, part = 2 * 64 * 2 * 2, 4 * 65 * 4 * 2 * 2  # both KV heads
+    token, part = 2 * 64 * 2 * 2, 4 * (64 * 2 + 8) * 2 * 2  # both KV heads
     assert plan.traffic == ((4096 + 40 * 64) * token, parts * part)
     assert plan.scheduled_traffic == ((2 * 4096 + 40 * 64) * token, parts * part)
     assert plan_of(plan.forest, **ONE_TILE, strategy="naive", merge=merge).scheduled_traffic == plan.traffic
@@ -269,7 +269,7 @@ def test_tokens_read_are_the_items_own(heads):
 
 def test_without_a_tail_every_part_is_traffic():
     plan = plan_of(tree_forest((1, 2, 4), (100, 50, 0)), **NAIVE, grow=False)
-    assert plan.traffic.partial == plan.scheduled_traffic.partial == 4 * 2 * (4 * 65 * 4 * 2 * 2)
+    assert plan.traffic.partial == plan.scheduled_traffic.partial == 4 * 2 * (4 * (64 * 2 + 8) * 2 * 2)
 
 
 def test_chunks_of_shared_nodes_may_be_as_long_as_there_are_numbers():

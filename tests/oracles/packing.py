@@ -82,12 +82,17 @@ def deposits(packs, request, merge="fused"):
     return len(mine) - closes
 
 
+def part_bytes(head_dim, group_size):
+    """Of a part of one KV head, written and read: 16 bits a value, and two float32 a row."""
+    return group_size * (head_dim * 2 + 8) * 2
+
+
 def traffic(packs, head_dim, group_size, merge="fused"):
     """Bytes of KV and of partial results, one KV head: every token of a pack once, deposited parts written and read."""
     kv = sum(stop - start for start, stop, _ in packs) * 2 * head_dim * 2
     requests = {request for _, _, members in packs for request in members}
     parts = sum(deposits(packs, request, merge) for request in requests)
-    return kv, parts * group_size * (head_dim + 1) * 4 * 2
+    return kv, parts * part_bytes(head_dim, group_size)
 
 
 def algorithm_1(forest, head_dim, group_size, grow=True, factor=None, merge="fused"):
@@ -104,7 +109,7 @@ def algorithm_1(forest, head_dim, group_size, grow=True, factor=None, merge="fus
         if factor is not None:
             return factor * size >= carried
         saved = 2 if leaf and start == 0 and merge == "kernel" else size
-        return saved * group_size * (head_dim + 1) * 4 * 2 >= carried * 2 * head_dim * 2
+        return saved * part_bytes(head_dim, group_size) >= carried * 2 * head_dim * 2
 
     return packs_of(forest, merges, grow)
 
