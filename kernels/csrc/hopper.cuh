@@ -135,8 +135,10 @@ struct HopperForward {
   // Where there are many rounds of tails, fewer warps with longer rings are faster.
   static constexpr int kFewTailWarps = kTailWarps * 2 / 3, kManyRounds = 2;
   // Where single warps have few rounds of units, and for tails nothing else, all are dealt out: whoever pops has asked for
-  // one unit more than it is at, so half of the warps would have two each, and those of a CTA ask together.
-  static constexpr int kDealtRounds = 4;
+  // one unit more than it is at, so half of the warps would have two each, and those of a CTA ask together. Beside larger
+  // tiles the warps that copied are first, and would have all tails beyond the first round: they are dealt out, too, up to
+  // fewer rounds.
+  static constexpr int kDealtRounds = 4, kDealtBeside = 2;
   static constexpr int kTailBytes = TailStream<T, kHeadDim, 1>::kRingBytes;
   static constexpr int kSmallBytes = 3 * 2 * SwizzledRows<kHeadDim, 16>::kElements * int(sizeof(T));
   static constexpr int kGroupBytes =
@@ -202,7 +204,13 @@ struct HopperForward {
       int const small_warps = 4 * kGroups * ctas, all_warps = tail_warps * kGroups * ctas;
       alone = busy == 0;
       fixed_tails = all_warps;
-      if (small.n_work && alone) {  // first to those that copy elsewhere, last to those that are dealt small units first
+      bool deals = tails.n_work <= (alone ? kDealtRounds : kDealtBeside) * all_warps;
+      if (!alone && !small.n_work) {  // not where some CTAs are done much later, nor for a few tails more than a round
+        bool const even = after_wide == 0 || wide.n_work <= ctas || 3 * after_wide >= 2 * ctas;
+        deals &= even && 4 * tails.n_work >= 5 * all_warps;
+      }
+      // First to those that copy elsewhere, last to those that are dealt small units first.
+      if (small.n_work && (alone || deals)) {
         first_tail = turn + all_warps - ctas, tail_stride = -ctas;
       } else if (small.n_work) {
         first_tail = turn - small_warps, tail_stride = ctas;
@@ -213,7 +221,7 @@ struct HopperForward {
         first_tail = turn < free ? turn : tail_warps * kGroups * free + turn - free;
       }
       small_step = small.n_work <= kDealtRounds * small_warps ? small_warps : 0;
-      tail_step = alone && tails.n_work <= kDealtRounds * all_warps ? all_warps : 0;
+      tail_step = deals ? all_warps : 0;
     }
 
     // The first of the group queue's units that falls to a warpgroup.

@@ -142,7 +142,7 @@ struct TimeCosts {
   int32_t capacity;
   double tail_unit, tail_token, part;
 
-  explicit TimeCosts(const Config& c) : config(c), capacity(c.capacity()) {
+  explicit TimeCosts(const Config& c) : config(c), capacity(c.capacity(c.n_tiles() - 1)) {
     const int32_t tail = c.tail_tile();
     tail_unit = c.unit_ns(tail);
     tail_token = c.step_ns(tail) / c.tile(tail).n;

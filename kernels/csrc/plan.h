@@ -113,12 +113,12 @@ struct Config {
   }
   // The tile of an item of one request, tails above all. Its queue is the last one with work.
   int32_t tail_tile() const { return tile_for(1); }
-  // Requests that the largest tile holds.
-  int32_t capacity() const {
-    const int32_t m = tile(n_tiles() - 1).m;
+  // Requests that a tile holds.
+  int32_t capacity(int32_t t) const {
+    const int32_t m = tile(t).m;
     return m > kThinRows ? static_cast<int32_t>(m / fields[kGroupSize]) : 1;
   }
-  // One tile where the largest holds all rows, else as few as that one can.
+  // One tile where the largest, of so many requests, holds all rows, else as few as that one can.
   RowCut cut_rows(int32_t requests, int32_t capacity) const {
     if (requests <= capacity) return {1, tile_for(requests)};
     const int32_t tiles = (requests + capacity - 1) / capacity;
@@ -191,7 +191,8 @@ struct RowTile {
 
 struct Schedule {
   std::vector<RowTile> rows;
-  std::vector<Parts> parts;  // of each request
+  std::vector<RowTile> larger;  // scratch: what they were cut from
+  std::vector<Parts> parts;     // of each request
   int64_t n_cut;             // items with KV
   int64_t n_items, n_members, n_parts, n_closing, widened;
   int32_t head_pack;          // KV heads to a unit of the tail tile's queue

@@ -10,22 +10,21 @@
 
 namespace feather {
 
-// Row tiles of a pack, whole requests each. Full tiles and a remainder pad no more rows than even tiles; even ones are
-// taken when they pad as little.
-inline void add_row_tiles(const Config& config, const Packing& packing, int32_t pack, std::vector<RowTile>& rows) {
-  const Pack& p = packing.packs[pack];
-  const int32_t capacity = config.capacity();
-  const auto [tiles, last_tile] = config.cut_rows(p.count, capacity);
+// Row tiles of a pack, or of so many of its members, whole requests each, none larger than `largest`. Full tiles and a
+// remainder pad no more rows than even tiles; even ones are taken when they pad as little.
+inline void add_row_tiles(const Config& config, int32_t pack, int32_t first, int32_t count, int32_t largest,
+                          std::vector<RowTile>& rows) {
+  const int32_t capacity = config.capacity(largest);
+  const auto [tiles, last_tile] = config.cut_rows(count, capacity);
   if (tiles == 1) {
-    rows.push_back({pack, p.first, p.count, last_tile, 0, 0, 0});
+    rows.push_back({pack, first, count, last_tile, 0, 0, 0});
     return;
   }
-  const bool even = last_tile == config.n_tiles() - 1;
-  for (int32_t i = 0, first = 0; i < tiles; ++i) {
-    const int32_t last = even ? static_cast<int32_t>(int64_t{p.count} * (i + 1) / tiles)
-                              : std::min(p.count, first + capacity);
-    rows.push_back({pack, p.first + first, last - first, config.tile_for(last - first), 0, 0, 0});
-    first = last;
+  const bool even = last_tile == largest;
+  for (int32_t i = 0, begin = 0; i < tiles; ++i) {
+    const int32_t end = even ? static_cast<int32_t>(int64_t{count} * (i + 1) / tiles) : std::min(count, begin + capacity);
+    rows.push_back({pack, first + begin, end - begin, config.tile_for(end - begin), 0, 0, 0});
+    begin = end;
   }
 }
 
@@ -39,29 +38,44 @@ inline int64_t least_chunk(const Config& config, int32_t tile) {
 
 constexpr int32_t kNoTile = -1;
 
-// Few packs go to the smallest tile of teams, all of them: nothing waits there for anything but to be merged, and a team
-// takes several times as many tokens at once. Returns that tile, or kNoTile where they are more, or requests must not be
-// closed apart. Beyond so many rounds of units, or so many tokens for a team, handing out units one by one to single
-// warps is faster.
-inline int32_t gather_few(const Config& config, const Packing& packing, std::vector<RowTile>& rows) {
-  constexpr double kMostRounds = 1.5, kMostTokens = 3000;
+// Few packs go to the smallest tile of teams, all of them, in several row tiles where they need to: nothing waits there
+// for anything but to be merged, and a team takes several times as many tokens at once. Returns that tile, or kNoTile
+// where they are more, or requests must not be closed apart. Beyond so many tokens for a team handing out units one by
+// one to single warps is faster, and beyond so many rounds of units: the more of them, the more kinds of tiles would
+// follow each other otherwise.
+inline int32_t gather_few(const Config& config, const Packing& packing, Schedule& out) {
+  constexpr double kMostTokens = 3000;
   if (!config.balances() || config[kFanIn] == 0) return kNoTile;
   int32_t team = 0;
   while (config.tile(team).m <= kWarpRows) {
     if (++team == config.n_tiles()) return kNoTile;
   }
-  int64_t tokens = 0;
-  for (const RowTile& row : rows) {
+  bool small = false, medium = false, large = false;
+  for (const RowTile& row : out.rows) {
+    small |= row.tile < team && row.tile != config.tail_tile();
+    medium |= row.tile == team;
+    large |= row.tile > team;
+  }
+  double most_rounds = large ? 1 : 1.5;
+  if (large && medium) most_rounds = 2;
+  if (small && (large || medium)) most_rounds = 3;
+  const int64_t capacity = config.capacity(team);
+  int64_t count = 0, tokens = 0;
+  for (const RowTile& row : out.rows) {
     const Pack& pack = packing.packs[row.pack];
-    if (row.tile > team || pack.chunk) return kNoTile;
-    tokens += pack.length();
+    if (pack.chunk) return kNoTile;
+    const int64_t tiles = (row.count + capacity - 1) / capacity;
+    count += tiles, tokens += tiles * pack.length();
   }
   const double teams = static_cast<double>(config.teams(team) * config[kProcessors]);
-  const double units = static_cast<double>(static_cast<int64_t>(rows.size()) * config[kKvHeads]);
-  if (units > kMostRounds * teams || static_cast<double>(tokens * config[kKvHeads]) > kMostTokens * teams) {
+  if (static_cast<double>(count * config[kKvHeads]) > most_rounds * teams ||
+      static_cast<double>(tokens * config[kKvHeads]) > kMostTokens * teams) {
     return kNoTile;
   }
-  for (RowTile& row : rows) row.tile = team;
+  out.larger.swap(out.rows);
+  out.rows.clear();
+  for (const RowTile& row : out.larger) add_row_tiles(config, row.pack, row.first, row.count, team, out.rows);
+  for (RowTile& row : out.rows) row.tile = team;
   return team;
 }
 
@@ -243,10 +257,11 @@ inline void schedule(const Config& config, const Forest& forest, const Packing& 
   out.rows.clear();
   out.parts.resize(forest.n_requests);
   for (size_t pack = 0; pack < packing.packs.size(); ++pack) {
-    add_row_tiles(config, packing, static_cast<int32_t>(pack), out.rows);
+    const Pack& whole = packing.packs[pack];
+    add_row_tiles(config, static_cast<int32_t>(pack), whole.first, whole.count, config.n_tiles() - 1, out.rows);
   }
-  const int32_t few = gather_few(config, packing, out.rows);
-  if (config.balances() && few == kNoTile) promote_long(config, packing, out.rows);
+  if (config.balances()) promote_long(config, packing, out.rows);
+  const int32_t few = gather_few(config, packing, out);
   auto least = [&](int32_t tile) { return tile == few ? config[kMinChunk] : least_chunk(config, tile); };
   int64_t limit[kMaxTiles];
   chunk_limits(config, packing, out.rows, least, limit);

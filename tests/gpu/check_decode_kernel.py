@@ -487,7 +487,8 @@ def summary(outcomes: list[Outcome], captures: list[Outcome], bad: list[str] | N
             lines.append(f"coverage: {coverage(outcomes)}")
         lines.append(
             f"worst error: {worst.ratio:.2f} of the allowed (case {worst.choice.seed}); {times.times:.2f} times "
-            f"PyTorch's own (case {times.choice.seed}), {mean:.2f} in the mean; log-sum-exp {lse.lse_error:.1e} (case {lse.choice.seed})"
+            f"PyTorch's own (case {times.choice.seed}), {mean:.2f} in the mean; "
+            f"log-sum-exp {lse.lse_error:.1e} (case {lse.choice.seed})"
         )
     inputs = "not checked" if bad is None else f"{len(bad)} problems" if bad else "right"
     lines.append(

@@ -98,22 +98,52 @@ def uncut(plan):
 
 def row_tiles(plan):
     """[(tile, start, stop, members)] of what the plan cuts: a pack's rows in one tile, in the tile that they run in."""
-    planner = plan.planner
-    rows = [(tile_of(plan, len(members)), start, stop, members) for start, stop, members in packs_in(uncut(plan))]
-    if planner.split not in ("balanced", "rounds"):
-        return rows
+    team = gathered(plan)
+    if team is None:
+        rows = uncut_rows(plan)
+        return promoted(plan, rows) if plan.planner.split in ("balanced", "rounds") else rows
+    whole = uncut(plan)
+    return [
+        (team, *item[2:4], frozenset(piece))
+        for item, mine, bare in zip(whole.items.tolist(), members_of(whole), without_tokens(whole), strict=True)
+        if not bare
+        for piece in cut_rows(plan, [request for request, _ in mine], team)
+    ]
+
+
+def uncut_rows(plan):
+    """The same in the smallest tiles that hold them."""
+    return [(tile_of(plan, len(members)), start, stop, members) for start, stop, members in packs_in(uncut(plan))]
+
+
+def gathered(plan):
+    """The tile that takes everything, as it is little; or None."""
+    planner, rows = plan.planner, uncut_rows(plan)
     fixed = planner.strategy == "two-phase" and any(len(members) > 1 for *_, members in rows)
-    stays = fixed or planner.fan_in == 0
+    if planner.split not in ("balanced", "rounds") or fixed or planner.fan_in == 0:
+        return None
     teams = [max(1, round(1 / alpha)) * planner.n_sm for alpha in planner._reals[4 : 4 + len(plan.tiles)].tolist()]
-    team = None if stays else gathers(rows, plan.tiles, teams, planner.num_kv_heads)
-    if team is not None:
-        return [(team, *row[1:]) for row in rows]
+    return gathers(promoted(plan, rows), plan.tiles, teams, plan.group_size, planner.num_kv_heads)
+
+
+def cut_rows(plan, requests, tile):
+    """A row tile's requests in tiles no larger than `tile`: full ones and a rest, or even ones that pad no more."""
+    count, capacity = len(requests), plan.tiles[tile][0] // plan.group_size
+    tiles = -(-count // capacity)
+    even = tile_of(plan, count - (tiles - 1) * capacity) == tile
+    ends = [count * (i + 1) // tiles if even else min(count, (i + 1) * capacity) for i in range(tiles)]
+    return [requests[begin:end] for begin, end in pairwise([0, *ends])]
+
+
+def promoted(plan, rows):
+    """The row tiles with the long ones among those of several requests in a small tile in the next larger one."""
+    planner = plan.planner
     shared = [row for row in rows if len(row[3]) > 1 and plan.tiles[row[0]][0] <= 16]
     warps = planner.n_sm * (8 if planner.head_dim <= 128 else 4)
     least = least_promoted([stop - start for _, start, stop, _ in shared], planner.num_kv_heads, warps)
     largest = len(plan.tiles) - 1
-    promoted = [(min(row[0] + 1, largest), *row[1:]) for row in shared if row[2] - row[1] >= least]
-    return [row for row in rows if row not in shared or row[2] - row[1] < least] + promoted
+    moved = [(min(row[0] + 1, largest), *row[1:]) for row in shared if row[2] - row[1] >= least]
+    return [row for row in rows if row not in shared or row[2] - row[1] < least] + moved
 
 
 def check_tiles(plan):

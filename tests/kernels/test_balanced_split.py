@@ -1,5 +1,6 @@
 """How the splits "balanced" and "rounds" cut KV, against the rules in ``oracles.splitting`` and by example."""
 
+import math
 from collections import Counter
 from itertools import accumulate, repeat
 from operator import mul
@@ -7,7 +8,18 @@ from operator import mul
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_checks import HEADS, TILE_SETS, check_plan, check_tiles, forests, packs_in, plan_of, row_tiles, without_tokens
+from plan_checks import (
+    HEADS,
+    TILE_SETS,
+    check_plan,
+    check_tiles,
+    forests,
+    gathered,
+    packs_in,
+    plan_of,
+    row_tiles,
+    without_tokens,
+)
 
 from feather_kernels.costs import UnitCosts
 from feather_kernels.forest import Forest
@@ -15,7 +27,7 @@ from feather_kernels.pack import MERGES, STRATEGIES
 from feather_kernels.plan import DEFAULT_ALPHA
 from feather_kernels.tiles import TILES
 from feather_kernels.trees import tree_forest
-from oracles.splitting import Processors, gathers, head_pack, least_chunk, limits_of_warps, pieces, tile_limit, up
+from oracles.splitting import Processors, head_pack, least_chunk, limits_of_warps, pieces, tile_limit, up
 
 WITHOUT_CHUNKS = sorted(STRATEGIES.keys() - {"two-phase"})  # whose packs have no chunk of their own
 
@@ -33,8 +45,11 @@ def batches(draw):
     return draw(forests(tokens=2000, tail=draw(st.sampled_from([60, 600, 6000])))), arguments
 
 
-def rule(rows, arguments, widen=1.0):
-    """How often each (tile, length, its chunks) occurs by the rule, and the head pack."""
+def rule(rows, few, arguments, widen=1.0):
+    """How often each (tile, length, its chunks) occurs by the rule, and the head pack.
+
+    `few`: the tile that takes everything, where chunks may be short, or None.
+    """
     tiles, kv_heads, n_sm = arguments["tiles"], arguments["num_kv_heads"], arguments["n_sm"]
     group = arguments["num_qo_heads"] // kv_heads
     tail = next(t for t, (m, _) in enumerate(tiles) if m >= group)
@@ -51,7 +66,6 @@ def rule(rows, arguments, widen=1.0):
         limits = limits_of_warps(longest_first, units, warps, busy, least, step, two_rounds)
         cut += [(tile, length, longest) for length, longest in zip(longest_first, limits, strict=True)]
     lengths = [[stop - start for of, start, stop, _ in rows if of == tile] for tile in range(len(tiles))]
-    few = fine_tile(rows, arguments)
     leasts = [least_chunk(arguments["min_chunk"], n, tile == few) for tile, (_, n) in enumerate(tiles)]
     limits = [
         tile_limit(some, DEFAULT_ALPHA[m], kv_heads, n_sm, least, n)
@@ -62,16 +76,6 @@ def rule(rows, arguments, widen=1.0):
     cut += [(tile, stop - start, limits[tile]) for tile, start, stop, _ in rows if tile not in of_warps]
     chunks = [(tile, size, pieces(size, int(longest * widen), tiles[tile][1])) for tile, size, longest in cut]
     return Counter(chunks), pack
-
-
-def fine_tile(rows, arguments):
-    """The tile, if any, that has all packs of a batch of few, so that chunks may be short."""
-    if arguments.get("fan_in") == 0:
-        return None
-    tiles = arguments["tiles"]
-    teams = [round(1 / DEFAULT_ALPHA[m]) * arguments["n_sm"] for m, _ in tiles]
-    few = gathers(rows, tiles, teams, arguments["num_kv_heads"])
-    return few if {tile for tile, *_ in rows} == {few} else None
 
 
 def settle_rounds(rows, arguments, tail, pack, leasts, limits):
@@ -116,10 +120,10 @@ def test_chunks_are_those_of_the_rule(batch, grow):
     plan = plan_of(forest, **arguments)
     check_tiles(plan)
     rows = row_tiles(plan)
-    expected, pack = rule(rows, arguments)
+    few = gathered(plan)
+    expected, pack = rule(rows, few, arguments)
     assert cuts(plan, rows) == expected and plan.head_pack == pack and not plan.widened
     alone = all(arguments["tiles"][tile][0] <= 16 for tile, *_ in rows)
-    few = fine_tile(rows, arguments)
     for tile, length, chunks in expected:
         least = least_chunk(arguments["min_chunk"], arguments["tiles"][tile][1], alone or tile == few)
         assert len(chunks) <= max(1, -(-length // least))  # never more than chunks of the least length would be
@@ -135,7 +139,7 @@ def test_chunks_are_widened_no_further_than_the_capacity_asks(batch, share):
     limit = len(rows) + int(share * (free.n_items - len(rows)))
     plan = plan_of(forest, **arguments, max_items=limit, max_members=free.n_members)
     steps = accumulate(repeat(1.25), mul, initial=1.0)
-    widened = (rule(rows, arguments, widen)[0] for widen in steps)
+    widened = (rule(rows, gathered(plan), arguments, widen)[0] for widen in steps)
     expected = next(some for some in widened if sum(len(c) * count for (_, _, c), count in some.items()) <= limit)
     assert cuts(plan, rows) == expected and plan.widened == (limit < free.n_items)
 
@@ -336,10 +340,32 @@ def test_few_packs_are_gathered_in_the_smallest_tile_of_teams():
     assert tiles_of(tree_forest((6,), (2000,)), num_kv_heads=2, num_qo_heads=8) == {8}  # twice the units
 
 
-def test_few_packs_stay_where_one_needs_more_rows_or_has_a_chunk_of_its_own():
-    forest = tree_forest((1, 17), (500, 1))
-    assert tiles_of(forest, strategy="naive", n_sm=20) == {8, 128}
-    assert tiles_of(tree_forest((1, 16), (500, 1)), strategy="naive", n_sm=20) == {64}
+@pytest.mark.parametrize(
+    ("tree", "teams", "otherwise"),
+    [
+        (((1, 16), (500, 1)), 17 / 1.5, {8, 64}),
+        (((1, 17), (500, 1)), 19, {8, 128}),  # 68 rows are two tiles of 64
+        (((1, 2, 20), (500, 300, 10)), 24 / 2, {8, 64, 128}),
+        (((1, 10, 20), (500, 30, 10)), 32 / 3, {8, 16, 128}),
+        (((1, 8, 16), (500, 30, 10)), 25 / 3, {8, 16, 64}),
+        (((8, 16), (30, 10)), 24 / 1.5, {8, 16}),
+    ],
+)
+def test_more_packs_are_few_where_they_would_be_in_more_kinds_of_tiles(tree, teams, otherwise):
+    """A processor has two teams in the tile of 64 rows, which takes everything where there are enough of them."""
+    least = math.ceil(teams / 2)
+    assert tiles_of(tree_forest(*tree), strategy="naive", n_sm=least) == {64}
+    assert tiles_of(tree_forest(*tree), strategy="naive", n_sm=least - 1) == otherwise
+
+
+def test_few_packs_of_many_rows_are_cut_into_several_tiles():
+    plan = plan_of(tree_forest((1, 40), (300, 1)), n_sm=40, num_qo_heads=4, num_kv_heads=1, strategy="naive")
+    shared = plan.items[plan.items[:, 2] == 0]
+    assert (plan.items[~without_tokens(plan), 7] == 2).all() and plan.tiles[2] == (64, 64)
+    assert sorted(set(shared[:, 6].tolist())) == [8, 16]  # 16 requests fill it
+
+
+def test_few_packs_stay_where_one_has_a_chunk_of_its_own():
     assert tiles_of(tree_forest((1, 3), (500, 100)), strategy="two-phase") == {8, 64}  # the tails stay
     assert tiles_of(tree_forest((6,), (2000,)), tiles=((8, 16), (16, 16))) == {8}  # there is no such tile
     for split in ("none", "mean"):

@@ -102,7 +102,7 @@ def test_pat_trees_in_order_of_traffic(name):
 
 @pytest.mark.parametrize(("merge", "longest"), [("fused", 4), ("kernel", 8)])
 def test_a_tail_takes_a_range_that_weighs_no_more_than_its_parts(merge, longest):
-    """A token of 4 * 64 bytes, a part of 2 * 4 * (2 * 64 + 8): one is saved, or two where a part is written even alone."""
+    """A token of 4 * 64 bytes, a part of 2 * 4 * (2 * 64 + 8): one is saved, or two if even a lone part is written."""
     for tokens in range(1, 20):
         plan = plan_of(tree_forest((1, 2), (tokens, 5)), strategy="profit", merge=merge, **ONE_TILE)
         assert (plan.n_parts == 0) == (tokens <= longest)
@@ -111,4 +111,4 @@ def test_a_tail_takes_a_range_that_weighs_no_more_than_its_parts(merge, longest)
 def test_profit_minds_the_group_size():
     forest = tree_forest((1, 4, 64), (100, 500, 500))  # 16 requests below each middle node
     plans = [plan_of(forest, strategy="profit", num_qo_heads=2 * group, **ONE_TILE) for group in (4, 8)]
-    assert [plan.items[:, 2].tolist().count(0) for plan in plans] == [1, 4]  # 4 * 16 * 68 / 64 < 100 <= 8 * 16 * 68 / 64
+    assert [plan.items[:, 2].tolist().count(0) for plan in plans] == [1, 4]  # 4 * 16 * 68/64 < 100 <= 8 * 16 * 68/64

@@ -80,17 +80,30 @@ def least_promoted(lengths, kv_heads, warps):
     return max(256, 4 * share(lengths, kv_heads, warps))
 
 
-def gathers(rows, tiles, teams, kv_heads):
+def most_rounds(of_tiles, team, tail):
+    """Of units of few packs, for a team of the tile `team`: more, if they are in more kinds of tiles (`of_tiles`)."""
+    larger, same = any(tile > team for tile in of_tiles), team in of_tiles
+    if any(tile < team and tile != tail for tile in of_tiles) and (larger or same):
+        return 3
+    return (2 if same else 1) if larger else 1.5
+
+
+def gathers(rows, tiles, teams, group, kv_heads):
     """The tile that takes all (tile, start, stop, members) of a batch, where they are few, or None.
 
-    It is the smallest of more than 16 rows, if none needs a larger one. They are few if they are no more than one and a
-    half units for each of its `teams`, and have no more than 3,000 tokens for each.
+    It is the smallest of more than 16 rows; packs of more rows are cut into several. They are few if they are no more
+    than so many rounds of units for each of its `teams`, and have no more than 3,000 tokens for each.
     """
     larger = [tile for tile, (m, _) in enumerate(tiles) if m > 16]
-    if not larger or any(tile > larger[0] for tile, *_ in rows):
+    if not larger:
         return None
-    units, tokens = len(rows) * kv_heads, sum(stop - start for _, start, stop, _ in rows) * kv_heads
-    return larger[0] if 2 * units <= 3 * teams[larger[0]] and tokens <= 3000 * teams[larger[0]] else None
+    team, tail = larger[0], next(tile for tile, (m, _) in enumerate(tiles) if m >= group)
+    capacity = tiles[team][0] // group
+    cut = [(stop - start, -(-len(members) // capacity)) for _, start, stop, members in rows]
+    units, tokens = sum(count for _, count in cut) * kv_heads, sum(length * count for length, count in cut) * kv_heads
+    rounds = most_rounds({tile for tile, *_ in rows}, team, tail)
+    few = units <= rounds * teams[team] and tokens <= 3000 * teams[team]
+    return team if few else None
 
 
 def even_limits(longest, least, step):
