@@ -13,6 +13,7 @@ import random_batches
 import torch
 
 from feather_kernels import PackedDecodeWrapper
+from feather_kernels.trees import forest_table, tree_forest
 
 GPU = torch.cuda.is_available()
 HOPPER = GPU and torch.cuda.get_device_capability()[0] >= 9
@@ -39,3 +40,21 @@ def test_a_graph_is_replayed_for_another_batch(seed):
 
 def test_bad_input_is_one_clear_error_and_writes_nothing():
     assert check.check_bad_input(PackedDecodeWrapper, "cuda") == []
+
+
+@pytest.mark.parametrize("merge", ["fused", "kernel"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("tokens", [(300, 40), (2000, 40), (40,)])  # parts of small packs, of large ones, none
+def test_a_value_that_is_not_finite_spoils_its_own_rows_only(tokens, value, merge):
+    """One V of the last request's tail, in the second of two KV heads."""
+    nodes = (1, 60)[-len(tokens) :]
+    forest = tree_forest(nodes, tokens)
+    table, slots = forest_table(forest)
+    q, k, v = (torch.randn(n, h, 128, dtype=torch.float16, device="cuda") for n, h in ((60, 8), (slots, 2), (slots, 2)))
+    decode = PackedDecodeWrapper(8, 2, 128, max_requests=60, merge=merge)
+    decode.plan(forest, torch.from_numpy(table).cuda())
+    right = decode.run(q, k, v)
+    v[int(table[forest.row_offset[-1] + forest.seq_len[-1] - 1]), 1, 5] = value
+    out = decode.run(q, k, v)
+    assert right.isfinite().all() and not out[-1, 4:, 5].isfinite().any()
+    assert torch.equal(out[:-1], right[:-1]) and torch.equal(out[-1, :4], right[-1, :4])

@@ -164,6 +164,7 @@ def test_what_builds_gained_over_those_before():
         ("decode_h200_dealt.json", "feather-popped", 40, dealt + "and add {}% to another"),
         ("decode_h200_builds.json", "feather-before", 64, slots + "and adds {}% to another"),
         ("decode_h200_queries.json", "feather-before", 64, "it " + slots + "and adds {}% to another"),
+        ("decode_h200_parts.json", "feather-before", 64, "it " + slots + "and adds {}% to another"),
     ):
         rows = records(file)
         assert len(rows) == count
@@ -187,7 +188,7 @@ def test_an_h100():
     behind = behind_a_peer(rows)
     assert set(behind) == {("256_1024", "64/8", 1), ("256_4096", "64/8", 1), ("256_4096", "32/32", 1)}
     fa3, flashinfer = (mean(rows, "feather", "32/8") / mean(rows, peer, "32/8") for peer in systems[1:])
-    assert f"on an H100 {fa3:.2f} and {flashinfer:.2f}" in README
+    assert f"on an H100, with an older build, {fa3:.2f} and {flashinfer:.2f}" in README
     most = round(100 * max(behind.values()) - 100)
     assert f"Behind a peer in 3 of 80 rows, by up to {most}%, all without sharing" in " ".join(TEXT.split())
 
@@ -218,7 +219,7 @@ def test_long_contexts():
     alone, shared = (round(100 * ratio - 100) for ratio in worst.values())
     text = " ".join(TEXT.split())
     assert f"by up to {alone}% where nothing is shared" in text
-    assert f"The largest gap, {shared}%, is 16 requests" in text
+    assert f"With a prompt the largest gap, {shared}%, is 16 requests" in text
     short, long = (
         next(row["systems"] for row in rows if (row["name"], row["heads"]) == (name, "32/8"))
         for name in ("1_2000", "1_32000")
@@ -230,7 +231,7 @@ def test_long_contexts():
     plain = long["feather:fan_in=0"]
     assert f"32,000 tokens had {plain['parts']} of them" in DECISIONS
     own_us, plain_us = long["feather"]["warm_us"], plain["warm_us"]
-    assert f"it takes {own_us:.0f} us for {plain_us:.0f}" in DECISIONS and 0.24 < own_us / plain_us < 0.29
+    assert f"it takes {own_us:.0f} us for {plain_us:.0f}" in DECISIONS and 0.31 < own_us / plain_us < 0.35
 
 
 def test_long_among_short():
