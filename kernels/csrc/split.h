@@ -10,11 +10,11 @@
 
 namespace feather {
 
-// Row tiles of a pack, or of so many of its members, whole requests each, none larger than `largest`. Full tiles and a
-// remainder pad no more rows than even tiles; even ones are taken when they pad as little.
+// Row tiles of a pack, or of so many of its members, whole requests each, none larger than `largest`, which holds
+// `capacity` requests. Full tiles and a remainder pad no more rows than even tiles; even ones are taken when they pad as
+// little.
 inline void add_row_tiles(const Config& config, int32_t pack, int32_t first, int32_t count, int32_t largest,
-                          std::vector<RowTile>& rows) {
-  const int32_t capacity = config.capacity(largest);
+                          int32_t capacity, std::vector<RowTile>& rows) {
   const auto [tiles, last_tile] = config.cut_rows(count, capacity);
   if (tiles == 1) {
     rows.push_back({pack, first, count, last_tile, 0, 0, 0});
@@ -50,6 +50,9 @@ inline int32_t gather_few(const Config& config, const Packing& packing, Schedule
   while (config.tile(team).m <= kWarpRows) {
     if (++team == config.n_tiles()) return kNoTile;
   }
+  const double teams = static_cast<double>(config.teams(team) * config[kProcessors]);
+  const double kv_heads = static_cast<double>(config[kKvHeads]);
+  if (static_cast<double>(out.rows.size()) * kv_heads > 3 * teams) return kNoTile;
   bool small = false, medium = false, large = false;
   for (const RowTile& row : out.rows) {
     small |= row.tile < team && row.tile != config.tail_tile();
@@ -59,7 +62,7 @@ inline int32_t gather_few(const Config& config, const Packing& packing, Schedule
   double most_rounds = large ? 1 : 1.5;
   if (large && medium) most_rounds = 2;
   if (small && (large || medium)) most_rounds = 3;
-  const int64_t capacity = config.capacity(team);
+  const int32_t capacity = config.capacity(team);
   int64_t count = 0, tokens = 0;
   for (const RowTile& row : out.rows) {
     const Pack& pack = packing.packs[row.pack];
@@ -67,14 +70,13 @@ inline int32_t gather_few(const Config& config, const Packing& packing, Schedule
     const int64_t tiles = (row.count + capacity - 1) / capacity;
     count += tiles, tokens += tiles * pack.length();
   }
-  const double teams = static_cast<double>(config.teams(team) * config[kProcessors]);
-  if (static_cast<double>(count * config[kKvHeads]) > most_rounds * teams ||
-      static_cast<double>(tokens * config[kKvHeads]) > kMostTokens * teams) {
-    return kNoTile;
-  }
+  if (static_cast<double>(count) * kv_heads > most_rounds * teams) return kNoTile;
+  if (static_cast<double>(tokens) * kv_heads > kMostTokens * teams) return kNoTile;
   out.larger.swap(out.rows);
   out.rows.clear();
-  for (const RowTile& row : out.larger) add_row_tiles(config, row.pack, row.first, row.count, team, out.rows);
+  for (const RowTile& row : out.larger) {
+    add_row_tiles(config, row.pack, row.first, row.count, team, capacity, out.rows);
+  }
   for (RowTile& row : out.rows) row.tile = team;
   return team;
 }
@@ -256,9 +258,10 @@ inline void schedule(const Config& config, const Forest& forest, const Packing& 
                      Schedule& out) {
   out.rows.clear();
   out.parts.resize(forest.n_requests);
+  const int32_t largest = config.n_tiles() - 1, capacity = config.capacity(largest);
   for (size_t pack = 0; pack < packing.packs.size(); ++pack) {
     const Pack& whole = packing.packs[pack];
-    add_row_tiles(config, static_cast<int32_t>(pack), whole.first, whole.count, config.n_tiles() - 1, out.rows);
+    add_row_tiles(config, static_cast<int32_t>(pack), whole.first, whole.count, largest, capacity, out.rows);
   }
   if (config.balances()) promote_long(config, packing, out.rows);
   const int32_t few = gather_few(config, packing, out);

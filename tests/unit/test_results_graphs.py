@@ -13,7 +13,7 @@ SENTENCES = " ".join(TEXT.split())
 SCHEDULER = " ".join((ROOT / "docs" / "scheduler.md").read_text().split())
 README_LINES = (ROOT / "README.md").read_text().splitlines()
 README = " ".join(" ".join(README_LINES).split())
-PAT = ("pat_a", "pat_b", "pat_c", "pat_d", "low", "hundred")
+PAT = ("pat_a", "pat_b", "pat_c", "pat_d", "pat_e", "low", "hundred")
 OTHERS = ("flashinfer", "fa3_w6", "fa3_w6_b", "fa3_a", "fa3_b", "fa3_w4")
 OWN = ("own_pat", "own_fa3", "own_fa3_w2")
 EAGER = "pace"  # without prefill CUDA graphs
@@ -40,7 +40,7 @@ def read(name):
             assert record["overall"]["unfinished"]
             continue
         assert not record["overall"]["unfinished"] and not record["overall"]["failed"]
-        if name == "pat_d" and server == "pat+feather-bandit":
+        if name in ("pat_d", "pat_e") and server == "pat+feather-bandit":
             server = "pat-paced"  # the default there
         found.setdefault((case, server), []).append(record)
     return found
@@ -142,6 +142,7 @@ BANDIT, PACED, ORDER = "pat+feather-bandit", "pat-paced", "pat+feather-order"
 FLASH = "flashinfer"
 OLD = (("pat_a", "W1"), ("pat_b", "W1"), ("pat_a", "W5:1200"), ("pat_b", "W5:1200"), ("pat_a", "W7"))
 NEW = (("low", "W1"), ("low", "W4"))
+LATEST = (("pat_e", "W1"), ("pat_e", "W5:1200"), ("pat_e", "W7"))
 FITTING = (*OLD, ("pat_c", "W4"), *NEW)
 LOW = (SLOW, TWENTY_FIVE, TWENTY)
 EAGER_CASES = ("W4", "W1", "W5:1200", "W7")
@@ -180,7 +181,8 @@ def test_what_is_said_of_no_pacing_follows():
 def test_what_is_said_of_pacing_follows():
     paced = {run: percent(*run, PACED, "pat") for run in FITTING}
     both = {run: percent(*run, PACED, BANDIT) for run in FITTING}
-    latest = [100 * gain(*run, PACED, "pat") - 100 for run in (*OLD, *NEW)]
+    latest = [100 * gain(*run, PACED, "pat") - 100 for run in (*OLD, *NEW, *LATEST)]
+    w1, w5, w7 = (percent(*run, PACED, "pat") for run in LATEST)
     peaks = [max(r["overall"]["peak_running"] for r in RUNS["low"]["W4", server]) for server in (PACED, "pat")]
     for found, start in ((paced, "to fcfs"), (both, "To the same policy without pacing it is")):
         said(
@@ -190,7 +192,7 @@ def test_what_is_said_of_pacing_follows():
         )
     said(
         f"it gains {min(latest):.1f} to {max(latest):.1f}%**",
-        f"the GPU is busy for {busy([PACED], (*OLD, *NEW))}",
+        f"\"pat e\" {w1} on W1, {w5} on W5 and {w7} on W7. The GPU is busy for {busy([PACED], (*OLD, *NEW, *LATEST))}",
         f"on W6 {percent('pat_c', 'W6', PACED, BANDIT)}, on W2 {percent('pat_a', 'W2', PACED, BANDIT)} and "
         f"{percent('pat_b', 'W2', PACED, BANDIT)}; W3 is level with fcfs ({percent('pat_c', 'W3', PACED, 'pat')})",
         f"on W1 from {wait('pat_a', 'W1', BANDIT):.2f} s to {wait('pat_a', 'W1', PACED):.2f} s",
@@ -275,7 +277,7 @@ def test_rows_below_fcfs():
         (EAGER, "W4", BANDIT): "-2.7%",
         (EAGER, "W1", BANDIT): "-2.1%",
     }
-    on = [100 * gain(*run, PACED, "pat") - 100 for run in (*OLD, *NEW)]
+    on = [100 * gain(*run, PACED, "pat") - 100 for run in (*OLD, *NEW, *LATEST)]
     off = [100 * gain(EAGER, case, PACED, "pat") - 100 for case in EAGER_CASES]
     said(
         f"paced, the default since, feather-bandit on `pat` has {min(on):+.1f} to {max(on):+.1f}% with prefill CUDA "
@@ -332,15 +334,16 @@ def test_what_is_said_of_w4_on_fa3_follows():
 
 
 def test_what_is_said_of_short_memory_follows():
-    runs = [*((name, server) for name in ("pat_a", "pat_b") for server in (BANDIT, PACED)), ("pat_d", PACED)]
+    runs = [*((name, server) for name in ("pat_a", "pat_b") for server in (BANDIT, PACED))]
+    runs += [("pat_d", PACED), ("pat_e", PACED)]
     assert tok_s("pat_d", "W2", PACED) == min(tok_s(name, "W2", server) for name, server in runs)
     rates = [tok_s(name, "W2", server) for name, server in runs]
     busies = [figure(name, "W2", server, "activity", "busy") for name, server in runs]
     w6 = [gain("fa3_w6", "W6", "fa3+feather-bandit", over) for over in ("fa3", "fa3+dfs-weight")]
     said(
-        f"{min(rates):,.0f} to {max(rates):,.0f} tok/s in five runs. The GPU is busy for {min(busies):.1f} to "
+        f"{min(rates):,.0f} to {max(rates):,.0f} tok/s in six runs. The GPU is busy for {min(busies):.1f} to "
         f"{max(busies):.1f}% of them",
-        f"{min(rates):,.0f} to {max(rates):,.0f} in five with prefill CUDA graphs; "
+        f"{min(rates):,.0f} to {max(rates):,.0f} in six with prefill CUDA graphs; "
         f"{tok_s('own_pat', 'W2', BANDIT):,.0f} with memory for everything",
         f"**W6, `fa3`: {w6[0]:.2f}x fcfs** in two rounds, {w6[1]:.2f}x dfs-weight",
     )
