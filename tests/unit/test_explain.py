@@ -43,7 +43,7 @@ CASES = {
     "naive": (random(2, 60), arguments(strategy="naive")),
     "naive, row tiles": (tree("2,200_300,50"), arguments(strategy="naive")),
     "chunks": (random(3, 50), arguments(strategy="two-phase")),
-    "portable": (random(4, 80), arguments(tiles=TILES["portable"], tail_warps=8)),
+    "portable": (random(4, 300), arguments(tiles=TILES["portable"], tail_warps=8)),
     "merge kernel": (random(5, 80), arguments(merge="kernel")),
 }
 
