@@ -26,12 +26,12 @@ struct Params {
   T const* q;  // (requests, q_heads, head_dim)
   T const* k;  // (slots, kv_heads, head_dim)
   T const* v;
-  T* out;            // (requests, q_heads, head_dim)
-  float* lse;        // (requests, q_heads), natural logarithm, or null
+  T* out;                // (requests, q_heads, head_dim)
+  float* lse;            // (requests, q_heads), natural logarithm, or null
   uint16_t* part_out;    // (parts, q_heads, head_dim): normalised partial results in steps, columns as part_chunk has them
   PartNote* part_notes;  // (parts, q_heads): their log-sum-exp, base 2, and step; between runs kNothing
-  int* popped;       // per tile: work units taken from its queue; zero between runs
-  int const* plan;   // header, items, members, part_begin
+  int* popped;           // per tile: work units taken from its queue; zero between runs
+  int const* plan;       // header, items, members, part_begin
   int const* seq_lens;
   void const* table;  // slot ids or page ids, int32 or int64
   int64_t q_stride, out_stride;  // elements

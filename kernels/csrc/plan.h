@@ -118,7 +118,7 @@ struct Config {
     const int32_t m = tile(t).m;
     return m > kThinRows ? static_cast<int32_t>(m / fields[kGroupSize]) : 1;
   }
-  // One tile where the largest, of so many requests, holds all rows, else as few as that one can.
+  // One tile where the largest allowed, which holds `capacity` requests, holds all; else as few as that one can.
   RowCut cut_rows(int32_t requests, int32_t capacity) const {
     if (requests <= capacity) return {1, tile_for(requests)};
     const int32_t tiles = (requests + capacity - 1) / capacity;
@@ -193,9 +193,9 @@ struct Schedule {
   std::vector<RowTile> rows;
   std::vector<RowTile> larger;  // scratch: what they were cut from
   std::vector<Parts> parts;     // of each request
-  int64_t n_cut;             // items with KV
+  int64_t n_cut;                // items with KV
   int64_t n_items, n_members, n_parts, n_closing, widened;
-  int32_t head_pack;          // KV heads to a unit of the tail tile's queue
+  int32_t head_pack;            // KV heads to a unit of the tail tile's queue
   std::vector<uint64_t> queue;  // scratch, rows of a tile: tokens << 32 | ~row; what is longer is larger
 };
 
