@@ -192,7 +192,7 @@ def test_what_is_said_of_pacing_follows():
         )
     said(
         f"it gains {min(latest):.1f} to {max(latest):.1f}%**",
-        f"\"pat e\" {w1} on W1, {w5} on W5 and {w7} on W7. The GPU is busy for {busy([PACED], (*OLD, *NEW, *LATEST))}",
+        f'"pat e" {w1} on W1, {w5} on W5 and {w7} on W7. The GPU is busy for {busy([PACED], (*OLD, *NEW, *LATEST))}',
         f"on W6 {percent('pat_c', 'W6', PACED, BANDIT)}, on W2 {percent('pat_a', 'W2', PACED, BANDIT)} and "
         f"{percent('pat_b', 'W2', PACED, BANDIT)}; W3 is level with fcfs ({percent('pat_c', 'W3', PACED, 'pat')})",
         f"on W1 from {wait('pat_a', 'W1', BANDIT):.2f} s to {wait('pat_a', 'W1', PACED):.2f} s",
