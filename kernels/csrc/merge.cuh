@@ -48,13 +48,6 @@ __device__ __forceinline__ void from_steps(uint32_t const* words, float (&steps)
   }
 }
 
-// The larger magnitude; NaN if one is NaN.
-__device__ __forceinline__ float larger(float x, float y) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(fabsf(x)), "f"(fabsf(y)));
-  return result;
-}
-
 // What is announced of a part's row: its log-sum-exp, and its step. Read and written as one.
 struct PartNote {
   uint32_t lse, step;  // as bits; lse is kNothing until the part has been deposited
@@ -96,10 +89,7 @@ struct PartWeight {
   // ... and of this lane's part.
   __device__ __forceinline__ float weigh(float lse) {
     float const w = exp2f(lse + minus(top));
-    float all = w;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) all += __shfl_xor_sync(~0u, all, distance);
-    weight += all;
+    weight += across<Sum, 1, 32>(w);
     return w;
   }
   static __device__ __forceinline__ float minus(float top) { return top == -INFINITY ? 0.f : -top; }
@@ -225,9 +215,9 @@ __device__ __forceinline__ Announcement finish(Params<T> const& params, Out& out
 #pragma unroll
       for (int c = 0; c < Layout::kChunks; ++c) {
 #pragma unroll
-        for (int e = 0; e < kPartChunk; ++e) most = larger(most, Layout::value(out, i, c, e));
+        for (int e = 0; e < kPartChunk; ++e) most = Larger()(most, Layout::value(out, i, c, e));
       }
-      told.step[i] = Layout::largest(most) / kMostSteps;
+      told.step[i] = across<Larger, Layout::kNear, Layout::kFar>(most) / kMostSteps;
     }
   }
   bool final[2];
@@ -291,10 +281,7 @@ __device__ __forceinline__ void merge_row(Params<T> const& params, int request, 
       if (lane < count) forget(mine);
     }
     float const lse = lane < count ? __uint_as_float(note.lse) : -INFINITY;
-    float top = lse;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
-    float const alpha = total.follow(top);
+    float const alpha = total.follow(across<Max, 1, 32>(lse));
     float weight = total.weigh(lse);
     if (lane < count) weight *= __uint_as_float(note.step);
 #pragma unroll

@@ -65,6 +65,29 @@ __device__ __forceinline__ V opaque(V value) {
 // wants its descriptors.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
+struct Sum {
+  __device__ __forceinline__ float operator()(float x, float y) const { return x + y; }
+};
+struct Max {
+  __device__ __forceinline__ float operator()(float x, float y) const { return fmaxf(x, y); }
+};
+// The larger magnitude; NaN if one is NaN.
+struct Larger {
+  __device__ __forceinline__ float operator()(float x, float y) const {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(fabsf(x)), "f"(fabsf(y)));
+    return result;
+  }
+};
+
+// The values of all lanes that are kNear, 2 kNear, 4 kNear, ... apart, below kFar.
+template <class Op, int kNear, int kFar>
+__device__ __forceinline__ float across(float x) {
+#pragma unroll
+  for (int distance = kNear; distance < kFar; distance *= 2) x = Op()(x, __shfl_xor_sync(~0u, x, distance));
+  return x;
+}
+
 // A queue of the plan, as a launch sees it.
 struct Queue {
   int index, first_item, n_work;

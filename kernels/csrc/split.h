@@ -44,7 +44,7 @@ constexpr int32_t kNoTile = -1;
 // one to single warps is faster, and beyond so many rounds of units: the more of them, the more kinds of tiles would
 // follow each other otherwise.
 inline int32_t gather_few(const Config& config, const Packing& packing, Schedule& out) {
-  constexpr double kMostTokens = 3000;
+  constexpr double kMostRounds = 3, kMostTokens = 3000;
   if (!config.balances() || config[kFanIn] == 0) return kNoTile;
   int32_t team = 0;
   while (config.tile(team).m <= kWarpRows) {
@@ -52,24 +52,22 @@ inline int32_t gather_few(const Config& config, const Packing& packing, Schedule
   }
   const double teams = static_cast<double>(config.teams(team) * config[kProcessors]);
   const double kv_heads = static_cast<double>(config[kKvHeads]);
-  if (static_cast<double>(out.rows.size()) * kv_heads > 3 * teams) return kNoTile;
+  if (static_cast<double>(out.rows.size()) * kv_heads > kMostRounds * teams) return kNoTile;
+  const int32_t capacity = config.capacity(team);
   bool small = false, medium = false, large = false;
+  int64_t count = 0, tokens = 0;
   for (const RowTile& row : out.rows) {
     small |= row.tile < team && row.tile != config.tail_tile();
     medium |= row.tile == team;
     large |= row.tile > team;
-  }
-  double most_rounds = large ? 1 : 1.5;
-  if (large && medium) most_rounds = 2;
-  if (small && (large || medium)) most_rounds = 3;
-  const int32_t capacity = config.capacity(team);
-  int64_t count = 0, tokens = 0;
-  for (const RowTile& row : out.rows) {
     const Pack& pack = packing.packs[row.pack];
     if (pack.chunk) return kNoTile;
     const int64_t tiles = (row.count + capacity - 1) / capacity;
     count += tiles, tokens += tiles * pack.length();
   }
+  double most_rounds = large ? 1 : 1.5;
+  if (large && medium) most_rounds = 2;
+  if (small && (large || medium)) most_rounds = kMostRounds;
   if (static_cast<double>(count) * kv_heads > most_rounds * teams) return kNoTile;
   if (static_cast<double>(tokens) * kv_heads > kMostTokens * teams) return kNoTile;
   out.larger.swap(out.rows);

@@ -15,18 +15,6 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
   return y;
 }
 
-// The maximum and the sum over the eight lanes that share lane % 4.
-__device__ __forceinline__ float column_max(float x) {
-#pragma unroll
-  for (int distance = 4; distance < 32; distance *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
-  return x;
-}
-__device__ __forceinline__ float column_sum(float x) {
-#pragma unroll
-  for (int distance = 4; distance < 32; distance *= 2) x += __shfl_xor_sync(~0u, x, distance);
-  return x;
-}
-
 // One warp's arithmetic with the operands swapped: 8 query rows as columns, 16 KV tokens as rows (mma.sync). The rows
 // are consecutive query heads of one request: those of one KV head, or of two.
 template <typename T, int kHeadDim, int kHeads>
@@ -44,16 +32,12 @@ struct TailTile {
   // How a lane holds results: rows 2 (lane % 4) + {0, 1}, of each the columns 8 j + lane / 4.
   struct Layout {
     static constexpr int kRows = 8, kChunks = kHeadDim / 8 / kPartChunk;
+    static constexpr int kNear = 4, kFar = 32;  // lanes that share a row (`across`)
     static __device__ int row(int i) { return 2 * (threadIdx.x % 4) + i; }
     static __device__ bool leads() { return threadIdx.x % 32 < 4; }
     static __device__ int chunk(int c) { return part_chunk(c, threadIdx.x % 32 / 4); }
     static __device__ float& value(float (&out)[kHeadDim / 4], int i, int c, int e) {
       return out[2 * (kPartChunk * c + e) + i];
-    }
-    static __device__ float largest(float x) {  // of a row's lanes
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) x = larger(x, __shfl_xor_sync(~0u, x, distance));
-      return x;
     }
     // Rows are neighbours, so that after a transposition a lane holds pairs of columns of row lane / 4.
     static __device__ void store(Params<T> const& params, float const (&out)[kHeadDim / 4], Row const (&rows)[2]) {
@@ -137,7 +121,7 @@ struct TailTile {
     bool grown = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      top[i] = column_max(fmaxf(s[i], s[i + 2])) * scale;
+      top[i] = across<Max, Layout::kNear, Layout::kFar>(fmaxf(s[i], s[i + 2])) * scale;
       grown |= top[i] > shift[i] + kSlack;
     }
     if (__any_sync(~0u, grown)) rescale(top);
@@ -215,7 +199,7 @@ struct TailTile {
   __device__ void end(float (&lse)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float const inverse = normaliser(column_sum(row_sum[i]), shift[i], lse[i]);
+      float const inverse = normaliser(across<Sum, Layout::kNear, Layout::kFar>(row_sum[i]), shift[i], lse[i]);
 #pragma unroll
       for (int j = 0; j < kHeadDim / 8; ++j) out[2 * j + i] *= inverse;
     }
@@ -236,7 +220,7 @@ struct TailUnit {
 constexpr int kTailUnits = 8;  // more than a ring has slots: as many as it can run ahead, and the one at hand
 
 // What a warp's units need, on its way through a ring of slots: 16 tokens' K of one KV head or two, their V, and so on;
-// then, if the unit closes its request, the parts to be taken in, as many a slot as heads. Copies are counted by
+// then, if the unit closes its request, the parts to be taken in, twice as many a slot as heads. Copies are counted by
 // cp.async groups, one a slot, as nobody but the warp itself waits for them.
 template <typename T, int kHeadDim, int kHeads>
 struct TailStream {
@@ -432,7 +416,7 @@ struct TailStream {
     if (asks_about(k)) told = load_relaxed(told_at(k));
   }
 
-  // As many parts as heads, once they have been deposited: their rows lie side by side. A note is read by nobody else,
+  // Up to kParts parts, once they have been deposited: their rows lie side by side. A note is read by nobody else,
   // and left as the next run expects it. No acquire is needed: what is copied bypasses L1, and is asked for only
   // after the answer that it is there.
   __device__ void ask_for_parts() {

@@ -33,16 +33,6 @@ __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&a)[4]
   }
 }
 
-// The values of four lanes that share an accumulator row.
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 // Two neighbours in the operands' type.
 template <typename T>
 __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
@@ -92,16 +82,12 @@ __device__ __forceinline__ float follow(float top, float& shift, float& row_sum)
 template <typename T, int kHeadDim>
 struct WideLayout {
   static constexpr int kRows = 16, kChunks = kHeadDim / 4 / kPartChunk;  // of a part's row
+  static constexpr int kNear = 1, kFar = 4;                              // lanes that share a row (`across`)
   static __device__ int row(int i) { return threadIdx.x % 32 / 4 + 8 * i; }
   static __device__ bool leads() { return threadIdx.x % 4 == 0; }
   static __device__ int chunk(int c) { return part_chunk(c / 2, 2 * (threadIdx.x % 4) + c % 2); }
   template <class Out>
   static __device__ float& value(Out& out, int i, int c, int e) { return out(4 * (8 * (c / 2) + e) + 2 * i + c % 2); }
-  static __device__ float largest(float x) {  // of a row's lanes
-#pragma unroll
-    for (int distance = 1; distance < 4; distance *= 2) x = larger(x, __shfl_xor_sync(~0u, x, distance));
-    return x;
-  }
   template <class Out>
   static __device__ void store(Params<T> const& params, Out const& out, Row const (&rows)[2]) {
 #pragma unroll
@@ -159,7 +145,7 @@ struct Softmax {
       for (int i = 0; i < size(scores) / 4; ++i) {
         m = fmaxf(m, fmaxf(scores(4 * i + 2 * row), scores(4 * i + 2 * row + 1)));
       }
-      top[row] = quad_max(m) * scale;
+      top[row] = across<Max, 1, 4>(m) * scale;
       grown |= top[row] > shift[row] + kSlack;
     }
     bool const rescales = __any_sync(~0u, grown);
@@ -199,7 +185,7 @@ struct Softmax {
     float inverse[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      inverse[row] = normaliser(quad_sum(row_sum[row]), shift[row], lse[row]);
+      inverse[row] = normaliser(across<Sum, 1, 4>(row_sum[row]), shift[row], lse[row]);
     }
 #pragma unroll
     for (int i = 0; i < size(out); ++i) out(i) *= inverse[i / 2 % 2];
