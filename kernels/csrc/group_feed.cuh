@@ -38,12 +38,14 @@ struct GroupFeed {
   static constexpr int kBlock = 16;  // tokens behind the last one that are copied too, or cleared
   static constexpr int kChunk = 16 / int(sizeof(T));
   static constexpr int kLanesPerRow = kHeadDim / kChunk;
-  static constexpr int kRowsAtOnce = kWarp / kLanesPerRow, kCopies = kOwn / kRowsAtOnce;
-  static constexpr int kRepeat = Ring::Rows::kRepeat, kPatterns = kRepeat / kRowsAtOnce;
-  // Slots first, then copies: with both in turn, each copy would wait for its own slot from another lane.
-  static constexpr int kBatch = kCopies < 16 ? kCopies : 16;
+  // The lanes that share a row copy kLanesPerRow rows of every kWarp: those whose slots they know.
+  static constexpr int kCopies = kPerLane * kLanesPerRow;
+  static constexpr int kRepeat = Ring::Rows::kRepeat, kStep = Ring::Rows::kStep * int(sizeof(T));
+  // So many addresses are worked out before a stage is free, and then as many copies made: with both in turn, each copy
+  // would wait for its own address.
+  static constexpr int kBatch = 8;
   static constexpr int kMemberLoads = Ring::kMemberWords / kWarp;
-  static_assert(kLanesPerRow <= kWarp && kPatterns * kRowsAtOnce == kRepeat && kCopies % kBatch == 0);
+  static_assert(kLanesPerRow <= kWarp && kLanesPerRow % kRepeat == 0 && kCopies % kBatch == 0);
 
   Params<T> const& params;
   Queue const queue;
@@ -51,7 +53,7 @@ struct GroupFeed {
   int const lane, own_first;
   char const* const cache;  // this lane's columns
   uint32_t const slot_bytes;
-  uint32_t to[kPatterns];  // where this lane's rows lie in a stage
+  uint32_t const to;       // where this lane's first row lies in a stage
   int const stride;        // units are dealt out in turn
   int unit, words = 0;     // the next unit, and its item
 
@@ -64,16 +66,15 @@ struct GroupFeed {
         own_first(copier * kOwn),
         cache(reinterpret_cast<char const*>((keys ? params_.k : params_.v) + lane % kLanesPerRow * kChunk)),
         slot_bytes(keys ? params_.k_slot_bytes : params_.v_slot_bytes),
+        to(smem_address(ring + (keys ? 0 : Ring::kTile) + Ring::Rows::at(row_of(0), lane % kLanesPerRow * kChunk))),
         stride(stride_),
         unit(first) {
-    int const tile = keys ? 0 : Ring::kTile;
-#pragma unroll
-    for (int i = 0; i < kPatterns; ++i) {
-      int const row = own_first + lane / kLanesPerRow + i * kRowsAtOnce;
-      to[i] = smem_address(ring) +
-              (tile + Ring::Rows::at(row, lane % kLanesPerRow * kChunk)) * int(sizeof(T));
-    }
     fetch();
+  }
+
+  // The row of a stage that this lane copies with its i-th copy.
+  __device__ int row_of(int i) const {
+    return own_first + i / kLanesPerRow * kWarp + lane / kLanesPerRow * kLanesPerRow + i % kLanesPerRow;
   }
 
   __device__ void fetch() {
@@ -120,6 +121,8 @@ struct GroupFeed {
       int edges = kFirst | head << kHeadShift;
       while (true) {
         int const tokens = max(0, min(kTokens, stop - pos));
+        // Not tokens == kTokens: ptxas 13.0 takes that from the minimum's predicate, false of all stages but the last.
+        bool const whole = opaque(stop) - pos >= kTokens;
         bool const last = pos + kTokens >= stop;
         edges |= last ? kLast : 0;
         int slots[kPerLane];
@@ -133,12 +136,14 @@ struct GroupFeed {
         } else if (unit < queue.n_work) {
           look_up(item_offset(words), item_word(words, kItemStart), item_word(words, kItemStop), pages);
         }
+        char const* rows[kBatch];
+        find(opaque(from), slots, 0, rows);
         barrier_wait(control.empty + stage, parity);
         uint32_t const down = stage * (Ring::kStageElements * int(sizeof(T)));
-        if (tokens == kTokens) {
-          copy<true>(from, slots, down, kTokens);
+        if (whole) {
+          copy<true>(from, slots, rows, down, kTokens);
         } else {
-          copy<false>(from, slots, down, (tokens + kBlock - 1) / kBlock * kBlock);
+          copy<false>(from, slots, rows, down, (tokens + kBlock - 1) / kBlock * kBlock);
         }
         if (announces) {
           if (lane == 0) control.infos[stage] = {tokens, edges, n_members};
@@ -165,27 +170,35 @@ struct GroupFeed {
     barrier_arrive_after_copies(control.full + stage);
   }
 
-  // Request this warp's rows of a stage, 16 bytes a lane. `rows` of the stage are there; V has zeros behind them.
+  // Where this lane's copies from the `first` on come from.
+  __device__ void find(char const* from, int const (&slots)[kPerLane], int first, char const* (&rows)[kBatch]) const {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      int const copy = first + i;
+      uint32_t const slot = __shfl_sync(~0u, slots[copy / kLanesPerRow], copy % kLanesPerRow, kLanesPerRow);
+      uint64_t at;  // one instruction: in C++ the product would have 64-bit factors
+      asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(slot), "r"(slot_bytes), "l"(from));
+      rows[i] = reinterpret_cast<char const*>(at);
+    }
+  }
+
+  // Request this warp's rows of a stage, 16 bytes a lane; the first batch has been found. `n_rows` of the stage are there;
+  // V has zeros behind them.
   template <bool kWhole>
-  __device__ void copy(char const* from, int const (&slots)[kPerLane], uint32_t down, int rows) {
+  __device__ void copy(char const* from, int const (&slots)[kPerLane], char const* (&rows)[kBatch], uint32_t down,
+                       int n_rows) {
 #pragma unroll
     for (int first = 0; first < kCopies; first += kBatch) {
-      if (!kWhole && keys && own_first + first * kRowsAtOnce >= rows) break;
-      uint32_t of_rows[kBatch];
+      if (!kWhole && keys && own_first + first / kLanesPerRow * kWarp >= n_rows) break;
+      if (first) find(from, slots, first, rows);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        int const row = (first + i) * kRowsAtOnce;
-        of_rows[i] = __shfl_sync(~0u, slots[row / kWarp], row % kWarp + lane / kLanesPerRow);
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        int const copy = first + i;
-        uint32_t const at = to[copy % kPatterns] + down + copy / kPatterns * (Ring::Rows::kStep * int(sizeof(T)));
-        char const* const source = from + uint64_t(of_rows[i]) * slot_bytes;
+        int const copy = first + i, row = copy / kLanesPerRow * kWarp + copy % kLanesPerRow;
+        uint32_t const at = ((to + down) ^ (row % kRepeat * 16)) + row % kRepeat * 128 + row / kRepeat * kStep;
         if (kWhole) {
-          copy_async(at, source);
+          copy_async(at, rows[i]);
         } else {
-          copy_or_clear(at, source, own_first + copy * kRowsAtOnce < rows);
+          copy_or_clear(at, rows[i], row_of(copy) < n_rows);
         }
       }
     }
@@ -210,16 +223,20 @@ struct GroupReader {
 
   __device__ GroupReader(typename Ring::Control& control_, T* ring_) : control(control_), ring(ring_) {}
 
-  // The next stage, once it is there.
+  // The next stage, once it is there. wgmma may read what cp.async wrote.
   __device__ StageInfo wait() const {
     barrier_wait(control.full + stage, parity);
-    return control.infos[stage];
+    StageInfo const info = control.infos[stage];
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    return info;
   }
   // The same, or tokens = -1 if it is not there yet.
   __device__ StageInfo peek() const {
     bool const there = barrier_ready(control.full + stage, parity);
     return __all_sync(~0u, there) ? control.infos[stage] : StageInfo{-1, 0, 0};
   }
+  // That of a stage which has been waited for.
+  __device__ StageInfo info(int stage) const { return control.infos[stage]; }
   // Go on to the stage behind; the one at hand is kept until it is released.
   __device__ int take() {
     int const taken = stage;

@@ -94,6 +94,41 @@ struct GroupTile : Softmax {
     return rescales;
   }
 
+  // The same for a unit's further tiles, without looking for a maximum: the shift stays as it is, unless the sum of a
+  // lane's exponentials says that one of them may be too large for it.
+  __device__ bool soften_again(T const* k_tile, int tokens, Params<T> const& params, float (&alpha)[2]) {
+    shift_scores(scores, cap(scores, params));
+    if (tokens < kTokens) mask(scores, tokens);
+    float sum[2];
+    exponentials(scores, sum);
+    bool const fits = sum[0] + sum[1] <= kMostSum && shift[0] > -INFINITY && shift[1] > -INFINITY;
+    if (__all_sync(~0u, fits)) {
+      row_sum[0] += sum[0], row_sum[1] += sum[1];
+      return false;
+    }
+    asm volatile("");  // a branch, as in Softmax::soften
+    score_alone(k_tile);
+    return soften(tokens, params, alpha);
+  }
+
+  // This warp's scores, which are overwritten, once more, by mma.sync: wgmma would need the other warps.
+  __device__ void score_alone(T const* k_tile) {
+    using Rows = SwizzledRows<kHeadDim, kTokens>;
+    int const lane = threadIdx.x % 32;
+    uint32_t const k_row = smem_address(k_tile + Rows::at(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8));
+    clear(scores);
+#pragma unroll
+    for (int t = 0; t < kTokens / 16; ++t) {
+#pragma unroll
+      for (int k = 0; k < kHeadDim / 16; ++k) {
+        uint32_t b[4];
+        load_matrices<false>(Rows::down(Rows::right(k_row, k), 16 * t), b);
+        multiply<T>(scores, 8 * t, recast<uint32_t>(q), 4 * k, b);
+      }
+      __syncwarp();  // keeps registers of one block of tokens from those of the next
+    }
+  }
+
   // The probabilities as an operand: a lane's accumulators of 16 tokens are, in order, those of a k16 step.
   __device__ void round_probabilities() {
     auto const values = rounded<T>(scores);

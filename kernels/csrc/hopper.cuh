@@ -49,7 +49,7 @@ struct GroupTeam {
     if (first < queue.n_work) fetch_first(params, queue, first, tile, warp);
     Announcement told;
     while (true) {
-      StageInfo info = reader.wait();
+      StageInfo const info = reader.wait();
       if (info.tokens < 0) break;
       if (kGroups > 1 && warp / 4 * 64 >= info.n_members * params.group) {  // no row for this warpgroup
         reader.release(reader.take());
@@ -61,6 +61,10 @@ struct GroupTeam {
     told.make(params);
   }
 
+  // Two warpgroups on one tile are short of time, not of KV: a stage is waited for while products of the one before it
+  // are under way, and no maximum is looked for. In a ring of its own a single one would only be held up.
+  static constexpr bool kLarge = kGroups > 1;
+
   // The scores of a stage are computed while the probabilities of the one before it meet V: matrix units and
   // exponentials work at the same time (FlashAttention-3, 3.2). In line, as wgmma in a function of its own would be
   // serialised.
@@ -70,21 +74,23 @@ struct GroupTeam {
     if (info.tokens == 0) return finish_empty(params, reader, tile, info, stage, warp, told);
     if (!tile.ahead) fetch(params, tile, info, reader.members(stage), warp);
     tile.begin();
+    StageInfo behind;
     float alpha[2];
-    see_copies();
     tile.score(reader.k_tile(stage));
+    if (kLarge && !(info.edges & kLast)) behind = reader.wait();
     tile.template wait<0>();
     tile.soften(info.tokens, params, alpha);
     tile.round_probabilities();
     told.make(params);  // of the unit before: its values have been written meanwhile
     while (!(info.edges & kLast)) {
-      info = reader.wait();
+      info = kLarge ? behind : reader.wait();
       int const next = reader.take();
-      see_copies();
       tile.score(reader.k_tile(next));
       tile.accumulate(reader.v_tile(stage));
+      if (kLarge && !(info.edges & kLast)) behind = reader.wait();
       tile.template wait<1>();
-      bool const rescales = tile.soften(info.tokens, params, alpha);
+      bool const rescales = kLarge ? tile.soften_again(reader.k_tile(next), info.tokens, params, alpha)
+                                   : tile.soften(info.tokens, params, alpha);
       tile.template wait<0>();
       reader.release(stage);
       if (rescales) Tile::rescale(tile.out, alpha);
@@ -93,10 +99,10 @@ struct GroupTeam {
     }
     tile.accumulate(reader.v_tile(stage));
     Row rows[2];
-    find_rows<typename Tile::Layout>(params, info, reader.members(stage), 16 * warp, rows);
+    find_rows<typename Tile::Layout>(params, reader.info(stage), reader.members(stage), 16 * warp, rows);
     tile.template wait<0>();
     reader.release(stage);
-    StageInfo const behind = reader.peek();  // its queries, in time for them to be there
+    behind = reader.peek();  // the next unit's queries, in time for them to be there
     if (behind.tokens >= 0) fetch(params, tile, behind, reader.members(reader.stage), warp);
     told = write(params, tile, rows);
   }
@@ -117,9 +123,6 @@ struct GroupTeam {
     tile.begin();
     told = write(params, tile, rows);
   }
-
-  // wgmma reads what cp.async wrote.
-  static __device__ void see_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 };
 
 // kGroups warpgroups that compute, and one that copies for them and lends two of them its registers. Queues, largest
@@ -271,7 +274,7 @@ struct HopperForward {
   // Registers of a thread at launch, and then: as many as the copying warps give up, the computing ones get. Beside one
   // group alone, every thread has as many as it can use from the start.
   static constexpr bool kLends = kGroups == 2;
-  static constexpr int kRegisters = 168, kCopyRegisters = 72, kComputeRegisters = 216;
+  static constexpr int kRegisters = 168, kCopyRegisters = 88, kComputeRegisters = 208;
 
   static __device__ void copy(Params<T> const& params, unsigned char* smem, Control& control) {
     if constexpr (kHasWide) copy_wide(params, smem, control);

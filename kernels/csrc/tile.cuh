@@ -55,6 +55,7 @@ __device__ __forceinline__ auto rounded(Scores const& scores) {
 // The shift of an online softmax follows the maximum only when that has grown by more than 2^8: the sums stay well
 // inside fp16 and fp32, and results are rescaled rarely.
 constexpr float kSlack = 8.f;
+constexpr float kMostSum = 256.f;  // of a lane's exponentials: so none is beyond the slack
 
 template <typename T>
 __device__ __forceinline__ float soft_capped(float score, Params<T> const& params) {  // cap * tanh(score * scale / cap)
@@ -112,24 +113,38 @@ struct Softmax {
     row_sum[0] = row_sum[1] = 0.f;
   }
 
-  // Soft-cap and mask the scores of up to kBlock tokens, of which the first `tokens` count; returns their scale.
-  template <int kBlock, class Scores, typename T>
-  __device__ float prepare(Scores& scores, int tokens, Params<T> const& params) {
+  // Soft-cap the scores; returns the scale of what they are then.
+  template <class Scores, typename T>
+  static __device__ __forceinline__ float cap(Scores& scores, Params<T> const& params) {
 #if FEATHER_SOFT_CAP
 #pragma unroll
     for (int i = 0; i < size(scores); ++i) scores(i) = soft_capped(scores(i), params);
-    float const scale = 1.f;
+    return 1.f;
 #else
-    float const scale = params.scale_log2;
+    return params.scale_log2;
 #endif
-    if (tokens < kBlock) {
-      asm volatile("");  // a branch, not predicated instructions in everybody's way
-      int const column = 2 * (threadIdx.x % 4);
+  }
+
+  // Of the scores the first `tokens` count.
+  template <class Scores>
+  static __device__ __forceinline__ void mask(Scores& scores, int tokens) {
+    int const column = 2 * (threadIdx.x % 4);
+    int again;
+    do {
 #pragma unroll
       for (int i = 0; i < size(scores); ++i) {
         if (8 * (i / 4) + column + i % 2 >= tokens) scores(i) = -INFINITY;
       }
-    }
+      // Never. A loop stays behind its branch; else these would be predicated instructions in everybody's way.
+      asm volatile("mov.u32 %0, %%tid.y;" : "=r"(again));
+    } while (again);
+  }
+
+  // Both; kBlock tokens.
+  template <int kBlock, class Scores, typename T>
+  static __device__ __forceinline__ float prepare(Scores& scores, int tokens, Params<T> const& params) {
+    float const scale = cap(scores, params);
+    if (tokens < kBlock) mask(scores, tokens);
     return scale;
   }
 
@@ -150,26 +165,36 @@ struct Softmax {
     }
     bool const rescales = __any_sync(~0u, grown);
     if (rescales) {
-      asm volatile("");  // a branch, as above
+      asm volatile("");  // a branch, not predicated instructions in everybody's way
 #pragma unroll
       for (int row = 0; row < 2; ++row) alpha[row] = follow(top[row], shift[row], row_sum[row]);
     }
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      float const minus = shift[row] == -INFINITY ? 0.f : -shift[row];
-      float sum = 0.f;
-#pragma unroll
-      for (int i = 0; i < size(scores) / 4; ++i) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& x = scores(4 * i + 2 * row + c);
-          x = exp2f(fmaf(x, scale, minus));
-          sum += x;
-        }
-      }
-      row_sum[row] += sum;
-    }
+    float sum[2];
+    shift_scores(scores, scale);
+    exponentials(scores, sum);
+    row_sum[0] += sum[0], row_sum[1] += sum[1];
     return rescales;
+  }
+
+  // Scores become scale * score - shift ...
+  template <class Scores>
+  __device__ __forceinline__ void shift_scores(Scores& scores, float scale) const {
+    float minus[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) minus[row] = shift[row] == -INFINITY ? 0.f : -shift[row];
+#pragma unroll
+    for (int i = 0; i < size(scores); ++i) scores(i) = fmaf(scores(i), scale, minus[i / 2 % 2]);
+  }
+
+  // ... and then powers of two; `sum` of a lane's.
+  template <class Scores>
+  static __device__ __forceinline__ void exponentials(Scores& scores, float (&sum)[2]) {
+    sum[0] = sum[1] = 0.f;
+#pragma unroll
+    for (int i = 0; i < size(scores); ++i) {
+      scores(i) = exp2f(scores(i));
+      sum[i / 2 % 2] += scores(i);
+    }
   }
 
   template <class Out>
@@ -204,6 +229,17 @@ __device__ __forceinline__ void load_queries(Fragment& q, T const* const (&rows)
       T const* const row = rows[i % 2];
       words(k * 4 + i) = row ? *reinterpret_cast<uint32_t const*>(row + k * 16 + 8 * (i / 2) + column) : 0u;
     }
+  }
+}
+
+// c (16 x 16, elements `c_first` on) += a (words `a_first` on) times b.
+template <typename T, class C, class A>
+__device__ __forceinline__ void multiply(C& c, int c_first, A const& a, int a_first, uint32_t const (&b)[4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int const at = c_first + 4 * half;
+    MmaOp<T>::type::fma(c(at), c(at + 1), c(at + 2), c(at + 3), a(a_first), a(a_first + 1), a(a_first + 2),
+                        a(a_first + 3), b[2 * half], b[2 * half + 1], c(at), c(at + 1), c(at + 2), c(at + 3));
   }
 }
 
@@ -243,7 +279,7 @@ struct WarpTile : Softmax {
     for (int k = 0; k < kHeadDim / 16; ++k) {
       uint32_t b[4];  // of tokens 0 to 7, and of 8 to 15
       load_matrices<false>(Rows::right(k_row, k), b);
-      multiply(scores, 0, recast<uint32_t>(q), 4 * k, b);
+      multiply<T>(scores, 0, recast<uint32_t>(q), 4 * k, b);
     }
     float alpha[2];
     if (soften(scores, prepare<kBlock>(scores, tokens, params), alpha)) rescale(out, alpha);
@@ -255,18 +291,7 @@ struct WarpTile : Softmax {
     for (int d = 0; d < kHeadDim / 16; ++d) {
       uint32_t b[4];  // of columns 16 d to 16 d + 7, and of those behind
       load_matrices<true>(Rows::right(v_row, d), b);
-      multiply(out, 8 * d, recast<uint32_t>(p), 0, b);
-    }
-  }
-
-  // c (16 x 16, elements `c_first` on) += a (words `a_first` on) times b.
-  template <class C, class A>
-  static __device__ __forceinline__ void multiply(C& c, int c_first, A const& a, int a_first, uint32_t const (&b)[4]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int const at = c_first + 4 * half;
-      Op::fma(c(at), c(at + 1), c(at + 2), c(at + 3), a(a_first), a(a_first + 1), a(a_first + 2), a(a_first + 3),
-              b[2 * half], b[2 * half + 1], c(at), c(at + 1), c(at + 2), c(at + 3));
+      multiply<T>(out, 8 * d, recast<uint32_t>(p), 0, b);
     }
   }
 };
