@@ -165,6 +165,7 @@ def test_what_builds_gained_over_those_before():
         ("decode_h200_builds.json", "feather-before", 64, slots + "and adds {}% to another"),
         ("decode_h200_queries.json", "feather-before", 64, "it " + slots + "and adds {}% to another"),
         ("decode_h200_parts.json", "feather-before", 64, "it " + slots + "and adds {}% to another"),
+        ("decode_h200_ahead.json", "feather-before", 64, "it all " + slots + "and adds {}% to another"),
     ):
         rows = records(file)
         assert len(rows) == count
