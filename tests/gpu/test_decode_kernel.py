@@ -1,6 +1,7 @@
 """The decode kernel on a GPU: fewer of the cases of ``check_decode_kernel.py``, which is the full pass."""
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,32 @@ def test_a_value_that_is_not_finite_spoils_its_own_rows_only(tokens, value, merg
     out = decode.run(q, k, v)
     assert right.isfinite().all() and not out[-1, 4:, 5].isfinite().any()
     assert torch.equal(out[:-1], right[:-1]) and torch.equal(out[-1, :4], right[-1, :4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("requests", [60, 500])  # on Hopper, their prompt is for tiles with m = 64 and with m = 128
+def test_scores_that_grow_from_tile_to_tile(requests, head_dim, dtype):
+    """The maximum of a tile is far above those of the tiles before it; the last tile is not full."""
+    prompt = 2010
+    forest = tree_forest((1, requests), (prompt, 40))
+    table, slots = forest_table(forest)
+    shapes = ((requests, 8, head_dim), (slots, 2, head_dim), (slots, 2, head_dim))
+    q, k, v = (torch.randn(shape, dtype=dtype, device="cuda") for shape in shapes)
+    first = int(forest.row_offset[0])
+    grown = torch.linspace(0.1, 30, prompt, device="cuda")
+    k[torch.from_numpy(table[first : first + prompt]).cuda().long()] *= grown.to(dtype)[:, None, None]
+    decode = PackedDecodeWrapper(8, 2, head_dim, max_requests=requests, dtype=dtype)
+    plan = decode.plan(forest, torch.from_numpy(table).cuda())
+    if HOPPER:
+        queues = zip(reversed(plan.tiles), pairwise(plan.queue_begin.tolist()), strict=False)
+        used = [m for (m, _), (begin, end) in queues if end > begin]
+        assert max(used) == (64 if requests == 60 else 128)
+    out = decode.run(q, k, v)
+    for request in range(0, requests, 29):
+        row = int(forest.row_offset[request])
+        own = torch.from_numpy(table[row : row + int(forest.seq_len[request])]).cuda().long()
+        keys, values = (x[own].double().repeat_interleave(4, dim=1) for x in (k, v))
+        scores = torch.einsum("hd,thd->ht", q[request].double(), keys) * head_dim**-0.5
+        right = torch.einsum("ht,thd->hd", scores.softmax(-1), values)
+        assert (out[request] - right).abs().max() < 2 * torch.finfo(dtype).eps * v.abs().max()
