@@ -64,6 +64,7 @@ struct GroupTeam {
   // Two warpgroups on one tile are short of time, not of KV: a stage is waited for while products of the one before it
   // are under way, and no maximum is looked for. In a ring of its own a single one would only be held up.
   static constexpr bool kLarge = kGroups > 1;
+  static_assert(!kLarge || kStages > 2, "a stage is waited for while two are held");
 
   // The scores of a stage are computed while the probabilities of the one before it meet V: matrix units and
   // exponentials work at the same time (FlashAttention-3, 3.2). In line, as wgmma in a function of its own would be
