@@ -66,16 +66,15 @@ struct GroupFeed {
         own_first(copier * kOwn),
         cache(reinterpret_cast<char const*>((keys ? params_.k : params_.v) + lane % kLanesPerRow * kChunk)),
         slot_bytes(keys ? params_.k_slot_bytes : params_.v_slot_bytes),
-        to(smem_address(ring + (keys ? 0 : Ring::kTile) + Ring::Rows::at(row_of(0), lane % kLanesPerRow * kChunk))),
+        to(smem_address(ring + (keys ? 0 : Ring::kTile) + Ring::Rows::at(first_row(), lane % kLanesPerRow * kChunk))),
         stride(stride_),
         unit(first) {
     fetch();
   }
 
-  // The row of a stage that this lane copies with its i-th copy.
-  __device__ int row_of(int i) const {
-    return own_first + i / kLanesPerRow * kWarp + lane / kLanesPerRow * kLanesPerRow + i % kLanesPerRow;
-  }
+  // The row of a stage that this lane copies first, and how far below it that of its i-th copy is.
+  __device__ int first_row() const { return own_first + lane / kLanesPerRow * kLanesPerRow; }
+  static __device__ constexpr int rows_down(int i) { return i / kLanesPerRow * kWarp + i % kLanesPerRow; }
 
   __device__ void fetch() {
     if (unit < queue.n_work) words = load_item(params, queue.first_item + params.kv_heads_div.div(unit));
@@ -193,12 +192,12 @@ struct GroupFeed {
       if (first) find(from, slots, first, rows);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        int const copy = first + i, row = copy / kLanesPerRow * kWarp + copy % kLanesPerRow;
+        int const row = rows_down(first + i);
         uint32_t const at = ((to + down) ^ (row % kRepeat * 16)) + row % kRepeat * 128 + row / kRepeat * kStep;
         if (kWhole) {
           copy_async(at, rows[i]);
         } else {
-          copy_or_clear(at, rows[i], row_of(copy) < n_rows);
+          copy_or_clear(at, rows[i], first_row() + row < n_rows);
         }
       }
     }

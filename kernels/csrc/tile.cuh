@@ -55,7 +55,7 @@ __device__ __forceinline__ auto rounded(Scores const& scores) {
 // The shift of an online softmax follows the maximum only when that has grown by more than 2^8: the sums stay well
 // inside fp16 and fp32, and results are rescaled rarely.
 constexpr float kSlack = 8.f;
-constexpr float kMostSum = 256.f;  // of a lane's exponentials: so none is beyond the slack
+constexpr float kMostSum = 1 << int(kSlack);  // of a lane's exponentials: so none is beyond the slack
 
 template <typename T>
 __device__ __forceinline__ float soft_capped(float score, Params<T> const& params) {  // cap * tanh(score * scale / cap)

@@ -250,3 +250,4 @@ def test_long_among_short():
         f"{mean_ratio:.2f} of the best peer's time in the mean, and behind it in {behind} of 33 rows, by up to {most}%"
     )
     assert said in TEXT
+    assert f"a few long ones cost up to {most}% more" in README
