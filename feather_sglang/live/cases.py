@@ -8,7 +8,8 @@ A case of the server benchmark is named on its command line:
 - ``decode:B,G,L[,N]``: a steady batch of B requests in G groups with L shared tokens (G = 0: L private tokens each) and
   20 tokens of their own, all at once after their prefixes were put into the cache.
 
-N is the number of output tokens, 200 where nothing else is said.
+N is the number of output tokens, 200 where nothing else is said. ``W2@7`` is another draw of prompts and arrivals, that
+of seed 7.
 """
 
 from __future__ import annotations
@@ -96,13 +97,19 @@ def parse_case(text: str, seed: int = 0, arrivals: str = "poisson") -> Case:
 
     Parameters
     ----------
+    seed : of prompts and arrivals, where the name has none.
     arrivals : ``poisson``, or ``fixed`` for equal gaps at the same rate.
 
     Raises ``ValueError`` with the reason if there is no such case.
     """
-    kind, colon, rest = text.partition(":")
-    if kind == "decode":
+    name, at, draw = text.partition("@")
+    kind, colon, rest = name.partition(":")
+    if kind == "decode" and not at:
         return _decode(text, *_numbers(text, rest, 3, [OUTPUT_TOKENS]))
+    if at:
+        if kind == "decode" or not draw.isdecimal():
+            raise ValueError(f"{text}: give a whole number after '@', and none to a decode case, which draws nothing")
+        seed = int(draw)
     if kind == "open":
         groups, tokens, requests, rate, output, levels = _numbers(text, rest, 4, [OUTPUT_TOKENS, 1])
         if groups:

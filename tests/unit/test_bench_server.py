@@ -54,6 +54,12 @@ class TestCases:
         assert parse_case("W3", seed=3).trace == parse_case("W3", seed=3).trace
         assert parse_case("W3", seed=3).trace != parse_case("W3", seed=4).trace
 
+    def test_a_name_may_give_its_own_seed(self):
+        for name in ("W2", "W5:300", "open:2,100,8,50,7"):
+            case = parse_case(f"{name}@4", seed=3)
+            assert case.name == f"{name}@4" and case.trace == parse_case(name, seed=4).trace
+            assert case.trace != parse_case(name, seed=3).trace
+
     def test_fixed_arrivals_have_equal_gaps_and_the_same_rate(self):
         drawn, fixed = (parse_case("W3", arrivals=kind).trace.requests for kind in ("poisson", "fixed"))
         gaps = [b.arrival_s - a.arrival_s for a, b in pairwise(fixed)]
@@ -83,7 +89,7 @@ class TestCases:
         "text",
         ["W9", "W1:", "W1:0", "W1:2,3", "decode:5,6,100", "decode:0,0,100", "decode:4,2", "decode:4,2,5", "open:1,2",
          "decode:4,2,100,5,6", "decode:a,2,100", "open:2,-3,8,50", "open:0,64,5,10,7,2",
-         "open:2,100,8,50,7,1,1"],
+         "open:2,100,8,50,7,1,1", "W2@", "W2@-1", "W2@a", "W9@1", "decode:4,2,100@1"],
     )  # fmt: skip
     def test_bad_cases_are_named(self, text):
         with pytest.raises(ValueError, match=text):
