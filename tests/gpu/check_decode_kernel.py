@@ -3,9 +3,8 @@
     PYTHONPATH=kernels python tests/gpu/check_decode_kernel.py --forests 1000 --seed 0
     PYTHONPATH=kernels python tests/gpu/check_decode_kernel.py --case 17
     PYTHONPATH=kernels python tests/gpu/check_decode_kernel.py --head-dim 256 --forests 100
-    compute-sanitizer --tool memcheck --kernel-name kns=forward python tests/gpu/check_decode_kernel.py --sanitize-small
-    compute-sanitizer --tool racecheck --kernel-name kns=forward \\
-        python tests/gpu/check_decode_kernel.py --sanitize-small --case 0 --case 2
+    compute-sanitizer --tool memcheck --kernel-name kns=forward \\
+        python tests/gpu/check_decode_kernel.py --sanitize-small     # and --tool racecheck
 
 Each case is a random batch with random arguments of the wrapper (`random_batches`). Outputs and scratch are NaN before
 the run, and so is every KV element that no request reads. The result is right if

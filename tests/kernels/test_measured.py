@@ -251,3 +251,19 @@ def test_long_among_short():
     )
     assert said in TEXT
     assert f"a few long ones cost up to {most}% more" in README
+
+
+def test_the_counters_are_the_measured_ones(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS.parent / "benchmarks"))
+    import profile_decode_kernel as profile
+
+    lines = []
+    for number in (2, 3, 10, 13, 20):
+        text = (DOCS / "measured" / f"counters_h200_tree_{number}.csv").read_text()
+        tree, heads = re.search(rf"tree {number} \(([\d,_]+)\), (\d+/\d+) heads, page size 1, feather", text).groups()
+        names, values = (re.split(r"\s{2,}", line.strip()) for line in profile.parse(text).splitlines())
+        # The kernel's name and the number of its launches touch when the name is long.
+        found = dict(zip(reversed(names), reversed(values), strict=False))
+        cells = (f"{float(found['us']):.0f}", found["DRAM %"], found["L2 hit %"], found["SM %"])
+        lines.append(f"| `{tree}` at {heads} | {' | '.join(cells)} |")
+    assert "\n".join(lines) in TEXT, "\n" + "\n".join(lines)
