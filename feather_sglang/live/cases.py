@@ -104,12 +104,12 @@ def parse_case(text: str, seed: int = 0, arrivals: str = "poisson") -> Case:
     """
     name, at, draw = text.partition("@")
     kind, colon, rest = name.partition(":")
-    if kind == "decode" and not at:
-        return _decode(text, *_numbers(text, rest, 3, [OUTPUT_TOKENS]))
     if at:
         if kind == "decode" or not draw.isdecimal():
             raise ValueError(f"{text}: give a whole number after '@', and none to a decode case, which draws nothing")
         seed = int(draw)
+    if kind == "decode":
+        return _decode(text, *_numbers(text, rest, 3, [OUTPUT_TOKENS]))
     if kind == "open":
         groups, tokens, requests, rate, output, levels = _numbers(text, rest, 4, [OUTPUT_TOKENS, 1])
         if groups:
