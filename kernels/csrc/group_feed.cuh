@@ -16,8 +16,8 @@ struct GroupRing {
 
   struct Control {
     uint64_t full[kStages], empty[kStages];
-    StageInfo infos[kStages];
-    int members[kStages][kMemberWords];  // request and part of each, with first and last stages
+    StageInfo infos[kStages];  // of a unit, with its first and last stages; tokens are the unit's
+    int members[kStages][kMemberWords];  // request and part of each, with them
   };
   static __device__ void init(Control& control, int thread) {
     if (thread >= 2 * kStages) return;
@@ -36,23 +36,18 @@ struct GroupFeed {
   static constexpr int kPerLane = kOwn / kWarp;         // tokens whose slot a lane knows
   static_assert(kOwn % kWarp == 0);
   static constexpr int kBlock = 16;  // tokens behind the last one that are copied too, or cleared
-  static constexpr int kChunk = 16 / int(sizeof(T));
-  static constexpr int kLanesPerRow = kHeadDim / kChunk;
-  // The lanes that share a row copy kLanesPerRow rows of every kWarp: those whose slots they know.
-  static constexpr int kCopies = kPerLane * kLanesPerRow;
-  static constexpr int kRepeat = Ring::Rows::kRepeat, kStep = Ring::Rows::kStep * int(sizeof(T));
-  // So many addresses are worked out before a stage is free, and then as many copies made: with both in turn, each copy
-  // would wait for its own address.
-  static constexpr int kBatch = 8;
+  using Copy = RowCopy<kHeadDim * int(sizeof(T))>;
+  // So many rows' addresses are worked out before a stage is free, and then those rows copied: with both in turn, each
+  // copy would wait for its own address.
+  static constexpr int kBatch = kWarp / Copy::kRowsAtOnce;
   static constexpr int kMemberLoads = Ring::kMemberWords / kWarp;
-  static_assert(kLanesPerRow <= kWarp && kLanesPerRow % kRepeat == 0 && kCopies % kBatch == 0);
 
   Params<T> const& params;
   Queue const queue;
   bool const keys;
   int const lane, own_first;
   char const* const cache;  // this lane's columns
-  uint32_t const slot_bytes;
+  int const slot_bytes, entry_bytes;  // between slots of the cache, and pages of the table
   uint32_t const to;       // where this lane's first row lies in a stage
   int const stride;        // units are dealt out in turn
   int unit, words = 0;     // the next unit, and its item
@@ -64,28 +59,34 @@ struct GroupFeed {
         keys(keys_),
         lane(threadIdx.x % kWarp),
         own_first(copier * kOwn),
-        cache(reinterpret_cast<char const*>((keys ? params_.k : params_.v) + lane % kLanesPerRow * kChunk)),
+        cache(reinterpret_cast<char const*>(keys ? params_.k : params_.v) + Copy::byte()),
         slot_bytes(keys ? params_.k_slot_bytes : params_.v_slot_bytes),
-        to(smem_address(ring + (keys ? 0 : Ring::kTile) + Ring::Rows::at(first_row(), lane % kLanesPerRow * kChunk))),
+        entry_bytes(params_.table_is_64 ? 8 : 4),
+        to(smem_address(ring + (keys ? 0 : Ring::kTile)) +
+           Ring::Rows::at(own_first + Copy::row(), Copy::byte() / int(sizeof(T))) * int(sizeof(T))),
         stride(stride_),
         unit(first) {
     fetch();
   }
 
-  // The row of a stage that this lane copies first, and how far below it that of its i-th copy is.
-  __device__ int first_row() const { return own_first + lane / kLanesPerRow * kLanesPerRow; }
-  static __device__ constexpr int rows_down(int i) { return i / kLanesPerRow * kWarp + i % kLanesPerRow; }
+  // Of a stage's tokens, those whose slots this lane knows.
+  __device__ int token(int j) const { return own_first + j * kWarp + Copy::template row_known<kWarp>(); }
 
   __device__ void fetch() {
     if (unit < queue.n_work) words = load_item(params, queue.first_item + params.kv_heads_div.div(unit));
   }
 
-  // The pages of this warp's tokens of the stage at `pos`, clamped to the last before `end`.
-  __device__ void look_up(int64_t row, int pos, int end, int (&pages)[kPerLane]) const {
+  // Where the table has an item's pages, and those of this lane's tokens of the stage at `pos`, clamped to the last
+  // before `end`.
+  __device__ char const* pages_of(int words) const {
+    return static_cast<char const*>(params.table) + item_offset(words) * entry_bytes;
+  }
+  __device__ void look_up(char const* from, int pos, int end, int (&pages)[kPerLane]) const {
     if (pos >= end) return;
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      pages[j] = load_page(params, row, min(pos + own_first + lane + j * kWarp, end - 1));
+    for (int j = 0; j < kPerLane; ++j) {  // the low half of a 64-bit page id comes first
+      int const entry = min(pos + token(j), end - 1) >> params.page_bits;
+      pages[j] = __ldg(reinterpret_cast<int const*>(from + wide_product(entry, entry_bytes)));
     }
   }
 
@@ -94,15 +95,15 @@ struct GroupFeed {
     bool const announces = keys && own_first == 0;
     int pages[kPerLane] = {};
     if (unit < queue.n_work) {
-      look_up(item_offset(words), item_word(words, kItemStart), item_word(words, kItemStop), pages);
+      look_up(pages_of(words), item_word(words, kItemStart), item_word(words, kItemStop), pages);
     }
     while (unit < queue.n_work) {
       int const grows = item_word(words, kItemGrows), n_members = item_word(words, kItemMembers);
-      int64_t const offset = item_offset(words);
+      char const* const listed = pages_of(words);
       int pos = item_word(words, kItemStart), stop = item_word(words, kItemStop);
       if (grows >= 0) {  // a tail in a large tile: it may have grown since it was planned
         stop = __ldg(params.seq_lens + grows);
-        look_up(offset, pos, stop, pages);
+        look_up(listed, pos, stop, pages);
       }
       int members[kMemberLoads];
       if (announces) {
@@ -117,46 +118,46 @@ struct GroupFeed {
       char const* const from = cache + head * kHeadDim * int(sizeof(T));
       unit += stride;
       fetch();
-      int edges = kFirst | head << kHeadShift;
+      StageInfo const info{max(0, stop - pos), head << kHeadShift, n_members};
+      bool first = true;
       while (true) {
-        int const tokens = max(0, min(kTokens, stop - pos));
-        // Not tokens == kTokens: ptxas 13.0 takes that from the minimum's predicate, false of all stages but the last.
+        // Not a minimum: ptxas 13.0 takes "is it kTokens?" from the predicate of that, false of all stages but the last.
         bool const whole = opaque(stop) - pos >= kTokens;
         bool const last = pos + kTokens >= stop;
-        edges |= last ? kLast : 0;
+        int const n_rows = (min(kTokens, max(0, stop - pos)) + kBlock - 1) / kBlock * kBlock;
         int slots[kPerLane];
 #pragma unroll
         for (int j = 0; j < kPerLane; ++j) {
-          slots[j] = slot_of(params, pages[j], min(pos + own_first + lane + j * kWarp, stop - 1));
+          slots[j] = slot_of(params, pages[j], min(pos + token(j), stop - 1));
         }
         pos += kTokens;
         if (!last) {
-          look_up(offset, pos, stop, pages);
+          look_up(listed, pos, stop, pages);
         } else if (unit < queue.n_work) {
-          look_up(item_offset(words), item_word(words, kItemStart), item_word(words, kItemStop), pages);
+          look_up(pages_of(words), item_word(words, kItemStart), item_word(words, kItemStop), pages);
         }
         char const* rows[kBatch];
-        find(opaque(from), slots, 0, rows);
+        find(opaque(from), slots[0], rows);
         barrier_wait(control.empty + stage, parity);
         uint32_t const down = stage * (Ring::kStageElements * int(sizeof(T)));
         if (whole) {
           copy<true>(from, slots, rows, down, kTokens);
         } else {
-          copy<false>(from, slots, rows, down, (tokens + kBlock - 1) / kBlock * kBlock);
+          copy<false>(from, slots, rows, down, n_rows);
         }
         if (announces) {
-          if (lane == 0) control.infos[stage] = {tokens, edges, n_members};
-          if (edges & (kFirst | kLast)) {
+          if (first || last) {
+            if (lane == 0) control.infos[stage] = info;
 #pragma unroll
             for (int j = 0; j < kMemberLoads; ++j) control.members[stage][lane + j * kWarp] = members[j];
+            __syncwarp();
           }
-          __syncwarp();
           if (lane == 0) barrier_arrive(control.full + stage);
         }
-        barrier_arrive_after_copies(control.full + stage);
+        barrier_arrive_after_copies(control.full + uniform(stage));
         if (params.prefetch && !last) prefetch(from, pages, pos, stop);
         if (++stage == kStages) stage = 0, parity ^= 1;
-        edges &= ~kFirst;
+        first = false;
         if (last) break;
       }
     }
@@ -169,45 +170,41 @@ struct GroupFeed {
     barrier_arrive_after_copies(control.full + stage);
   }
 
-  // Where this lane's copies from the `first` on come from.
-  __device__ void find(char const* from, int const (&slots)[kPerLane], int first, char const* (&rows)[kBatch]) const {
+  // Where the rows are that this lane copies, of kWarp tokens whose slots the warp knows.
+  __device__ void find(char const* from, int slot, char const* (&rows)[kBatch]) const {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      int const copy = first + i;
-      uint32_t const slot = __shfl_sync(~0u, slots[copy / kLanesPerRow], copy % kLanesPerRow, kLanesPerRow);
-      uint64_t at;  // one instruction: in C++ the product would have 64-bit factors
-      asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(slot), "r"(slot_bytes), "l"(from));
-      rows[i] = reinterpret_cast<char const*>(at);
+      rows[i] = Copy::find(from, slot, i, slot_bytes);
     }
   }
 
-  // Request this warp's rows of a stage, 16 bytes a lane; the first batch has been found. `n_rows` of the stage are there;
-  // V has zeros behind them.
+  // Request this warp's rows of a stage, 16 bytes a lane; those of the first block have been found. `n_rows` of the stage
+  // are there; V has zeros behind them.
   template <bool kWhole>
   __device__ void copy(char const* from, int const (&slots)[kPerLane], char const* (&rows)[kBatch], uint32_t down,
                        int n_rows) {
 #pragma unroll
-    for (int first = 0; first < kCopies; first += kBatch) {
-      if (!kWhole && keys && own_first + first / kLanesPerRow * kWarp >= n_rows) break;
-      if (first) find(from, slots, first, rows);
+    for (int block = 0; block < kPerLane; ++block) {
+      if (!kWhole && keys && own_first + block * kWarp >= n_rows) break;
+      if (block) find(from, slots[block], rows);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        int const row = rows_down(first + i);
-        uint32_t const at = ((to + down) ^ (row % kRepeat * 16)) + row % kRepeat * 128 + row / kRepeat * kStep;
+        int const row = block * kWarp + i * Copy::kRowsAtOnce;
+        uint32_t const at = Ring::Rows::down(to + down, row);
         if (kWhole) {
-          copy_async(at, rows[i]);
+          Copy::template copy<kTokens>(at, rows[i]);
         } else {
-          copy_or_clear(at, rows[i], first_row() + row < n_rows);
+          Copy::template copy_or_clear<kTokens>(at, rows[i], own_first + Copy::row() + row < n_rows);
         }
       }
     }
   }
 
   __device__ void prefetch(char const* from, int const (&pages)[kPerLane], int pos, int stop) const {
-    char const* const row = from - lane % kLanesPerRow * 16;
+    char const* const row = from - Copy::byte();
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      uint64_t const slot = uint32_t(slot_of(params, pages[j], min(pos + own_first + lane + j * kWarp, stop - 1)));
+      uint64_t const slot = uint32_t(slot_of(params, pages[j], min(pos + token(j), stop - 1)));
       prefetch_row<kHeadDim * int(sizeof(T))>(row + slot * slot_bytes);
     }
   }
@@ -223,24 +220,35 @@ struct GroupReader {
   __device__ GroupReader(typename Ring::Control& control_, T* ring_) : control(control_), ring(ring_) {}
 
   // The next stage, once it is there. wgmma may read what cp.async wrote.
-  __device__ StageInfo wait() const {
+  __device__ void wait() const {
     barrier_wait(control.full + stage, parity);
-    StageInfo const info = control.infos[stage];
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    return info;
+  }
+  // The next unit's first stage; tokens = -1 if there is none.
+  __device__ StageInfo open() const {
+    wait();
+    return control.infos[stage];
   }
   // The same, or tokens = -1 if it is not there yet.
   __device__ StageInfo peek() const {
     bool const there = barrier_ready(control.full + stage, parity);
     return __all_sync(~0u, there) ? control.infos[stage] : StageInfo{-1, 0, 0};
   }
-  // That of a stage which has been waited for.
+  // That of a unit's last stage, which has been waited for.
   __device__ StageInfo info(int stage) const { return control.infos[stage]; }
   // Go on to the stage behind; the one at hand is kept until it is released.
   __device__ int take() {
     int const taken = stage;
     if (++stage == Ring::kStages) stage = 0, parity ^= 1;
     return taken;
+  }
+  // Go past a unit.
+  __device__ void skip(int tokens) {
+    do {
+      wait();
+      release(take());
+      tokens -= Ring::kTokens;
+    } while (tokens > 0);
   }
   __device__ int const* members(int stage) const { return control.members[stage]; }
   __device__ T const* k_tile(int stage) const { return ring + uniform(stage) * Ring::kStageElements; }

@@ -84,35 +84,38 @@ struct GroupTile : Softmax {
     if constexpr (kLeft == 0) warpgroup_fence_operand(out);
   }
 
-  // Scores become probabilities, of which the first `tokens` count (see Softmax).
-  __device__ bool soften(int tokens, Params<T> const& params, float (&alpha)[2]) {
-    bool const rescales = Softmax::soften(scores, prepare<kTokens>(scores, tokens, params), alpha);
-    // The exponentials belong before the wait that follows, while the matrix units work. The assembler would move them
-    // behind it, but not past an instruction with an effect that needs their sum; no sum is negative.
-    asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p nanosleep.u32 0; }" ::"f"(row_sum[0] + row_sum[1])
-                 : "memory");
-    return rescales;
+  // Scores become probabilities, of which the first `tokens` count: those of a unit's first tile ...
+  __device__ void soften_first(int tokens, Params<T> const& params) {
+    float alpha[2];  // of nothing yet
+    Softmax::soften(scores, prepare<kTokens>(scores, tokens, params), alpha);
+    compute_now(row_sum[0] + row_sum[1]);
   }
-
-  // The same for a unit's further tiles, without looking for a maximum: the shift stays as it is, unless the sum of a
-  // lane's exponentials says that one of them may be too large for it.
-  __device__ bool soften_again(T const* k_tile, int tokens, Params<T> const& params, float (&alpha)[2]) {
+  // ... and those of a further one. No maximum is looked for: the shift stays as it is, unless the sum of a lane's
+  // exponentials says that one of them may be too large for it. Then this is false, and they are to be softened anew.
+  __device__ __forceinline__ bool soften_further(int tokens, Params<T> const& params) {
     shift_scores(scores, cap(scores, params));
     if (tokens < kTokens) mask(scores, tokens);
     float sum[2];
     exponentials(scores, sum);
+    compute_now(sum[0] + sum[1]);
     bool const fits = sum[0] + sum[1] <= kMostSum && shift[0] > -INFINITY && shift[1] > -INFINITY;
-    if (__all_sync(~0u, fits)) {
-      row_sum[0] += sum[0], row_sum[1] += sum[1];
-      return false;
-    }
-    asm volatile("");  // a branch, as in Softmax::soften
-    score_alone(k_tile);
-    return soften(tokens, params, alpha);
+    if (!__all_sync(~0u, fits)) return false;
+    row_sum[0] += sum[0], row_sum[1] += sum[1];
+    return true;
+  }
+  // The exponentials belong before the wait that follows, while the matrix units work. The assembler would move them
+  // behind it, but not past an instruction with an effect that needs their sum; no sum is negative.
+  static __device__ void compute_now(float sum) {
+    asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p nanosleep.u32 0; }" ::"f"(sum) : "memory");
   }
 
-  // This warp's scores, which are overwritten, once more, by mma.sync: wgmma would need the other warps.
-  __device__ void score_alone(T const* k_tile) {
+  // From this warp's scores of a tile, which have been overwritten, once more. Nothing is in the making.
+  __device__ __forceinline__ void soften_anew(T const* k_tile, int tokens, Params<T> const& params) {
+    score_alone(k_tile);
+    float alpha[2];
+    if (Softmax::soften(scores, prepare<kTokens>(scores, tokens, params), alpha)) rescale(out, alpha);
+  }
+  __device__ __forceinline__ void score_alone(T const* k_tile) {  // by mma.sync: wgmma would need the other warps
     using Rows = SwizzledRows<kHeadDim, kTokens>;
     int const lane = threadIdx.x % 32;
     uint32_t const k_row = smem_address(k_tile + Rows::at(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8));

@@ -42,17 +42,17 @@ struct GroupTeam {
   }
 
   // `first`: the unit that the copying warps begin with, if it is in the queue.
-  static __device__ void consume(Params<T> const& params, Queue const& queue, int first, unsigned char* ring,
+  static __device__ __forceinline__ void consume(Params<T> const& params, Queue const& queue, int first, unsigned char* ring,
                                  Control& control, int warp) {
     GroupReader<T, Ring> reader(control, reinterpret_cast<T*>(ring));
     Tile tile;
     if (first < queue.n_work) fetch_first(params, queue, first, tile, warp);
     Announcement told;
     while (true) {
-      StageInfo const info = reader.wait();
+      StageInfo const info = reader.open();
       if (info.tokens < 0) break;
       if (kGroups > 1 && warp / 4 * 64 >= info.n_members * params.group) {  // no row for this warpgroup
-        reader.release(reader.take());
+        reader.skip(info.tokens);
         tile.ahead = false;
         continue;
       }
@@ -62,7 +62,7 @@ struct GroupTeam {
   }
 
   // Two warpgroups on one tile are short of time, not of KV: a stage is waited for while products of the one before it
-  // are under way, and no maximum is looked for. In a ring of its own a single one would only be held up.
+  // are under way. In a ring of its own a single one would only be held up.
   static constexpr bool kLarge = kGroups > 1;
   static_assert(!kLarge || kStages > 2, "a stage is waited for while two are held");
 
@@ -70,31 +70,28 @@ struct GroupTeam {
   // exponentials work at the same time (FlashAttention-3, 3.2). In line, as wgmma in a function of its own would be
   // serialised.
   static __device__ __forceinline__ void run_unit(Params<T> const& params, GroupReader<T, Ring>& reader, Tile& tile,
-                                                  StageInfo info, int warp, Announcement& told) {
-    int stage = reader.take();
-    if (info.tokens == 0) return finish_empty(params, reader, tile, info, stage, warp, told);
+                                                  StageInfo const& info, int warp, Announcement& told) {
+    int stage = reader.take(), left = info.tokens;
+    if (left == 0) return finish_empty(params, reader, tile, info, stage, warp, told);
     if (!tile.ahead) fetch(params, tile, info, reader.members(stage), warp);
     tile.begin();
-    StageInfo behind;
-    float alpha[2];
     tile.score(reader.k_tile(stage));
-    if (kLarge && !(info.edges & kLast)) behind = reader.wait();
+    if (kLarge && left > Ring::kTokens) reader.wait();
     tile.template wait<0>();
-    tile.soften(info.tokens, params, alpha);
+    tile.soften_first(left, params);
     tile.round_probabilities();
     told.make(params);  // of the unit before: its values have been written meanwhile
-    while (!(info.edges & kLast)) {
-      info = kLarge ? behind : reader.wait();
+    while ((left -= Ring::kTokens) > 0) {
+      if (!kLarge) reader.wait();
       int const next = reader.take();
       tile.score(reader.k_tile(next));
       tile.accumulate(reader.v_tile(stage));
-      if (kLarge && !(info.edges & kLast)) behind = reader.wait();
+      if (kLarge && left > Ring::kTokens) reader.wait();
       tile.template wait<1>();
-      bool const rescales = kLarge ? tile.soften_again(reader.k_tile(next), info.tokens, params, alpha)
-                                   : tile.soften(info.tokens, params, alpha);
+      bool const fits = tile.soften_further(left, params);
       tile.template wait<0>();
+      if (!fits) tile.soften_anew(reader.k_tile(next), left, params);
       reader.release(stage);
-      if (rescales) Tile::rescale(tile.out, alpha);
       tile.round_probabilities();
       stage = next;
     }
@@ -103,7 +100,7 @@ struct GroupTeam {
     find_rows<typename Tile::Layout>(params, reader.info(stage), reader.members(stage), 16 * warp, rows);
     tile.template wait<0>();
     reader.release(stage);
-    behind = reader.peek();  // the next unit's queries, in time for them to be there
+    StageInfo const behind = reader.peek();  // the next unit's queries, in time for them to be there
     if (behind.tokens >= 0) fetch(params, tile, behind, reader.members(reader.stage), warp);
     told = write(params, tile, rows);
   }

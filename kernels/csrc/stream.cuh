@@ -41,6 +41,46 @@ __device__ __forceinline__ int slot_of(Params<T> const& params, int page, int to
   return (page << params.page_bits) | (token & ((1 << params.page_bits) - 1));
 }
 
+// Of 32-bit factors; in C++ they would be extended first, and multiplied as such.
+__device__ __forceinline__ int64_t wide_product(int x, int y) {
+  int64_t product;
+  asm("mul.wide.s32 %0, %1, %2;" : "=l"(product) : "r"(x), "r"(y));
+  return product;
+}
+
+// How a warp copies rows of the cache, 16 bytes a lane: kWidth bytes of several rows at once, then the next of the same
+// rows, so that a row's address serves for all of them. The lanes that share a row know the slots of those they copy.
+template <int kRowBytes, int kWidth = 128>
+struct RowCopy {
+  static constexpr int kLanes = kWidth / 16, kRowsAtOnce = kWarp / kLanes, kTimes = kRowBytes / kWidth;
+  static_assert(kRowBytes % kWidth == 0 && kWidth % 128 == 0, "as tiles have them, see SwizzledRows");
+
+  // Of up to kWarp rows, the one whose slot this lane knows. The lanes that share a row copy those that they know in turn.
+  template <int kRows>
+  static __device__ __forceinline__ int row_known() {
+    static_assert(kRows % kRowsAtOnce == 0);
+    constexpr int kCopied = kRows < kWarp ? kRows / kRowsAtOnce : kLanes;
+    return int(threadIdx.x) % kCopied * kRowsAtOnce + row();
+  }
+  static __device__ __forceinline__ int row() { return int(threadIdx.x) % kWarp / kLanes; }  // of the first rows
+  static __device__ __forceinline__ int byte() { return int(threadIdx.x) % kLanes * 16; }    // in every kWidth
+  // Where this lane's bytes are of the row that it copies as number `i`; `from`: of slot 0.
+  static __device__ __forceinline__ char const* find(char const* from, int slot, int i, int slot_bytes) {
+    return from + wide_product(__shfl_sync(~0u, slot, i, kLanes), slot_bytes);
+  }
+  // Copy them to a tile of kRows rows; the first go to `to`.
+  template <int kRows>
+  static __device__ __forceinline__ void copy(uint32_t to, char const* from) {
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) copy_async(to + i * (kRows * kWidth), from + i * kWidth);
+  }
+  template <int kRows>
+  static __device__ __forceinline__ void copy_or_clear(uint32_t to, char const* from, bool copies) {
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) feather::copy_or_clear(to + i * (kRows * kWidth), from + i * kWidth, copies);
+  }
+};
+
 // Where a team's work units come from; in shared memory, as registers are dearer.
 struct Source {
   int queue, first_item, n_work, first_popped;
@@ -53,7 +93,6 @@ struct Source {
 template <int kHeadDim, int kRows>
 struct SwizzledRows {
   static constexpr int kElements = kRows * kHeadDim;
-  static constexpr int kRepeat = 8, kStep = 8 * 64;  // at(row + kRepeat, c) - at(row, c) is kStep for every row
   static __device__ __forceinline__ int at(int row, int column) {
     return column / 64 * (kRows * 64) + row * 64 + ((column % 64) ^ (row % 8 * 8));
   }
@@ -76,8 +115,7 @@ struct KvStream {
   static constexpr int kTile = Rows::kElements;
   static constexpr int kStageElements = 2 * kTile;  // K, then V
   static constexpr int kRowBytes = kHeadDim * int(sizeof(T));
-  static constexpr int kChunk = 16 / int(sizeof(T));  // elements of one asynchronous copy
-  static constexpr int kLanesPerRow = kRowBytes / 16 < kWarp ? kRowBytes / 16 : kWarp;
+  using Copy = RowCopy<kRowBytes>;
   static constexpr int kPerLane = kTokens > kWarp ? kTokens / kWarp : 1;  // tokens whose slot a lane knows
 
   Params<T> const& params;
@@ -190,7 +228,7 @@ struct KvStream {
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) pages[j] = load_page(params, offset, token(j));
   }
-  __device__ int token(int j) const { return min(pos + lane % kTokens + j * kWarp, stop - 1); }
+  __device__ int token(int j) const { return min(pos + Copy::template row_known<kTokens>() + j * kWarp, stop - 1); }
   __device__ int slot(int j) const { return slot_of(params, pages[j], token(j)); }
 
   // Producer: fill every free stage; blocks only if nothing at all is in flight.
@@ -248,19 +286,16 @@ struct KvStream {
 
   // Request the stage's rows, 16 bytes a lane; its barrier completes once they are there.
   __device__ void publish(int stage, int rows, int head, int const (&slots)[kPerLane]) {
-    constexpr int kRowsAtOnce = kWarp / kLanesPerRow;
-    static_assert(kLanesPerRow * kChunk == kHeadDim);
-    int const column = lane % kLanesPerRow * kChunk;
-    char const* const k_base = reinterpret_cast<char const*>(params.k + head * kHeadDim + column);
-    char const* const v_base = reinterpret_cast<char const*>(params.v + head * kHeadDim + column);
-    uint32_t const to = smem_address(ring + stage * kStageElements + Rows::at(lane / kLanesPerRow, column));
+    char const* const k_base = reinterpret_cast<char const*>(params.k + head * kHeadDim) + Copy::byte();
+    char const* const v_base = reinterpret_cast<char const*>(params.v + head * kHeadDim) + Copy::byte();
+    uint32_t const to = smem_address(ring + stage * kStageElements + Rows::at(Copy::row(), Copy::byte() / int(sizeof(T))));
 #pragma unroll
-    for (int base = 0; base < kTokens; base += kRowsAtOnce) {
+    for (int base = 0; base < kTokens; base += Copy::kRowsAtOnce) {
       if (base % 16 == 0 && base >= rows) break;
-      int const slot = __shfl_sync(~0u, slots[base / kWarp], base % kWarp + lane / kLanesPerRow);
+      int const i = base % kWarp / Copy::kRowsAtOnce, slot = slots[base / kWarp];
       uint32_t const at = Rows::down(to, base);
-      copy_async(at, k_base + uint64_t(uint32_t(slot)) * params.k_slot_bytes);
-      copy_async(at + kTile * int(sizeof(T)), v_base + uint64_t(uint32_t(slot)) * params.v_slot_bytes);
+      Copy::template copy<kTokens>(at, Copy::find(k_base, slot, i, params.k_slot_bytes));
+      Copy::template copy<kTokens>(at + kTile * int(sizeof(T)), Copy::find(v_base, slot, i, params.v_slot_bytes));
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(full + stage);  // publishes the stage's info and members
@@ -268,7 +303,7 @@ struct KvStream {
   }
 
   __device__ void prefetch() const {  // the rows of the next stage, whose slots have just been looked up
-    if (lane >= kTokens) return;
+    if (lane % Copy::kLanes >= kTokens / Copy::kRowsAtOnce) return;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
       uint64_t const slot = uint32_t(this->slot(j));

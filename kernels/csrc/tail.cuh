@@ -234,10 +234,10 @@ struct TailStream {
   static constexpr int kSlots = (kHeadDim <= 128 ? 4 : 2) / kHeads, kMostSlots = kSlots * 3 / 2;
   static constexpr int kSlotElements = kHeads * kHeadElements + kNoteElements;
   static constexpr int kSlotBytes = kSlotElements * int(sizeof(T)), kRingBytes = kSlots * kSlotBytes;
-  static constexpr int kChunk = 16 / int(sizeof(T));
-  static constexpr int kLanesPerRow = kHeadDim / kChunk;
-  static constexpr int kRowsAtOnce = kWarp / kLanesPerRow;
-  static_assert(kLanesPerRow <= kWarp && kMostSlots < kTailUnits);
+  // Two heads' rows lie side by side: whole rows at once keep them together.
+  static constexpr int kRowBytes = kHeadDim * int(sizeof(T));
+  using Copy = RowCopy<kRowBytes, kHeads == 1 || kRowBytes < 256 ? 128 : 256>;
+  static_assert(kMostSlots < kTailUnits);
 
   Params<T> const& params;
   T* const ring;
@@ -254,9 +254,9 @@ struct TailStream {
   // The unit that is being asked for.
   int pos = 0, stop = 0, block = 0, blocks = 0;
   int64_t offset = 0;        // of its table row
-  int slots = 0, pages = 0;  // of the tokens from 32 (block / 2) on, one a lane; and the pages of the 32 behind those
+  int slots = 0, pages = 0;  // of the tokens from 32 (block / 2) on, a lane's; and the pages of the 32 behind those
   bool v_next = false;       // of this block only V is left
-  int column = 0;            // this lane's, in bytes
+  int column = 0;            // in bytes
   int part = 0, n_parts = 0;
   int part_row = 0;  // of the first part, in part_notes
   PartNote told{};   // of part 4 (part / 4) + lane / 8, row lane % 8
@@ -313,8 +313,9 @@ struct TailStream {
 
   // The pages of the tokens from `first` on, one a lane, clamped to the last before `end`.
   __device__ int look_up(int64_t row, int first, int end) const {
-    return first < end ? load_page(params, row, min(first + lane, end - 1)) : 0;
+    return first < end ? load_page(params, row, min(first + token(), end - 1)) : 0;
   }
+  __device__ int token() const { return Copy::template row_known<kWarp>(); }  // this lane's of 32
 
   // The unit behind becomes the current one.
   __device__ void advance() {
@@ -328,7 +329,7 @@ struct TailStream {
     block = 0;
     blocks = (stop - pos + 15) / 16;
     int const head = next_work * kHeads - tail_item(params, kHeads, next_work) * params.kv_heads;
-    column = (head * kHeadDim + lane % kLanesPerRow * kChunk) * int(sizeof(T));
+    column = head * kHeadDim * int(sizeof(T));
     part = 0;
     n_parts = word(kItemParts);
     part_row = word(kItemFirstPart) * params.q_heads + head * params.group;
@@ -364,27 +365,27 @@ struct TailStream {
   // 16 rows of K or V of each head, 16 bytes a lane. Rows behind the unit's last token repeat that.
   __device__ void ask_for_tokens() {
     if (!v_next && block % 2 == 0) {
-      slots = slot_of(params, pages, min(pos + lane, stop - 1));
+      slots = slot_of(params, pages, min(pos + token(), stop - 1));
       pages = look_up(offset, pos + kWarp, stop);
     }
-    int const row = lane / kLanesPerRow;
-    char const* const from = reinterpret_cast<char const*>(v_next ? params.v : params.k) + column;
-    uint32_t const slot_bytes = v_next ? params.v_slot_bytes : params.k_slot_bytes;
-    uint32_t const to = slot_address() + Rows::at(row, lane % kLanesPerRow * kChunk) * int(sizeof(T));
-    constexpr int kBatch = 4;  // addresses first, then copies, so that one does not wait for the other
+    char const* const from = reinterpret_cast<char const*>(v_next ? params.v : params.k) + column + Copy::byte();
+    int const slot_bytes = v_next ? params.v_slot_bytes : params.k_slot_bytes;
+    uint32_t const to = slot_address() + Rows::at(Copy::row(), Copy::byte() / int(sizeof(T))) * int(sizeof(T));
+    constexpr int kRounds = 16 / Copy::kRowsAtOnce, kBatch = 4;  // addresses first, so that no copy waits for its own
 #pragma unroll
-    for (int first = 0; first < 16; first += kBatch * kRowsAtOnce) {
+    for (int first = 0; first < kRounds; first += kBatch) {
       char const* rows[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        uint32_t const slot = __shfl_sync(~0u, slots, block % 2 * 16 + first + i * kRowsAtOnce + row);
-        rows[i] = from + uint64_t(slot) * slot_bytes;
+        rows[i] = Copy::find(from, slots, block % 2 * kRounds + first + i, slot_bytes);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        uint32_t const at = Rows::down(to, first + i * kRowsAtOnce);
-        copy_async(at, rows[i]);
-        if (kHeads == 2) copy_async(at + kHeadElements * int(sizeof(T)), rows[i] + kHeadDim * sizeof(T));
+        uint32_t const at = Rows::down(to, (first + i) * Copy::kRowsAtOnce);
+#pragma unroll
+        for (int head = 0; head < kHeads; ++head) {
+          Copy::template copy<16>(at + head * Tile::kHeadBytes, rows[i] + head * kRowBytes);
+        }
       }
     }
     if (v_next || block) look_ahead();
@@ -397,11 +398,10 @@ struct TailStream {
 
   // The rows of the 32 tokens from `pos` on, into L2.
   __device__ void prefetch() const {
-    if (pos + lane >= stop) return;
-    uint64_t const slot = uint32_t(slot_of(params, pages, pos + lane));
-    int const first = column - lane % kLanesPerRow * kChunk * int(sizeof(T));
-    char const* const k_row = reinterpret_cast<char const*>(params.k) + slot * params.k_slot_bytes + first;
-    char const* const v_row = reinterpret_cast<char const*>(params.v) + slot * params.v_slot_bytes + first;
+    if (pos + token() >= stop) return;
+    uint64_t const slot = uint32_t(slot_of(params, pages, pos + token()));
+    char const* const k_row = reinterpret_cast<char const*>(params.k) + slot * params.k_slot_bytes + column;
+    char const* const v_row = reinterpret_cast<char const*>(params.v) + slot * params.v_slot_bytes + column;
     for (int head = 0; head < kHeads; ++head) {
       prefetch_row<kHeadDim * sizeof(T)>(k_row + head * kHeadDim * sizeof(T));
       prefetch_row<kHeadDim * sizeof(T)>(v_row + head * kHeadDim * sizeof(T));

@@ -150,7 +150,7 @@ struct Softmax {
 
   // Scores become exp2(scale * score - shift). If that returns true, results so far are to be multiplied with alpha.
   template <class Scores>
-  __device__ bool soften(Scores& scores, float scale, float (&alpha)[2]) {
+  __device__ __forceinline__ bool soften(Scores& scores, float scale, float (&alpha)[2]) {
     float top[2];
     bool grown = false;
 #pragma unroll

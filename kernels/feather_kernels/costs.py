@@ -38,8 +38,8 @@ class UnitCosts:
 
     unit: Mapping[int, float] = field(default_factory=UNIT_NS.copy)
     step: Mapping[int, float] = field(default_factory=STEP_NS.copy)
-    part: float = 50.0
-    part_row: float = 20.0
+    part: float = 0.0
+    part_row: float = 60.0
 
     def __post_init__(self) -> None:
         numbers = (*self.unit.values(), *self.step.values(), self.part, self.part_row)

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import check_decode_kernel as check
 import random_batches
 import torch
+from decode_cases import attend
 
 from feather_kernels import PackedDecodeWrapper
 from feather_kernels.trees import forest_table, tree_forest
@@ -41,6 +42,33 @@ def test_a_graph_is_replayed_for_another_batch(seed):
 
 def test_bad_input_is_one_clear_error_and_writes_nothing():
     assert check.check_bad_input(PackedDecodeWrapper, "cuda") == []
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize(("nodes", "tokens"), [((1, 500), (1500, 70)), ((1, 60), (2000, 40)), ((1, 16), (777, 200))])
+def test_scores_that_rise_by_more_than_a_float32_can_hold(nodes, tokens, kv_heads):
+    """Keys grow along the sequence, so that exp2(score - the first tile's maximum) overflows, and more than once."""
+    forest = tree_forest(nodes, tokens)
+    table, slots = forest_table(forest)
+    rows = torch.from_numpy(table).cuda()
+    draw = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(n, h, 128, dtype=torch.float16, device="cuda", generator=draw)
+        for n, h in ((nodes[-1], 32), (slots, kv_heads), (slots, kv_heads))
+    )
+    length = sum(tokens)
+    grown = torch.ones(slots, device="cuda")
+    slots_of = torch.stack([rows[begin : begin + length].long() for begin in forest.row_offset.tolist()])
+    grown[slots_of] = 1 + torch.arange(length, device="cuda") * 0.06
+    k = (k * grown[:, None, None]).half()
+    decode = PackedDecodeWrapper(32, kv_heads, 128, max_requests=nodes[-1])
+    decode.plan(forest, rows)
+    lens = torch.full((nodes[-1],), length, device="cuda")
+    right, right_lse = attend(q, k, v, slots_of, lens, 128**-0.5, 0.0)
+    first, _ = attend(q, k, v, slots_of[:, :64], lens.clamp(max=64), 128**-0.5, 0.0)
+    assert right_lse.max() > 150  # nats
+    assert not torch.allclose(first.float(), right.float(), atol=0.1)
+    torch.testing.assert_close(decode.run(q, k, v).float(), right.float(), atol=4e-3, rtol=0)
 
 
 @pytest.mark.parametrize("merge", ["fused", "kernel"])

