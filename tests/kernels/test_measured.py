@@ -72,8 +72,10 @@ def test_only_batches_without_sharing_are_slower_than_a_peer():
     behind = behind_a_peer(pat_rows())
     assert {name for name, _, _ in behind} == {"256_4096"}
     assert f"L2 warm, {len(behind)} of 160 rows, by up to {round(100 * max(behind.values()) - 100)}%" in TEXT
-    assert {(heads, page_size) for _, heads, page_size in behind} == {(heads, 32) for heads in HAD_TO_BE}
-    assert "sharing with pages of 32, behind FlashAttention-3" in TEXT
+    assert {(heads, page_size) for _, heads, page_size in behind} == {
+        (heads, 32) for heads in HAD_TO_BE if heads != "32/8"
+    }
+    assert "sharing with pages of 32, at all heads but 32/8, behind FlashAttention-3" in " ".join(TEXT.split())
 
 
 def test_what_time_wins_and_loses_beside_profit():
@@ -111,9 +113,9 @@ def test_batches_as_servers_have_them():
         best = min(time for name, time in us.items() if not name.startswith("feather"))
         if us["feather"] > best:
             behind.setdefault(row["name"].partition("_")[0], []).append(us["feather"] / best)
-    assert set(behind) == {"20,32"} and len(behind["20,32"]) == 5
+    assert set(behind) == {"20,32"} and len(behind["20,32"]) == 3
     low, high = min(behind["20,32"]), max(behind["20,32"])
-    assert "five of the six rows of 32 requests" in text and "in five of six such rows" in README
+    assert "three of the six rows of 32 requests" in text and "in three of six such rows" in README
     assert f"in 20 groups, by {100 * low - 100:.0f} to {100 * high - 100:.0f}%" in text
     assert f"takes {low:.2f} to {high:.2f} of FlashInfer's time" in README
     ratios = [
@@ -166,6 +168,7 @@ def test_what_builds_gained_over_those_before():
         ("decode_h200_queries.json", "feather-before", 64, "it " + slots + "and adds {}% to another"),
         ("decode_h200_parts.json", "feather-before", 64, "it " + slots + "and adds {}% to another"),
         ("decode_h200_ahead.json", "feather-before", 64, "it all " + slots + "and adds {}% to another"),
+        ("decode_h200_lines.json", "feather-before", 64, "it all " + slots + "and adds {}% to another"),
     ):
         rows = records(file)
         assert len(rows) == count
