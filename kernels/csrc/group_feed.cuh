@@ -46,11 +46,11 @@ struct GroupFeed {
   Queue const queue;
   bool const keys;
   int const lane, own_first;
-  char const* const cache;  // this lane's columns
-  int const slot_bytes, entry_bytes;  // between slots of the cache, and pages of the table
-  uint32_t const to;       // where this lane's first row lies in a stage
-  int const stride;        // units are dealt out in turn
-  int unit, words = 0;     // the next unit, and its item
+  char const* const cache;            // this lane's columns
+  int const slot_bytes, entry_bytes;  // between slots of the cache, and between pages of the table
+  uint32_t const to;                  // where this lane's first row lies in a stage
+  int const stride;                   // units are dealt out in turn
+  int unit, words = 0;                // the next unit, and its item
 
   __device__ GroupFeed(Params<T> const& params_, Queue const& queue_, T* ring, bool keys_, int copier, int first,
                        int stride_)
@@ -154,6 +154,7 @@ struct GroupFeed {
           }
           if (lane == 0) barrier_arrive(control.full + stage);
         }
+        // The address goes in a uniform register: else the assembler has every lane ask whether it is the others', too.
         barrier_arrive_after_copies(control.full + uniform(stage));
         if (params.prefetch && !last) prefetch(from, pages, pos, stop);
         if (++stage == kStages) stage = 0, parity ^= 1;
