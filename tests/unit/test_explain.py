@@ -81,7 +81,7 @@ def test_queues(case):
         now["rows"] += count * group * pair
         now["longest"] = max(now["longest"], stop - start)
         if m in UNIT_NS:
-            now["ns"] += kv * (UNIT_NS[m] + -(-(stop - start) // n) * STEP_NS[m] + deposited * (50 + 20 * group))
+            now["ns"] += kv * (UNIT_NS[m] + -(-(stop - start) // n) * STEP_NS[m] + deposited * 60 * group)
     report = explain(Batch("", forest, given))
     assert report.plan.merges == plan.n_items - len(queued)
     assert [queue.m for queue in report.queues] == sorted(counted, reverse=True)
