@@ -121,7 +121,7 @@ struct GroupFeed {
       StageInfo const info{max(0, stop - pos), head << kHeadShift, n_members};
       bool first = true;
       while (true) {
-        // Not a minimum: ptxas 13.0 takes "is it kTokens?" from the predicate of that, false of all stages but the last.
+        // Not a minimum: ptxas 13.0 takes "is it kTokens?" from its predicate, false of all stages but the last.
         bool const whole = opaque(stop) - pos >= kTokens;
         bool const last = pos + kTokens >= stop;
         int const n_rows = (min(kTokens, max(0, stop - pos)) + kBlock - 1) / kBlock * kBlock;
@@ -179,8 +179,8 @@ struct GroupFeed {
     }
   }
 
-  // Request this warp's rows of a stage, 16 bytes a lane; those of the first block have been found. `n_rows` of the stage
-  // are there; V has zeros behind them.
+  // Request this warp's rows of a stage, 16 bytes a lane; those of the first block have been found. `n_rows` of the
+  // stage are there; V has zeros behind them.
   template <bool kWhole>
   __device__ void copy(char const* from, int const (&slots)[kPerLane], char const* (&rows)[kBatch], uint32_t down,
                        int n_rows) {

@@ -41,9 +41,9 @@ struct GroupTeam {
           params.plan + params.plan[kHeaderMembersBegin] + kMemberSize * item_word(words, kItemFirstMember), warp);
   }
 
-  // `first`: the unit that the copying warps begin with, if it is in the queue.
-  static __device__ __forceinline__ void consume(Params<T> const& params, Queue const& queue, int first, unsigned char* ring,
-                                 Control& control, int warp) {
+  // `first`: the unit that the copying warps begin with, if it is in the queue. In line, see run_unit.
+  static __device__ __forceinline__ void consume(Params<T> const& params, Queue const& queue, int first,
+                                                 unsigned char* ring, Control& control, int warp) {
     GroupReader<T, Ring> reader(control, reinterpret_cast<T*>(ring));
     Tile tile;
     if (first < queue.n_work) fetch_first(params, queue, first, tile, warp);

@@ -55,7 +55,7 @@ struct RowCopy {
   static constexpr int kLanes = kWidth / 16, kRowsAtOnce = kWarp / kLanes, kTimes = kRowBytes / kWidth;
   static_assert(kRowBytes % kWidth == 0 && kWidth % 128 == 0, "as tiles have them, see SwizzledRows");
 
-  // Of up to kWarp rows, the one whose slot this lane knows. The lanes that share a row copy those that they know in turn.
+  // Of up to kWarp rows, the one whose slot this lane knows. Lanes that share a row copy in turn those that they know.
   template <int kRows>
   static __device__ __forceinline__ int row_known() {
     static_assert(kRows % kRowsAtOnce == 0);
@@ -288,7 +288,8 @@ struct KvStream {
   __device__ void publish(int stage, int rows, int head, int const (&slots)[kPerLane]) {
     char const* const k_base = reinterpret_cast<char const*>(params.k + head * kHeadDim) + Copy::byte();
     char const* const v_base = reinterpret_cast<char const*>(params.v + head * kHeadDim) + Copy::byte();
-    uint32_t const to = smem_address(ring + stage * kStageElements + Rows::at(Copy::row(), Copy::byte() / int(sizeof(T))));
+    uint32_t const to =
+        smem_address(ring + stage * kStageElements + Rows::at(Copy::row(), Copy::byte() / int(sizeof(T))));
 #pragma unroll
     for (int base = 0; base < kTokens; base += Copy::kRowsAtOnce) {
       if (base % 16 == 0 && base >= rows) break;
