@@ -47,7 +47,7 @@ struct GroupFeed {
   bool const keys;
   int const lane, own_first;
   char const* const cache;            // this lane's columns
-  int const slot_bytes, entry_bytes;  // between slots of the cache, and between pages of the table
+  int const slot_bytes;               // between slots of the cache
   uint32_t const to;                  // where this lane's first row lies in a stage
   int const stride;                   // units are dealt out in turn
   int unit, words = 0;                // the next unit, and its item
@@ -61,7 +61,6 @@ struct GroupFeed {
         own_first(copier * kOwn),
         cache(reinterpret_cast<char const*>(keys ? params_.k : params_.v) + Copy::byte()),
         slot_bytes(keys ? params_.k_slot_bytes : params_.v_slot_bytes),
-        entry_bytes(params_.table_is_64 ? 8 : 4),
         to(smem_address(ring + (keys ? 0 : Ring::kTile)) +
            Ring::Rows::at(own_first + Copy::row(), Copy::byte() / int(sizeof(T))) * int(sizeof(T))),
         stride(stride_),
@@ -76,18 +75,11 @@ struct GroupFeed {
     if (unit < queue.n_work) words = load_item(params, queue.first_item + params.kv_heads_div.div(unit));
   }
 
-  // Where the table has an item's pages, and those of this lane's tokens of the stage at `pos`, clamped to the last
-  // before `end`.
-  __device__ char const* pages_of(int words) const {
-    return static_cast<char const*>(params.table) + item_offset(words) * entry_bytes;
-  }
-  __device__ void look_up(char const* from, int pos, int end, int (&pages)[kPerLane]) const {
+  // The pages of this lane's tokens of the stage at `pos`, clamped to the last before `end`.
+  __device__ void look_up(char const* row, int pos, int end, int (&pages)[kPerLane]) const {
     if (pos >= end) return;
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {  // the low half of a 64-bit page id comes first
-      int const entry = min(pos + token(j), end - 1) >> params.page_bits;
-      pages[j] = __ldg(reinterpret_cast<int const*>(from + wide_product(entry, entry_bytes)));
-    }
+    for (int j = 0; j < kPerLane; ++j) pages[j] = load_page(params, row, min(pos + token(j), end - 1));
   }
 
   __device__ void run(typename Ring::Control& control) {
@@ -95,11 +87,11 @@ struct GroupFeed {
     bool const announces = keys && own_first == 0;
     int pages[kPerLane] = {};
     if (unit < queue.n_work) {
-      look_up(pages_of(words), item_word(words, kItemStart), item_word(words, kItemStop), pages);
+      look_up(item_row(params, words), item_word(words, kItemStart), item_word(words, kItemStop), pages);
     }
     while (unit < queue.n_work) {
       int const grows = item_word(words, kItemGrows), n_members = item_word(words, kItemMembers);
-      char const* const listed = pages_of(words);
+      char const* const listed = item_row(params, words);
       int pos = item_word(words, kItemStart), stop = item_word(words, kItemStop);
       if (grows >= 0) {  // a tail in a large tile: it may have grown since it was planned
         stop = __ldg(params.seq_lens + grows);
@@ -134,7 +126,7 @@ struct GroupFeed {
         if (!last) {
           look_up(listed, pos, stop, pages);
         } else if (unit < queue.n_work) {
-          look_up(pages_of(words), item_word(words, kItemStart), item_word(words, kItemStop), pages);
+          look_up(item_row(params, words), item_word(words, kItemStart), item_word(words, kItemStop), pages);
         }
         char const* rows[kBatch];
         find(opaque(from), slots[0], rows);

@@ -100,7 +100,7 @@ feather::Params<T> make_params(TensorView q, TensorView k, TensorView v, TensorV
   params.plan = static_cast<int const*>(plan.data_ptr());
   params.seq_lens = static_cast<int const*>(seq_lens.data_ptr());
   params.table = table.data_ptr();
-  params.table_is_64 = table.dtype().bits == 64;
+  params.entry_bytes = table.dtype().bits / 8;
   params.q_stride = q.stride(0);
   params.out_stride = out.stride(0);
   params.k_slot_bytes = k.stride(0) * sizeof(T);

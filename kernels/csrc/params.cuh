@@ -39,8 +39,8 @@ struct Params {
   int q_heads, kv_heads, group;
   FastDivide kv_heads_div, kv_pairs_div, group_div;
   int page_bits;
+  int entry_bytes;  // of the table
   unsigned queues;  // a bit per queue that this launch serves
-  bool table_is_64;
   bool prefetch;
   float scale_log2;       // softmax scale times log2(e)
   float soft_cap_log2;    // logit soft cap times log2(e); 0 = none

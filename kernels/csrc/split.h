@@ -38,45 +38,87 @@ inline int64_t least_chunk(const Config& config, int32_t tile) {
 
 constexpr int32_t kNoTile = -1;
 
+// KV heads to a unit of the tail tile's queue. Two fill more of its eight rows and share a unit's own cost: that is
+// worth more than twice as many units, even where those would not keep every warp busy.
+inline int32_t choose_head_pack(const Config& config) {
+  const bool pairs = config.tile(config.tail_tile()).m == kThinRows && 2 * config[kGroupSize] <= kThinRows &&
+                     config[kKvHeads] % 2 == 0;
+  if (!pairs) return 1;
+  if (config[kHeadPack]) return static_cast<int32_t>(config[kHeadPack]);
+  return config[kHeadDim] <= 128 ? 2 : 1;  // beyond, a warp's ring would have one slot
+}
+
+// Where packs are gathered, whose units a tile's teams take in turn.
+struct Gathered {
+  int32_t tile = kNoTile;
+  int64_t longest = 0;  // chunk, in tokens; 0: as long as those of others
+};
+
+// Packs of which none is shared.
+struct Tails {
+  int64_t count, tokens, longest;
+  double mean() const { return static_cast<double>(tokens) / static_cast<double>(count); }
+  bool unlike() const { return static_cast<double>(longest) > 2 * mean(); }
+};
+
+// Whether teams take tails, in so many rounds of a KV head each, better than single warps. In one round they are cut so
+// that every team has a chunk. With unlike lengths in more rounds, no chunk longer than an eighth of a team's share,
+// teams even out what they have, at little cost where tails are long; warps have a quarter as many rounds or less, and
+// take long for a long one. With like lengths, long ones, it depends on how full the last round is.
+inline bool suits_teams(const Config& config, const Tails& tails, double rounds) {
+  constexpr double kUnlikeRounds = 4, kUnlikeMean = 500, kAlikeRounds = 8, kLastRound = 0.6, kAlikeMean = 1000;
+  if (rounds <= 1) return true;
+  if (tails.unlike()) return rounds >= kUnlikeRounds * choose_head_pack(config) && tails.mean() >= kUnlikeMean;
+  return rounds <= kAlikeRounds && rounds - std::floor(rounds) >= kLastRound && tails.mean() >= kAlikeMean;
+}
+
 // Few packs go to the smallest tile of teams, all of them, in several row tiles where they need to: nothing waits there
-// for anything but to be merged, and a team takes several times as many tokens at once. Returns that tile, or kNoTile
-// where they are more, or requests must not be closed apart. Beyond so many tokens for a team handing out units one by
-// one to single warps is faster, and beyond so many rounds of units: the more of them, the more kinds of tiles would
-// follow each other otherwise.
-inline int32_t gather_few(const Config& config, const Packing& packing, Schedule& out) {
-  constexpr double kMostRounds = 3, kMostTokens = 3000;
-  if (!config.balances() || config[kFanIn] == 0) return kNoTile;
+// for anything but to be merged, and a team takes several times as many tokens at once. No tile is returned where they
+// are more, or requests must not be closed apart. Beyond so many tokens for a team handing out units one by one to
+// single warps is faster, and beyond so many rounds of units: the more of them, the more kinds of tiles would follow
+// each other otherwise. With the split `rounds`, tails alone go there by a rule of their own, too.
+inline Gathered gather(const Config& config, const Packing& packing, Schedule& out) {
+  constexpr double kMostRounds = 3, kMostTokens = 3000, kShareChunks = 8;
+  if (!config.balances() || config[kFanIn] == 0) return {};
   int32_t team = 0;
   while (config.tile(team).m <= kWarpRows) {
-    if (++team == config.n_tiles()) return kNoTile;
+    if (++team == config.n_tiles()) return {};
   }
   const double teams = static_cast<double>(config.teams(team) * config[kProcessors]);
   const double kv_heads = static_cast<double>(config[kKvHeads]);
-  if (static_cast<double>(out.rows.size()) * kv_heads > kMostRounds * teams) return kNoTile;
   const int32_t capacity = config.capacity(team);
   bool small = false, medium = false, large = false;
-  int64_t count = 0, tokens = 0;
+  int64_t count = 0, tokens = 0, longest = 0;
   for (const RowTile& row : out.rows) {
     small |= row.tile < team && row.tile != config.tail_tile();
     medium |= row.tile == team;
     large |= row.tile > team;
     const Pack& pack = packing.packs[row.pack];
-    if (pack.chunk) return kNoTile;
+    if (pack.chunk) return {};
     const int64_t tiles = (row.count + capacity - 1) / capacity;
     count += tiles, tokens += tiles * pack.length();
+    longest = std::max<int64_t>(longest, pack.length());
   }
+  const double rounds = static_cast<double>(count) * kv_heads / teams;
   double most_rounds = large ? 1 : 1.5;
   if (large && medium) most_rounds = 2;
   if (small && (large || medium)) most_rounds = kMostRounds;
-  if (static_cast<double>(count) * kv_heads > most_rounds * teams) return kNoTile;
-  if (static_cast<double>(tokens) * kv_heads > kMostTokens * teams) return kNoTile;
+  const bool few = rounds <= most_rounds && static_cast<double>(tokens) * kv_heads <= kMostTokens * teams;
+  const Tails tails{count, tokens, longest};
+  const bool alone = config[kSplit] == kSplitRounds && !small && !medium && !large;
+  if (!few && !(alone && suits_teams(config, tails, rounds))) return {};
   out.larger.swap(out.rows);
   out.rows.clear();
   for (const RowTile& row : out.larger) {
     add_row_tiles(config, row.pack, row.first, row.count, team, capacity, out.rows);
   }
   for (RowTile& row : out.rows) row.tile = team;
-  return team;
+  Gathered gathered{team};
+  if (!few && rounds > 1 && tails.unlike()) {
+    const double share = static_cast<double>(tokens) * kv_heads / teams;
+    gathered.longest = static_cast<int64_t>(std::max(share / kShareChunks, tails.mean()));
+  }
+  return gathered;
 }
 
 // A few long packs in a tile of single warps would keep few warps busy for long: they go to the next larger tile, whose
@@ -116,16 +158,6 @@ void chunk_limits(const Config& config, const Packing& packing, const std::vecto
   }
 }
 
-// KV heads to a unit of the tail tile's queue. Two fill more of its eight rows and share a unit's own cost: that is
-// worth more than twice as many units, even where those would not keep every warp busy.
-inline int32_t choose_head_pack(const Config& config) {
-  const bool pairs = config.tile(config.tail_tile()).m == kThinRows && 2 * config[kGroupSize] <= kThinRows &&
-                     config[kKvHeads] % 2 == 0;
-  if (!pairs) return 1;
-  if (config[kHeadPack]) return static_cast<int32_t>(config[kHeadPack]);
-  return config[kHeadDim] <= 128 ? 2 : 1;  // beyond, a warp's ring would have one slot
-}
-
 // Who takes a tile's units, where single warps do.
 struct Warps {
   int64_t count;
@@ -138,9 +170,11 @@ struct Warps {
 // Cuts the last packs of a tile whose units single warps take, and only them. They take them longest first: as many of
 // the longest as make whole rounds of the warps stay whole, unless much longer than a warp's even share of all tokens.
 // The rest is cut as short as gives every warp one chunk more, or less, but not shorter than the tile's least (even
-// pieces of a pack may be); where there is no whole round, as short as gives the busy ones one. Where a third of the
-// warps would have none, two rounds of chunks that are shorter than half as long take less time, if they are not so short
-// that what a unit costs by itself decides.
+// pieces of a pack may be); where there is no whole round, as short as gives the busy ones one. If one chunk for each
+// makes some much longer than an even share, as packs of unlike length in nearly as many units as there are warps do,
+// all others would wait for those: they are cut to the share, and some warps have two. Where a third of the warps would
+// have none, two rounds of chunks that are shorter than half as long take less time, if they are not so short that what
+// a unit costs by itself decides.
 inline void balance_warps(const Config& config, const Packing& packing, int32_t tile, const Warps& warps,
                           Schedule& out) {
   const int32_t step = config.tile(tile).n;
@@ -183,6 +217,9 @@ inline void balance_warps(const Config& config, const Packing& packing, int32_t 
   };
   const int64_t round = warps.count / warps.units;
   int64_t chunk = chunk_for(first > 0 ? warps.count : warps.busy, round);
+  constexpr double kMostShares = 2.5;
+  const int64_t share = round_up(std::max(warps.least, left * warps.units / warps.count), step);
+  if (first == 0 && static_cast<double>(chunk) > kMostShares * static_cast<double>(share)) chunk = share;
   if (warps.two_rounds && 3 * chunks_of(chunk, round) <= 2 * round) {
     const int64_t shorter = chunk_for(2 * warps.count, 2 * round);
     if (2 * shorter < chunk && shorter >= kRoundSteps * step) chunk = shorter;
@@ -262,16 +299,20 @@ inline void schedule(const Config& config, const Forest& forest, const Packing& 
     add_row_tiles(config, static_cast<int32_t>(pack), whole.first, whole.count, largest, capacity, out.rows);
   }
   if (config.balances()) promote_long(config, packing, out.rows);
-  const int32_t few = gather_few(config, packing, out);
-  auto least = [&](int32_t tile) { return tile == few ? config[kMinChunk] : least_chunk(config, tile); };
+  const Gathered gathered = gather(config, packing, out);
+  auto least = [&](int32_t tile) { return tile == gathered.tile ? config[kMinChunk] : least_chunk(config, tile); };
   int64_t limit[kMaxTiles];
   chunk_limits(config, packing, out.rows, least, limit);
+  if (gathered.longest) {
+    int64_t& most = limit[gathered.tile];
+    most = std::min(most, round_up(gathered.longest, config.tile(gathered.tile).n));
+  }
   for (RowTile& row : out.rows) {
     const int32_t fixed = packing.packs[row.pack].chunk;
     row.longest = static_cast<int32_t>(fixed ? fixed : std::min<int64_t>(limit[row.tile], INT32_MAX));
   }
   out.head_pack = choose_head_pack(config);
-  if (config[kSplit] == kSplitRounds) Rounds(config, packing, out, scratch).settle(least);
+  if (config[kSplit] == kSplitRounds && !gathered.longest) Rounds(config, packing, out, scratch).settle(least);
   if (config.balances()) balance_single_warps(config, packing, out);
   out.widened = 0;
   for (double widen = 1;; widen *= 1.25) {

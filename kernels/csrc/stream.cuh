@@ -18,6 +18,13 @@ struct alignas(16) StageInfo {
 };
 constexpr int kFirst = 1, kLast = 2, kHeadShift = 2;
 
+// Of 32-bit factors; in C++ they would be extended first, and multiplied as such.
+__device__ __forceinline__ int64_t wide_product(int x, int y) {
+  int64_t product;
+  asm("mul.wide.s32 %0, %1, %2;" : "=l"(product) : "r"(x), "r"(y));
+  return product;
+}
+
 // The plan and the table, as whoever copies reads them. The twelve words of a work item lie one in a lane, to save
 // registers.
 template <typename T>
@@ -26,26 +33,21 @@ __device__ __forceinline__ int load_item(Params<T> const& params, int item) {
   return __ldg(params.plan + params.plan[kHeaderItemsBegin] + kItemSize * item + (lane < kItemSize ? lane : 0));
 }
 __device__ __forceinline__ int item_word(int words, int index) { return __shfl_sync(~0u, words, index); }
-__device__ __forceinline__ int64_t item_offset(int words) {
-  return int64_t(uint32_t(item_word(words, kItemOffsetLow))) | (int64_t(item_word(words, kItemOffsetHigh)) << 32);
-}
-// The page of a token of the table row at `offset`, and the token's slot in it.
+// Where the table has an item's row; the page of a token there, and the token's slot in it.
 template <typename T>
-__device__ __forceinline__ int load_page(Params<T> const& params, int64_t offset, int token) {
-  int64_t const entry = offset + (token >> params.page_bits);
-  return params.table_is_64 ? int(__ldg(static_cast<int64_t const*>(params.table) + entry))
-                            : __ldg(static_cast<int const*>(params.table) + entry);
+__device__ __forceinline__ char const* item_row(Params<T> const& params, int words) {
+  int64_t const offset =
+      int64_t(uint32_t(item_word(words, kItemOffsetLow))) | (int64_t(item_word(words, kItemOffsetHigh)) << 32);
+  return static_cast<char const*>(params.table) + offset * params.entry_bytes;
+}
+template <typename T>
+__device__ __forceinline__ int load_page(Params<T> const& params, char const* row, int token) {
+  // The low half of a 64-bit page id comes first, and no id needs the other.
+  return __ldg(reinterpret_cast<int const*>(row + wide_product(token >> params.page_bits, params.entry_bytes)));
 }
 template <typename T>
 __device__ __forceinline__ int slot_of(Params<T> const& params, int page, int token) {
   return (page << params.page_bits) | (token & ((1 << params.page_bits) - 1));
-}
-
-// Of 32-bit factors; in C++ they would be extended first, and multiplied as such.
-__device__ __forceinline__ int64_t wide_product(int x, int y) {
-  int64_t product;
-  asm("mul.wide.s32 %0, %1, %2;" : "=l"(product) : "r"(x), "r"(y));
-  return product;
 }
 
 // How a warp copies rows of the cache, 16 bytes a lane: kWidth bytes of several rows at once, then the next of the same
@@ -133,7 +135,7 @@ struct KvStream {
   int words = 0, next_words = 0;
   int head = 0, next_work = 0;
   bool real = false, next_real = false;  // not past the queue's end
-  int64_t offset = 0;
+  char const* table_row = nullptr;
   int pos = 0, stop = 0, next_stop = 0;
   bool next_stop_known = false;
   int popped = 0;           // lane 0: the answer of the last atomicAdd
@@ -205,7 +207,7 @@ struct KvStream {
     head = next_work - params.kv_heads_div.div(next_work) * params.kv_heads;
     stop = next_stop;
     pos = item_word(words, kItemStart);
-    offset = item_offset(words);
+    table_row = item_row(params, words);
     if (real) {
       int const* const list =
           params.plan + params.plan[kHeaderMembersBegin] + kMemberSize * item_word(words, kItemFirstMember);
@@ -226,7 +228,7 @@ struct KvStream {
   __device__ void look_up() {
     if (!real || pos >= stop) return;
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) pages[j] = load_page(params, offset, token(j));
+    for (int j = 0; j < kPerLane; ++j) pages[j] = load_page(params, table_row, token(j));
   }
   __device__ int token(int j) const { return min(pos + Copy::template row_known<kTokens>() + j * kWarp, stop - 1); }
   __device__ int slot(int j) const { return slot_of(params, pages[j], token(j)); }

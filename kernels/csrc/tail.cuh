@@ -253,7 +253,7 @@ struct TailStream {
 
   // The unit that is being asked for.
   int pos = 0, stop = 0, block = 0, blocks = 0;
-  int64_t offset = 0;        // of its table row
+  char const* table_row = nullptr;
   int slots = 0, pages = 0;  // of the tokens from 32 (block / 2) on, a lane's; and the pages of the 32 behind those
   bool v_next = false;       // of this block only V is left
   int column = 0;            // in bytes
@@ -308,11 +308,11 @@ struct TailStream {
     looked_ahead = true;
     int const grows = word(kItemGrows), planned_stop = word(kItemStop);
     next_stop = grows >= 0 ? __ldg(params.seq_lens + grows) : planned_stop;
-    next_pages = look_up(item_offset(next_words), word(kItemStart), planned_stop);
+    next_pages = look_up(item_row(params, next_words), word(kItemStart), planned_stop);
   }
 
   // The pages of the tokens from `first` on, one a lane, clamped to the last before `end`.
-  __device__ int look_up(int64_t row, int first, int end) const {
+  __device__ int look_up(char const* row, int first, int end) const {
     return first < end ? load_page(params, row, min(first + token(), end - 1)) : 0;
   }
   __device__ int token() const { return Copy::template row_known<kWarp>(); }  // this lane's of 32
@@ -321,11 +321,11 @@ struct TailStream {
   __device__ void advance() {
     look_ahead();
     int const planned_stop = word(kItemStop);
-    offset = item_offset(next_words);
+    table_row = item_row(params, next_words);
     pos = word(kItemStart);
     stop = next_stop;
     // The tail has grown since it was planned, within the tokens that were looked up.
-    pages = min(pos + kWarp, stop) > planned_stop ? look_up(offset, pos, stop) : next_pages;
+    pages = min(pos + kWarp, stop) > planned_stop ? look_up(table_row, pos, stop) : next_pages;
     block = 0;
     blocks = (stop - pos + 15) / 16;
     int const head = next_work * kHeads - tail_item(params, kHeads, next_work) * params.kv_heads;
@@ -366,7 +366,7 @@ struct TailStream {
   __device__ void ask_for_tokens() {
     if (!v_next && block % 2 == 0) {
       slots = slot_of(params, pages, min(pos + token(), stop - 1));
-      pages = look_up(offset, pos + kWarp, stop);
+      pages = look_up(table_row, pos + kWarp, stop);
     }
     char const* const from = reinterpret_cast<char const*>(v_next ? params.v : params.k) + column + Copy::byte();
     int const slot_bytes = v_next ? params.v_slot_bytes : params.k_slot_bytes;

@@ -117,13 +117,19 @@ def uncut_rows(plan):
 
 
 def gathered(plan):
-    """The tile that takes everything, as it is little; or None."""
+    """The tile that takes everything; or None."""
     planner, rows = plan.planner, uncut_rows(plan)
     fixed = planner.strategy == "two-phase" and any(len(members) > 1 for *_, members in rows)
     if planner.split not in ("balanced", "rounds") or fixed or planner.fan_in == 0:
         return None
-    teams = [max(1, round(1 / alpha)) * planner.n_sm for alpha in planner._reals[4 : 4 + len(plan.tiles)].tolist()]
-    return gathers(promoted(plan, rows), plan.tiles, teams, plan.group_size, planner.num_kv_heads)
+    heads = plan.head_pack if planner.split == "rounds" else None
+    return gathers(promoted(plan, rows), plan.tiles, teams_of(plan), plan.group_size, planner.num_kv_heads, heads)
+
+
+def teams_of(plan):
+    """Of each tile."""
+    alphas = plan.planner._reals[4 : 4 + len(plan.tiles)].tolist()
+    return [max(1, round(1 / alpha)) * plan.planner.n_sm for alpha in alphas]
 
 
 def cut_rows(plan, requests, tile):

@@ -27,7 +27,18 @@ from feather_kernels.pack import MERGES, STRATEGIES
 from feather_kernels.plan import DEFAULT_ALPHA
 from feather_kernels.tiles import TILES
 from feather_kernels.trees import tree_forest
-from oracles.splitting import Processors, head_pack, least_chunk, limits_of_warps, pieces, tile_limit, up
+from oracles.splitting import (
+    Processors,
+    are_few,
+    head_pack,
+    least_chunk,
+    limits_of_warps,
+    longest_of_unlike,
+    pieces,
+    tile_limit,
+    unlike,
+    up,
+)
 
 WITHOUT_CHUNKS = sorted(STRATEGIES.keys() - {"two-phase"})  # whose packs have no chunk of their own
 
@@ -71,11 +82,25 @@ def rule(rows, few, arguments, widen=1.0):
         tile_limit(some, DEFAULT_ALPHA[m], kv_heads, n_sm, least, n)
         for some, least, (m, n) in zip(lengths, leasts, tiles, strict=True)
     ]
-    if arguments["split"] == "rounds":
+    of_unlike = None
+    if few is not None and all(len(members) == 1 for *_, members in rows):
+        m, step = tiles[few]
+        of_unlike = unlike_limit(lengths[few], kv_heads, n_sm * round(1 / DEFAULT_ALPHA[m]), step)
+    if of_unlike is not None:
+        limits[few] = min(limits[few], of_unlike)
+    elif arguments["split"] == "rounds":
         settle_rounds(rows, arguments, tail, pack, leasts, limits)
     cut += [(tile, stop - start, limits[tile]) for tile, start, stop, _ in rows if tile not in of_warps]
     chunks = [(tile, size, pieces(size, int(longest * widen), tiles[tile][1])) for tile, size, longest in cut]
     return Counter(chunks), pack
+
+
+def unlike_limit(lengths, kv_heads, teams, step):
+    """That of tails of unlike lengths alone, where teams take them though they are not few; else None."""
+    rounds = len(lengths) * kv_heads / teams
+    if rounds <= 1 or are_few(rounds, 1.5, sum(lengths) * kv_heads, teams) or not unlike(lengths):
+        return None
+    return up(longest_of_unlike(lengths, kv_heads, teams), step)
 
 
 def settle_rounds(rows, arguments, tail, pack, leasts, limits):
@@ -179,11 +204,13 @@ def test_whole_steps_may_leave_a_warp_of_the_last_round_idle():
     assert loose_chunks([1550] * 13) == [[1550]] * 12 + [[144] * 10 + [110]]  # 129 a warp: 11 chunks
 
 
-def test_eight_longer_chunks_are_tried_to_fit_a_round():
-    """Ten tails of one token leave two chunks of the round to the long one, so one chunk of four even shares."""
-    assert loose_chunks([10_000] + [1] * 10) == [[5008, 4992]] + [[1]] * 10  # the seventh is 6080
-    chunks = loose_chunks([100_000] + [1] * 118, n_sm=10)  # the eighth is 7600, and no more
-    assert chunks == [[7152] * 13 + [7024]] + [[1]] * 118
+def test_a_long_one_among_short_ones_is_cut_to_an_even_share():
+    """Chunks of one round for each warp would be twice as long or more: some warps have two units instead."""
+    assert loose_chunks([10_000] + [1] * 6)[0] == [1680] * 5 + [1600]  # one round of twelve
+    assert loose_chunks([10_000] + [1] * 7)[0] == [848] * 11 + [672]  # five would be longer than 2.5 x 848
+    assert loose_chunks([10_000] + [1] * 10)[0] == [848] * 11 + [672]
+    assert loose_chunks([100_000] + [1] * 118, n_sm=10)[0] == [848] * 117 + [784]
+    assert loose_chunks([10_000] * 12 + [5000] + [1] * 10)[12] == [2512, 2488]  # where a round is whole, as before
 
 
 def test_the_longest_tails_are_the_whole_ones():
@@ -356,6 +383,53 @@ def test_more_packs_are_few_where_they_would_be_in_more_kinds_of_tiles(tree, tea
     least = math.ceil(teams / 2)
     assert tiles_of(tree_forest(*tree), strategy="naive", n_sm=least) == {64}
     assert tiles_of(tree_forest(*tree), strategy="naive", n_sm=least - 1) == otherwise
+
+
+def loose(lengths):
+    """A forest of requests that share nothing."""
+    return tree_forest((len(lengths),), (max(lengths),)).with_seq_len(lengths)
+
+
+def test_tails_alone_in_one_round_of_teams_are_theirs_whatever_their_length():
+    for split, tile in (("rounds", 64), ("balanced", 8)):
+        assert tiles_of(tree_forest((4,), (9000,)), split=split) == {tile}  # four teams
+        assert tiles_of(tree_forest((5,), (9000,)), split=split) == {8}
+    assert tiles_of(tree_forest((1, 2), (9000, 9000)), split="rounds", strategy="naive") == {8, 64}  # one is shared
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "tile"),
+    [
+        ([4000] + [600] * 15, 1, 64),  # four rounds of teams
+        ([4000] + [600] * 14, 1, 8),
+        ([1200] + [600] * 15, 1, 8),  # not unlike enough
+        ([4000] + [250] * 15, 1, 8),  # 484 in the mean
+        ([4000] + [600] * 15, 2, 64),  # eight rounds, as a single warp takes both heads at once
+        ([4000] + [600] * 14, 2, 8),
+    ],
+)
+def test_teams_take_tails_of_unlike_lengths_in_many_rounds(lengths, heads, tile):
+    arguments = {"num_qo_heads": 4 * heads, "num_kv_heads": heads}
+    assert tiles_of(loose(lengths), split="rounds", **arguments) == {tile}
+    assert tiles_of(loose(lengths), split="balanced", **arguments) == {8}
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "tile"),
+    [(7, 4000, 64), (6, 4000, 8), (31, 4000, 64), (35, 4000, 8), (15, 999, 8), (15, 1000, 64)],
+)
+def test_teams_take_long_tails_of_like_lengths_where_their_last_round_is_full(requests, tokens, tile):
+    """1.75, 1.5, 7.75, 8.75 and 3.75 rounds of four teams."""
+    assert tiles_of(tree_forest((requests,), (tokens,)), split="rounds") == {tile}
+
+
+def test_unlike_tails_are_cut_to_an_eighth_of_a_teams_share():
+    plan = plan_of(loose([9000] + [600] * 79), n_sm=2, num_qo_heads=4, num_kv_heads=1, split="rounds")
+    longest = plan.items[~without_tokens(plan)]
+    assert (longest[:, 3] - longest[:, 2]).max() == 1536  # in six pieces of 1,763 at most
+    plan = plan_of(loose([9000] + [600] * 19), n_sm=2, num_qo_heads=4, num_kv_heads=1, split="rounds")
+    longest = plan.items[~without_tokens(plan)]
+    assert (longest[:, 3] - longest[:, 2]).max() == 1024  # the mean, 1,020, is more: in nine
 
 
 def test_few_packs_of_many_rows_are_cut_into_several_tiles():

@@ -40,7 +40,8 @@ def limits_of_warps(packs, units, warps, busy, least, step, two_rounds=False):
     A pack is so many units, a chunk of it as many. The longest packs, as many as fill whole rounds of the warps, are
     cut only where they exceed five quarters of a warp's even share of all tokens; the others so that their chunks are
     no more than one round, where up to eight longer tries reach that. Without a whole round, a chunk is the share of
-    one of `busy` warps. With `two_rounds`, chunks for no more than two warps of three give way to chunks of two rounds
+    one of `busy` warps; if that round's chunks are longer than two and a half even shares of all warps, they are cut to
+    one. With `two_rounds`, chunks for no more than two warps of three give way to chunks of two rounds
     that are shorter than half as long, but at least 16 steps.
     """
     rounds = sum(length > 0 for length in packs) * units // warps
@@ -60,6 +61,8 @@ def limits_of_warps(packs, units, warps, busy, least, step, two_rounds=False):
 
     round_of = warps // units
     longest = chunk(warps if whole else busy, round_of)
+    even = up(max(least, share(packs, units, warps)), step)
+    longest = even if not whole and longest > 2.5 * even else longest
     if two_rounds and 3 * chunks(longest) <= 2 * round_of:
         shorter = chunk(2 * warps, 2 * round_of)
         longest = shorter if 2 * shorter < longest and shorter >= 16 * step else longest
@@ -88,11 +91,37 @@ def most_rounds(of_tiles, team, tail):
     return (2 if same else 1) if larger else 1.5
 
 
-def gathers(rows, tiles, teams, group, kv_heads):
-    """The tile that takes all (tile, start, stop, members) of a batch, where they are few, or None.
+def are_few(rounds, most, tokens, teams):
+    """Packs are, in no more than so many rounds of units for each team, and with no more than 3,000 tokens for each."""
+    return rounds <= most and tokens <= 3000 * teams
 
-    It is the smallest of more than 16 rows; packs of more rows are cut into several. They are few if they are no more
-    than so many rounds of units for each of its `teams`, and have no more than 3,000 tokens for each.
+
+def suits_teams(lengths, rounds, heads):
+    """Whether teams take tails alone, of these lengths, in so many rounds; warps take so many KV heads at once."""
+    if rounds <= 1:
+        return True
+    mean = sum(lengths) / len(lengths)
+    if unlike(lengths):
+        return rounds >= 4 * heads and mean >= 500
+    return rounds <= 8 and rounds % 1 >= 0.6 and mean >= 1000
+
+
+def unlike(lengths):
+    """Whether the longest is longer than two of the mean length."""
+    return max(lengths) > 2 * (sum(lengths) / len(lengths))
+
+
+def longest_of_unlike(lengths, kv_heads, teams):
+    """The longest chunk of unlike tails that teams take, where they are not few: an eighth of a team's share."""
+    tokens = sum(lengths)
+    return int(max(tokens * kv_heads / teams / 8, tokens / len(lengths)))
+
+
+def gathers(rows, tiles, teams, group, kv_heads, heads):
+    """The tile that takes all (tile, start, stop, members) of a batch, or None.
+
+    It is the smallest of more than 16 rows; packs of more rows are cut into several. It takes them where they are few
+    and, with `heads`, the KV heads that a single warp takes at once of a tail, tails alone where they suit it.
     """
     larger = [tile for tile, (m, _) in enumerate(tiles) if m > 16]
     if not larger:
@@ -100,10 +129,11 @@ def gathers(rows, tiles, teams, group, kv_heads):
     team, tail = larger[0], next(tile for tile, (m, _) in enumerate(tiles) if m >= group)
     capacity = tiles[team][0] // group
     cut = [(stop - start, -(-len(members) // capacity)) for _, start, stop, members in rows]
-    units, tokens = sum(count for _, count in cut) * kv_heads, sum(length * count for length, count in cut) * kv_heads
-    rounds = most_rounds({tile for tile, *_ in rows}, team, tail)
-    few = units <= rounds * teams[team] and tokens <= 3000 * teams[team]
-    return team if few else None
+    rounds = sum(count for _, count in cut) * kv_heads / teams[team]
+    tokens, of_tiles = sum(length * count for length, count in cut) * kv_heads, {tile for tile, *_ in rows}
+    few = are_few(rounds, most_rounds(of_tiles, team, tail), tokens, teams[team])
+    alone = heads is not None and of_tiles <= {tail} - {team}
+    return team if few or (alone and suits_teams([length for length, _ in cut], rounds, heads)) else None
 
 
 def even_limits(longest, least, step):
