@@ -17,7 +17,6 @@ import math
 import shlex
 import sys
 import time
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from decode_cases import (
 from decode_report import markdown, plot, row_header, row_line, summary
 from finished import read_finished
 
-from feather_kernels.trees import parse_trees
+from feather_kernels.trees import named_forest
 
 TOLERANCE = {"float16": 5e-3, "bfloat16": 2e-2}  # of |out - reference| / |reference|, both over all checked rows
 CHECKED = 8  # requests
@@ -96,9 +95,9 @@ def cases(options: argparse.Namespace) -> list[tuple[int, Heads, int]]:
 
 def pool_elements(name: str, heads: Heads, page_size: int, head_dim: int = 128) -> int:
     """Elements of K, without building the batch."""
-    levels = chain.from_iterable(zip(nodes, tokens, strict=True) for nodes, tokens in parse_trees(name))
-    pages = sum(count * -(-length // page_size) for count, length in levels)
-    return pages * page_size * heads.kv * head_dim
+    forest = named_forest(name)
+    runs = (forest.length, forest.seq_len - forest.shared_length)
+    return sum(int((-(-run // page_size)).sum()) for run in runs) * page_size * heads.kv * head_dim
 
 
 def systems_for(chosen: dict[str, Any], page_size: int, options: argparse.Namespace) -> dict[str, Any]:

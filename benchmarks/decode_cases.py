@@ -25,6 +25,7 @@ from feather_kernels.trees import (
     PAT_TREES,
     SERVING_TREES,
     SMALL_TREES,
+    UNLIKE_TREES,
     forest_table,
     named_forest,
 )
@@ -188,7 +189,7 @@ class Case:
 
 
 def tree_case(name: str, heads: Heads, page_size: int = 1, head_dim: int = 128, seed: int = 0) -> Case:
-    """The batch of a name (`parse_trees`), its pages scattered at random over a pool of just the needed size."""
+    """The batch of a name (`named_forest`), its pages scattered at random over a pool of just the needed size."""
     forest = named_forest(name, page_size)
     table, n_pages = forest_table(forest, page_size, rng=np.random.default_rng(seed))
     return Case(name, forest, table, n_pages, heads, page_size, head_dim)
@@ -196,6 +197,7 @@ def tree_case(name: str, heads: Heads, page_size: int = 1, head_dim: int = 128, 
 
 TREE_SETS = {
     "pat": PAT_TREES, "serving": SERVING_TREES, "small": SMALL_TREES, "long": LONG_TREES, "mixed": MIXED_TREES,
+    "unlike": UNLIKE_TREES,
 }  # fmt: skip
 
 

@@ -60,6 +60,12 @@ MIXED_TREES = (
     "1_32000+2,32_2000,100", "4_8000+8,64_2000,100",
 )  # fmt: skip
 
+# Requests whose contexts, or tails behind a prompt, have lengths of every order of magnitude, as a server's have.
+UNLIKE_TREES = (
+    *(f"{count}_{lengths}" for count in (16, 48, 96, 192, 384) for lengths in ("100~10000", "500~4000", "50~800")),
+    "1,32_4000,50~5000", "4,128_4000,50~5000", "16,256_2000,20~2000", "1,64_2000,100+128_100~10000",
+)  # fmt: skip
+
 
 def parse_tree(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """``"1,10_4096,416"`` as ((1, 10), (4096, 416)): nodes and tokens per level."""
@@ -67,14 +73,13 @@ def parse_tree(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return nodes, tokens
 
 
-def parse_trees(name: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Trees side by side, ``"1_32000+64_500"``, each as by `parse_tree`."""
-    return [parse_tree(part) for part in name.split("+")]
-
-
 def named_forest(name: str, page_size: int = 1) -> Forest:
-    """The forest of a name (`parse_trees`)."""
-    trees = [tree_forest(nodes, tokens) for nodes, tokens in parse_trees(name)]
+    """The forest of a benchmark's name: trees side by side, ``"1_32000+64_500"``.
+
+    Each is as by `parse_tree`, or ends in ``low~high``: tails from the one to the other length, evenly spread by their
+    logarithms.
+    """
+    trees = [_named_tree(part) for part in name.split("+")]
     before = np.cumsum([0, *(len(tree.length) for tree in trees[:-1])])
 
     def joined(of: str) -> npt.NDArray[np.int32]:
@@ -84,6 +89,17 @@ def named_forest(name: str, page_size: int = 1) -> Forest:
     length = np.concatenate([tree.length for tree in trees])
     seq_len = np.concatenate([tree.seq_len for tree in trees])
     return Forest(joined("parent"), length, joined("request_node"), seq_len, _rows(seq_len, page_size, 0))
+
+
+def _named_tree(name: str) -> Forest:
+    name, _, high = name.partition("~")
+    nodes, tokens = parse_tree(name)
+    forest, low = tree_forest(nodes, tokens), tokens[-1]
+    if not high:
+        return forest
+    place = (np.arange(nodes[-1]) + 0.5) / nodes[-1]
+    tails = low * (int(high) / low) ** place
+    return forest.with_seq_len(forest.seq_len - low + np.rint(tails).astype(np.int32))
 
 
 def tree_forest(nodes: Sequence[int], tokens: Sequence[int], page_size: int = 1, room: int = 0) -> Forest:

@@ -118,6 +118,12 @@ def test_trees_side_by_side_share_nothing():
     assert all((getattr(one, name) == getattr(alone, name)).all() for name in ("parent", "seq_len", "row_offset"))
 
 
+def test_lengths_spread_evenly_by_their_logarithms():
+    forest = named_forest("1,2_500,1~10000+2_5")
+    assert forest.seq_len.tolist() == [510, 1500, 5, 5]  # 10,000 to the power of 1/4 and 3/4
+    assert forest.length.tolist() == [500] and forest.request_node.tolist() == [0, 0, -1, -1]
+
+
 def from_row(forest, request):
     """The slots of a request's tokens."""
     table, _ = forest_table(forest)
