@@ -185,21 +185,22 @@ def test_few_requests_with_long_contexts():
     table = table_after("**Few requests with long contexts**")
     cases = {record["case"] for record in records if record["server"] == "pat" and record.get("steady")}
     assert sorted(long_case(name) for name, _ in table) == sorted(cases)
-    longer = []
+    longer = {}
     for name, cell in table:
         rates, steps = {}, {}
         for server in ("pat", "fa3"):
             runs = [one["steady"] for one in records if (one["server"], one["case"]) == (server, long_case(name))]
-            assert len(runs) == 2
-            rates[server] = sum(run["tok_s"] for run in runs) / 2
+            assert 1 <= len(runs) <= 2
+            rates[server] = sum(run["tok_s"] for run in runs) / len(runs)
             steps[server] = int(name.split()[0]) / rates[server] * 1e3  # ms
         assert cell == f"{rates['pat']:,.0f}, {rates['fa3']:,.0f}, {rates['pat'] / rates['fa3']:.2f}x"
         if "none shared" in name:
-            longer.append(steps["pat"] - steps["fa3"])
-            assert 0.95 <= round(rates["pat"] / rates["fa3"], 2) <= 0.99  # as README.md says
-    assert f"{min(longer):.2f} to {max(longer):.2f} ms longer" in TEXT
-    assert f"{1e3 * min(longer) / 36:.0f} to {1e3 * max(longer) / 36:.0f} us a layer" in TEXT
-    assert "with 8K or 32K tokens each and nothing shared decodes at 0.95x to 0.99x" in " ".join(README.split())
+            longer.setdefault("one" if name.startswith("1 ") else "more", []).append(steps["pat"] - steps["fa3"])
+            assert round(rates["pat"] / rates["fa3"], 2) >= (0.97 if name.startswith("1 ") else 1)  # as README.md says
+    text, most = " ".join(TEXT.split()), max(longer["one"])
+    assert f"up to {most:.2f} ms longer, {1e3 * most / 36:.0f} us a layer, with one request" in text
+    assert f"level to {max(map(abs, longer['more'])):.2f} ms with 4 or 16" in text
+    assert "one request with 8K or 32K tokens and nothing shared does so at 0.97x to 0.98x" in " ".join(README.split())
 
 
 def test_every_file_is_named():
