@@ -403,7 +403,8 @@ def test_tails_alone_in_one_round_of_teams_are_theirs_whatever_their_length():
         ([4000] + [600] * 15, 1, 64),  # four rounds of teams
         ([4000] + [600] * 14, 1, 8),
         ([1200] + [600] * 15, 1, 8),  # not unlike enough
-        ([4000] + [250] * 15, 1, 8),  # 484 in the mean
+        ([3950] + [270] * 15, 1, 64),  # 500 in the mean
+        ([3949] + [270] * 15, 1, 8),
         ([4000] + [600] * 15, 2, 64),  # eight rounds, as a single warp takes both heads at once
         ([4000] + [600] * 14, 2, 8),
     ],
