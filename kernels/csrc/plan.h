@@ -1,6 +1,6 @@
 // What the planner's parts hand to each other, and the layout of the buffer that the kernel reads.
 //
-// forest.h -> Tree -> pack.h -> Packing -> split.h -> Schedule -> emit.h -> buffer
+// forest.h -> Tree -> pack.h -> Packing -> row_tiles.h, split.h -> Schedule -> emit.h -> buffer
 //
 // Every list lives in one Workspace per thread and keeps its memory from plan to plan.
 #pragma once

@@ -80,7 +80,7 @@ class Planner:
         runs in the smallest m >= R, but in m = 8 only if it has one request. With ``split`` "balanced" or
         "rounds", long packs of several requests in a tile of at most 16 rows run in the next larger one where they are
         few; and all packs, tails too, in the smallest tile of more than 16 rows where they are few in all, and with
-        "rounds" tails alone where they suit its teams (``csrc/split.h``, ``gather``).
+        "rounds" tails alone where they suit its teams (``csrc/row_tiles.h``, ``gather``).
     split : str
         A key of ``pack.SPLITS``: how long KV is cut.
     merge : str
