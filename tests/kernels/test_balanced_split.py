@@ -169,9 +169,14 @@ def test_chunks_are_widened_no_further_than_the_capacity_asks(batch, share):
     assert cuts(plan, rows) == expected and plan.widened == (limit < free.n_items)
 
 
+def loose(lengths):
+    """A forest of requests that share nothing."""
+    return tree_forest((len(lengths),), (max(lengths),)).with_seq_len(lengths)
+
+
 def loose_chunks(lengths, **arguments):
     """For each request that shares nothing, its chunks. 12 warps and 2 KV heads to a unit, so 12 chunks are a round."""
-    forest = tree_forest((len(lengths),), (max(lengths),)).with_seq_len(lengths)
+    forest = loose(lengths)
     plan = plan_of(forest, **{"n_sm": 1, "head_pack": 2, "fan_in": 0, **arguments})
     check_plan(plan, forest)
     items = plan.items[~without_tokens(plan)]
@@ -385,11 +390,6 @@ def test_more_packs_are_few_where_they_would_be_in_more_kinds_of_tiles(tree, tea
     assert tiles_of(tree_forest(*tree), strategy="naive", n_sm=least - 1) == otherwise
 
 
-def loose(lengths):
-    """A forest of requests that share nothing."""
-    return tree_forest((len(lengths),), (max(lengths),)).with_seq_len(lengths)
-
-
 def test_tails_alone_in_one_round_of_teams_are_theirs_whatever_their_length():
     for split, tile in (("rounds", 64), ("balanced", 8)):
         assert tiles_of(tree_forest((4,), (9000,)), split=split) == {tile}  # four teams
@@ -424,13 +424,17 @@ def test_teams_take_long_tails_of_like_lengths_where_their_last_round_is_full(re
     assert tiles_of(tree_forest((requests,), (tokens,)), split="rounds") == {tile}
 
 
-def test_unlike_tails_are_cut_to_an_eighth_of_a_teams_share():
-    plan = plan_of(loose([9000] + [600] * 79), n_sm=2, num_qo_heads=4, num_kv_heads=1, split="rounds")
-    longest = plan.items[~without_tokens(plan)]
-    assert (longest[:, 3] - longest[:, 2]).max() == 1536  # in six pieces of 1,763 at most
-    plan = plan_of(loose([9000] + [600] * 19), n_sm=2, num_qo_heads=4, num_kv_heads=1, split="rounds")
-    longest = plan.items[~without_tokens(plan)]
-    assert (longest[:, 3] - longest[:, 2]).max() == 1024  # the mean, 1,020, is more: in nine
+@pytest.mark.parametrize(
+    ("short", "longest"),
+    [
+        (79, 1536),  # in six pieces of 1,763 at most
+        (19, 1024),  # the mean, 1,020, is more: in nine
+    ],
+)
+def test_unlike_tails_are_cut_to_an_eighth_of_a_teams_share(short, longest):
+    plan = plan_of(loose([9000] + [600] * short), n_sm=2, num_qo_heads=4, num_kv_heads=1, split="rounds")
+    items = plan.items[~without_tokens(plan)]
+    assert (items[:, 3] - items[:, 2]).max() == longest
 
 
 def test_few_packs_of_many_rows_are_cut_into_several_tiles():

@@ -236,15 +236,20 @@ def test_long_contexts():
     assert f"it takes {own_us:.0f} us for {plain_us:.0f}" in DECISIONS and 0.31 < own_us / plain_us < 0.35
 
 
-def test_long_among_short():
-    rows = records("decode_h200_mixed.json")
-    assert len(rows) == 33
+def ratios_of_cells(file):
+    """(time to the best peer's, tree, heads) of every row, whose cell is in the text."""
     ratios = []
-    for row in rows:
+    for row in records(file):
         times = {name: one["warm_us"] for name, one in row["systems"].items()}
         own = times.pop("feather")
         assert f" {own:.0f} ({own / row['floor_us']:.2f}x) / {min(times.values()):.0f} " in TEXT
-        ratios.append(own / min(times.values()))
+        ratios.append((own / min(times.values()), row["name"], row["heads"]))
+    return ratios
+
+
+def test_long_among_short():
+    ratios = [ratio for ratio, *_ in ratios_of_cells("decode_h200_mixed.json")]
+    assert len(ratios) == 33
     mean_ratio = geometric_mean(ratios)
     behind, most = sum(ratio > 1 for ratio in ratios), round(100 * max(ratios) - 100)
     said = (
@@ -255,14 +260,8 @@ def test_long_among_short():
 
 
 def test_unlike_lengths():
-    rows = records("decode_h200_unlike.json")
-    assert len(rows) == 57
-    ratios = []
-    for row in rows:
-        times = {name: one["warm_us"] for name, one in row["systems"].items()}
-        own = times.pop("feather")
-        assert f" {own:.0f} ({own / row['floor_us']:.2f}x) / {min(times.values()):.0f} " in TEXT
-        ratios.append((own / min(times.values()), row["name"], row["heads"]))
+    ratios = ratios_of_cells("decode_h200_unlike.json")
+    assert len(ratios) == 57
     *others, (most, name, heads) = sorted(ratios)
     assert (name, heads) == ("1,64_2000,100+128_100~10000", "32/32")
     text, behind = " ".join(TEXT.split()), sum(ratio > 1 for ratio, *_ in ratios)

@@ -41,8 +41,8 @@ def limits_of_warps(packs, units, warps, busy, least, step, two_rounds=False):
     cut only where they exceed five quarters of a warp's even share of all tokens; the others so that their chunks are
     no more than one round, where up to eight longer tries reach that. Without a whole round, a chunk is the share of
     one of `busy` warps; if that round's chunks are longer than two and a half even shares of all warps, they are cut to
-    one. With `two_rounds`, chunks for no more than two warps of three give way to chunks of two rounds
-    that are shorter than half as long, but at least 16 steps.
+    one. With `two_rounds`, chunks for no more than two warps of three give way to chunks of two rounds that are shorter
+    than half as long, but at least 16 steps.
     """
     rounds = sum(length > 0 for length in packs) * units // warps
     whole = rounds * warps // units

@@ -190,13 +190,16 @@ def test_few_requests_with_long_contexts():
         rates, steps = {}, {}
         for server in ("pat", "fa3"):
             runs = [one["steady"] for one in records if (one["server"], one["case"]) == (server, long_case(name))]
-            assert 1 <= len(runs) <= 2
+            twice = name.startswith("1 ") and (server, name.split()[3]) != ("pat", "32K,")  # as pat.md says
+            assert len(runs) == 1 + twice
             rates[server] = sum(run["tok_s"] for run in runs) / len(runs)
             steps[server] = int(name.split()[0]) / rates[server] * 1e3  # ms
         assert cell == f"{rates['pat']:,.0f}, {rates['fa3']:,.0f}, {rates['pat'] / rates['fa3']:.2f}x"
         if "none shared" in name:
-            longer.setdefault("one" if name.startswith("1 ") else "more", []).append(steps["pat"] - steps["fa3"])
-            assert round(rates["pat"] / rates["fa3"], 2) >= (0.97 if name.startswith("1 ") else 1)  # as README.md says
+            kind = "one" if name.startswith("1 ") else "more"
+            longer.setdefault(kind, []).append(steps["pat"] - steps["fa3"])
+            low, high = {"one": (0.97, 0.98), "more": (1.00, 1.01)}[kind]  # README.md has the former
+            assert low <= round(rates["pat"] / rates["fa3"], 2) <= high
     text, most = " ".join(TEXT.split()), max(longer["one"])
     assert f"up to {most:.2f} ms longer, {1e3 * most / 36:.0f} us a layer, with one request" in text
     assert f"level to {max(map(abs, longer['more'])):.2f} ms with 4 or 16" in text
