@@ -1,28 +1,29 @@
-"""The FINDBEST -> policy -> ADD loop, what waits to gather, the fairness bound, and the row order of the running batch.
+"""The FINDBEST -> policy -> ADD loop, who waits for what, the fairness bound, and the row order of the running batch.
 
 One ``BatchBuilder`` serves one scheduler. It knows requests by id only and never touches SGLang: the adapter asks
 ``propose`` for the next request, tries to admit it, and reports back with ``admitted`` or ``skipped``.
 
-Source: Feather, algorithm 7. Prefixes that wait, paced prefill, the fairness bound, the row order and the way back
-from a mixed batch are ours.
+Source: Feather, algorithm 7. Prefixes that wait, who goes last, the look ahead at memory, paced prefill, the fairness
+bound, the row order and the way back from a mixed batch are ours.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, KeysView, Sequence
+from collections.abc import Callable, Collection, Hashable, KeysView, Sequence
 from typing import Any
 
 from feather_sglang.cht import Candidate, ChunkedHashTree
 from feather_sglang.fairness import Fairness
 from feather_sglang.gathering import LEAST_TOKENS, Gathering
+from feather_sglang.kv_forecast import KVForecast, Outlook
 from feather_sglang.pacing import Pacing
 from feather_sglang.policies import Action, PolicyState, StopPolicy
 
 # Waiting for a prefix that is being computed pays from here on: less, and the batch had better be filled. More than a
 # page and a chunk, which two equal prompts always compute anew.
 _WORTH_WAITING = 256
-_MOST_ASKED = 8  # prefixes made to wait in one round: SGLang looks each of them up in its cache first
+_MOST_ASKED = 8  # prefixes made to wait or to go last in one round: SGLang looks each up in its cache first
 _MOST_POSTPONED = 16  # prefixes that wait at a time: each is weighed again in every round, and nobody behind them
 
 
@@ -41,7 +42,12 @@ class BatchBuilder:
     group_of
         Gives a request's prefix group; only the oracle policy, an upper reference for evaluation, reads it.
     gathering
-        Lets prefixes wait for more requests where memory is short. ``None``: they never do.
+        Lets prefixes wait for more requests where memory is short, and those go last for whom cached ones would be
+        evicted. ``None``: they never do.
+    forecast
+        Keeps out whom memory would not suffice for; goes with `gathering` and `outlook_of`. ``None``: it never does.
+    outlook_of
+        Gives a request's lengths.
     pacing
         Holds whole rounds so that more requests share a prefill step. ``None``: it never does.
 
@@ -59,6 +65,8 @@ class BatchBuilder:
         max_wait_rounds: int = 20_000,
         group_of: Callable[[Hashable], Hashable] | None = None,
         gathering: Gathering | None = None,
+        forecast: KVForecast | None = None,
+        outlook_of: Callable[[Hashable], Outlook] | None = None,
         pacing: Pacing | None = None,
     ) -> None:
         self.cht = cht
@@ -66,11 +74,15 @@ class BatchBuilder:
         self.fairness = Fairness(max_wait, max_wait_rounds)
         self.group_of = group_of
         self.gathering = gathering
+        self.forecast = forecast
+        self.outlook_of = outlook_of
         self.pacing = pacing
         self.held = False
         self.stops = 0
         self.overdue_admissions = 0
         self.postponements = 0
+        self.put_last = 0
+        self.kept_out = 0
         self.held_rounds = 0
         self.longest_wait = 0.0
         self._stopped = False  # in this round, for everybody outside the main branch
@@ -78,8 +90,12 @@ class BatchBuilder:
         self._undone: Hashable | None = None  # the last ADD, until the scheduler has carried it out
         self._computing: dict[Hashable, int] = {}  # in prefill: depth from which sharing its prompt is worth a wait
         self._postponed: dict[Hashable, tuple[int, int]] = {}  # depth as above, and tokens to be computed
+        self._last: dict[Hashable, int] = {}  # proposed when nobody else is, as something would be evicted: depth
+        self._last_call = False  # in this round, they are proposed now
+        self._pending = 0  # prompt tokens still to be computed as the round opens
+        self._foreseen = False  # in this round, memory has been looked ahead at
         self._retracted: set[Hashable] = set()  # waiting again
-        self._staying = 0  # waiting requests that are postponed
+        self._staying = 0  # waiting requests that are postponed or go last
         self._frozen: tuple[StopPolicy, bool] | None = None  # who may not explore, and whether it does otherwise
         self._asked = 0  # prefixes postponed in this round for the first time
         self._late: deque[Hashable] | None = None  # in this round, most urgent first; None: nobody has looked
@@ -130,6 +146,7 @@ class BatchBuilder:
         self.cht.remove(request_id)
         self._retracted.discard(request_id)
         self._postponed.pop(request_id, None)
+        self._last.pop(request_id, None)
         if self._unseen.pop(request_id, None) is None:
             self.fairness.forget(request_id, waiting=True)
 
@@ -137,6 +154,8 @@ class BatchBuilder:
         """Forget a running request that finished or was aborted, after so many tokens."""
         if self.gathering is not None and output_tokens:
             self.gathering.finished(output_tokens)
+        if self.forecast is not None and output_tokens:
+            self.forecast.finished(output_tokens)
         self.cht.finish(request_id)
         self._computing.pop(request_id, None)
         self.fairness.forget(request_id, waiting=False)
@@ -150,7 +169,7 @@ class BatchBuilder:
         prefill_seconds: float | None = None,
         fixed_seconds: float | None = None,
         *,
-        in_chunks: bool = False,
+        pending_tokens: int = 0,
     ) -> None:
         """Open an admission round.
 
@@ -166,30 +185,54 @@ class BatchBuilder:
             What a token of prefill takes, if known.
         fixed_seconds
             What a prefill step takes however few its tokens, if known.
-        in_chunks
-            Whether a prompt is computed chunk by chunk, so that a prefill step follows in any case.
+        pending_tokens
+            To be computed of a prompt that runs chunk by chunk, so that a prefill step follows in any case.
         """
         if self.gathering is not None:
             self.gathering.seconds_per_token = prefill_seconds
         self._explore(not self._memory_is_short())
         self.fairness.open_round(now)
-        self._stopped = False
-        self._staying = self._asked = 0
+        self._stopped = self._last_call = False
+        self._asked = 0
+        self._pending, self._foreseen = pending_tokens, False
         self._late = None
         for request_id, priority in self._unseen.items():
             self.fairness.arrive(request_id, priority)
         self._unseen.clear()
-        for request_id, depth in self._computing.items():
-            self.cht.defer(request_id, depth)
         for request_id, (depth, missing) in list(self._postponed.items()):
-            if self._still_waits(request_id, depth, missing):
-                self._stay(request_id, depth)
-            else:
+            if not self._still_waits(request_id, depth, missing):
                 del self._postponed[request_id]
-        self.held = not in_chunks and self._should_gather(fixed_seconds)
+        for request_id, depth in list(self._last.items()):
+            if not self._may_wait(request_id, depth):
+                del self._last[request_id]
+        self._pass_over()
+        self.held = not pending_tokens and self._should_gather(fixed_seconds)
         self.held_rounds += self.held
         if reward is not None and self.policy is not None and not self.held:
             self.policy.observe(reward)
+
+    def _pass_over(self) -> None:
+        """Nobody proposes those who wait for a prefix, nor, before the last call, those who go last."""
+        self._staying = 0
+        for request_id, depth in self._computing.items():
+            self.cht.defer(request_id, depth)
+        passed_over = [(r, depth) for r, (depth, _) in self._postponed.items()]
+        if not self._last_call:
+            passed_over += self._last.items()
+        for request_id, depth in passed_over:
+            if request_id in self.cht.waiting:  # else it is held, or has been admitted
+                self._stay(request_id, depth)
+
+    def _call_last(self) -> bool:
+        """Let those be proposed who go last; False if there are none, or it has been done in this round."""
+        if self._last_call or self.held or not self._last:
+            return False
+        self._last_call = True
+        self.cht.resume()
+        for request_id in self._last.keys() & self.cht.held:
+            self.cht.requeue(request_id)
+        self._pass_over()
+        return True
 
     def _should_gather(self, fixed_seconds: float | None) -> bool:
         """Whether those who could be proposed wait for more of them, before a prefill step stops those who run."""
@@ -213,6 +256,12 @@ class BatchBuilder:
             Whether the batch has a free slot. Without one the policy is not asked: its answer could not be
             carried out, and must not be rewarded.
         """
+        request_id = self._propose(batch_size, headroom, has_room)
+        if request_id is None and self._call_last():
+            request_id = self._propose(batch_size, headroom, has_room)
+        return request_id
+
+    def _propose(self, batch_size: int, headroom: float, has_room: bool) -> Hashable | None:
         assert self.policy is not None
         best = self.cht.find_best()
         late = self._most_late(best)
@@ -263,6 +312,9 @@ class BatchBuilder:
         self.fairness.admit(request_id)
         self.overdue_admissions += request_id == self._hurried
         self._retracted.discard(request_id)
+        if self._foreseen and self.forecast is not None and self.outlook_of is not None:
+            outlook = self.outlook_of(request_id)
+            self.forecast.admit(outlook, 0 if cached_tokens is None else max(0, outlook.prompt - cached_tokens))
         depth = 0 if cached_tokens is None else self._depth_worth_waiting(cached_tokens)
         if 0 < depth <= self.cht.depth(request_id):
             self._computing[request_id] = depth
@@ -272,43 +324,87 @@ class BatchBuilder:
             self.pacing.admitted(self.fairness.now)
         self.longest_wait = max(self.longest_wait, self.fairness.waited(request_id))
 
-    def postpones(self, request_id: Hashable, cached_tokens: int, missing_tokens: int) -> bool:
-        """Whether the proposed request, and all that share what it would compute, had better wait (``Gathering``).
+    def passes_over(self, request_id: Hashable, cached_tokens: int, missing_tokens: int, free_tokens: int) -> bool:
+        """Whether the proposed request, and all that share what it would compute, are to wait.
 
-        They are passed over in this round, and in the next ones for as long as that holds.
+        Either that prefix had better be computed later (``Gathering``): they are passed over in this round, and in the
+        next ones for as long as that holds. Or something must be evicted for it: then they go last, as those whose
+        prefix is still cached may need what would be evicted, and cost next to nothing.
 
         Parameters
         ----------
         cached_tokens, missing_tokens
             Of its prompt: found in the prefix cache, and to be computed.
+        free_tokens
+            Of the pool, without evicting anything, beyond what this round has taken.
         """
         depth = self._depth_worth_waiting(cached_tokens)
-        if not self._still_waits(request_id, depth, missing_tokens):
+        if self._still_waits(request_id, depth, missing_tokens):
+            self._postponed[request_id] = depth, missing_tokens
+            self._last.pop(request_id, None)
+            self.postponements += 1
+        elif self._goes_last(request_id, depth, missing_tokens, free_tokens):
+            self._last[request_id] = depth
+            self.put_last += 1
+        else:
             return False
         self._cancel_undone()
-        self._postponed[request_id] = depth, missing_tokens
         self._stay(request_id, depth)
         self._asked += 1
-        self.postponements += 1
         return True
 
+    def _goes_last(self, request_id: Hashable, depth: int, missing_tokens: int, free_tokens: int) -> bool:
+        if self._last_call or missing_tokens < LEAST_TOKENS or missing_tokens <= free_tokens:
+            return False
+        return self._may_wait(request_id, depth)
+
     def _still_waits(self, request_id: Hashable, depth: int, missing_tokens: int) -> bool:
+        if not self._may_wait(request_id, depth):
+            return False
         tree = self.cht
-        if not self._memory_is_short() or request_id not in tree.waiting or depth > tree.depth(request_id):
-            return False
-        assert self.gathering is not None
-        if self.fairness.is_late(request_id):
-            return False
-        if tree.depth(request_id) - tree.missing_count(request_id) >= depth:
-            return False  # another one computes it, or has
         if any(tree.common_depth(request_id, other) >= depth for other in self._retracted):
             return False  # what those have generated is lost to their users while they wait
+        assert self.gathering is not None
         return self.gathering.waits(
             missing_tokens,
             tree.sharing(request_id, depth),
             self.fairness.waited(request_id),
             len(tree.active),
         )
+
+    def _may_wait(self, request_id: Hashable, depth: int) -> bool:
+        """Whether memory is short, and nobody computes the first `depth` chunks of this request, nor is it late."""
+        tree = self.cht
+        if not self._memory_is_short() or request_id not in tree.waiting or depth > tree.depth(request_id):
+            return False
+        if self.fairness.is_late(request_id):
+            return False
+        return tree.depth(request_id) - tree.missing_count(request_id) < depth
+
+    def fits(self, request_id: Hashable, free_tokens: int) -> bool:
+        """Whether memory will suffice for the proposed request beside the running ones, as far as can be foreseen.
+
+        Parameters
+        ----------
+        free_tokens
+            Of the pool, with all that can be evicted.
+        """
+        tree = self.cht
+        if self.forecast is None or self.outlook_of is None or self.gathering is None or not tree.active:
+            return True
+        if request_id == self._hurried or not self.gathering.tight(self._demand(), len(tree.active)):
+            return True
+        if not self._foreseen:
+            running = [(self.outlook_of(r), tree.alone_count(r) * tree.chunk_size) for r in tree.active]
+            self.forecast.open(running, self._pending)
+            self._foreseen = True
+        outlook = self.outlook_of(request_id)
+        missing = tree.missing_count(request_id)
+        covered = (tree.depth(request_id) - missing) * tree.chunk_size if missing else outlook.prompt
+        if self.forecast.needs(outlook, outlook.prompt - covered) <= free_tokens:
+            return True
+        self.kept_out += 1
+        return False
 
     def _explore(self, allowed: bool) -> None:
         """No trials of STOP while memory is short: their reward would not see the prefixes that are lost by it."""
@@ -320,10 +416,11 @@ class BatchBuilder:
             self._frozen, self.policy.explore = (self.policy, self.policy.explore), False
 
     def _memory_is_short(self) -> bool:
-        tree = self.cht
-        return self.gathering is not None and self.gathering.short(
-            tree.distinct_chunks * tree.chunk_size, len(tree.active)
-        )
+        return self.gathering is not None and self.gathering.short(self._demand(), len(self.cht.active))
+
+    def _demand(self) -> int:
+        """Distinct prompt tokens of all waiting and running requests."""
+        return self.cht.distinct_chunks * self.cht.chunk_size
 
     def _stay(self, request_id: Hashable, depth: int) -> None:
         if self.cht.sharing(request_id, depth) == 1:
@@ -340,6 +437,11 @@ class BatchBuilder:
     def postponed(self) -> KeysView[Hashable]:
         """Waiting requests for whose prefix it is too early, one for each."""
         return self._postponed.keys()
+
+    @property
+    def last(self) -> Collection[Hashable]:
+        """Waiting requests that go last, one for each prefix; none any more once they are proposed."""
+        return () if self._last_call else self._last.keys()
 
     @property
     def computing(self) -> KeysView[Hashable]:
@@ -408,6 +510,8 @@ class BatchBuilder:
             "stops": self.stops,
             "overdue_admissions": self.overdue_admissions,
             "postponements": self.postponements,
+            "put_last": self.put_last,
+            "kept_out": self.kept_out,
             "held_rounds": self.held_rounds,
             "longest_wait_s": self.longest_wait,
             "waiting": len(self.cht.waiting),

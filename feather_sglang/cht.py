@@ -239,6 +239,14 @@ class ChunkedHashTree:
         request = self._get(request_id, self._waiting, self._active, self._held)
         return 0 if request.active else request.depth - self._matched(request).depth
 
+    def alone_count(self, request_id: Hashable) -> int:
+        """Return how many chunks of a request no other active request covers."""
+        request = self._get(request_id, self._active, self._waiting, self._held)
+        node = request.parent
+        while node.active <= request.active and node.depth:
+            node = node.parent
+        return request.depth - node.depth
+
     def sharing(self, request_id: Hashable, depth: int) -> int:
         """Return how many waiting requests share the first ``depth`` chunks of a request, itself included."""
         member: Member = self._get(request_id, self._waiting, self._active, self._held)

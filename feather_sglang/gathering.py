@@ -61,15 +61,19 @@ class Gathering:
         mean = self.output_tokens
         self.output_tokens = mean + (tokens - mean) / _MEMORY if mean else float(tokens)
 
-    def short(self, demand_tokens: int, running: int) -> bool:
-        """Whether prefixes compete for memory: requests gather, and all that is asked for exceeds the pool.
+    def tight(self, demand_tokens: int, running: int) -> bool:
+        """Whether all that is asked for exceeds the pool.
 
         Parameters
         ----------
         demand_tokens : distinct prompt tokens of all waiting and running requests.
         running : requests in the batch.
         """
-        return self.often >= OFTEN and demand_tokens + running * self.output_tokens / 2 > self.pool_tokens
+        return demand_tokens + running * self.output_tokens / 2 > self.pool_tokens
+
+    def short(self, demand_tokens: int, running: int) -> bool:
+        """Whether prefixes compete for memory: it is ``tight``, and requests gather."""
+        return self.often >= OFTEN and self.tight(demand_tokens, running)
 
     def waits(self, missing_tokens: int, together: int, waited: float, running: int) -> bool:
         """Whether a prefix had better not be computed yet, where memory is short.

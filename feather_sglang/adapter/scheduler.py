@@ -34,6 +34,7 @@ from feather_sglang.batch_builder import BatchBuilder
 from feather_sglang.cht import ChunkedHashTree
 from feather_sglang.errors import FeatherError
 from feather_sglang.gathering import Gathering
+from feather_sglang.kv_forecast import KVForecast, Outlook
 from feather_sglang.pacing import BOUND, Pacing
 from feather_sglang.policies import StopPolicy, load_policy, make_policy
 from feather_sglang.prefill_meter import PrefillMeter
@@ -50,6 +51,7 @@ POLICY_NAMES: dict[str, str | None] = {
     "feather-order": None,
 }
 DEBUG_CHECK = "FEATHER_DEBUG_CHECK"
+_ENDLESS = 1 << 40  # tokens of a request without a limit
 
 
 @functools.cache
@@ -124,18 +126,21 @@ class FeatherScheduler:
         self._ordered: list[Any] | None = None  # the row list last seen in order
         self._meter, self._prefill_meter = DecodeMeter(), PrefillMeter(scheduler.chunked_prefill_size)
         self._adder: Any = None
-        self._running_rows = 0
+        self._running_rows = self._computed_tokens = 0
         self._outputs: dict[Hashable, int] = {}  # tokens that requests in prefill had when they were admitted
         self._agreement = Agreement(scheduler.tp_cpu_group)
         self._decisions: DecisionLog | None = None
         self._wrappings = Wrappings()
         pace = _pace_bound(scheduler.server_args, name, options)
+        gathering = _make_gathering(scheduler, options) if policy is not None else None
         self.builder = BatchBuilder(
             ChunkedHashTree(options.chunk_size, seed=self._agreement.secret()),
             policy,
             max_wait=options.max_wait,
             max_wait_rounds=options.max_wait_rounds,
-            gathering=_make_gathering(scheduler, options) if policy is not None else None,
+            gathering=gathering,
+            forecast=KVForecast(scheduler.page_size) if gathering is not None else None,
+            outlook_of=self._outlook,
             pacing=Pacing(pace) if pace else None,
         )
 
@@ -250,7 +255,9 @@ class FeatherScheduler:
                 prefill = self._prefill_meter
                 measured = self._meter.rate, prefill.seconds_per_token, prefill.fixed_seconds
                 readings = self._agreement.readings(self.clock(), *measured)
-                self.builder.begin_round(*readings, in_chunks=self.scheduler.chunked_req is not None)
+                chunked, self._computed_tokens = self.scheduler.chunked_req, 0
+                pending = 0 if chunked is None else max(1, _prompt_tokens(chunked) - _cached_tokens(chunked))
+                self.builder.begin_round(*readings, pending_tokens=pending)
                 if not self.builder.held:
                     self._meter.take()
                 if self.policy is not None:
@@ -269,7 +276,7 @@ class FeatherScheduler:
                 if rid is None:
                     return
                 yield self._requests[rid]
-                if rid not in tree.active and rid not in self.builder.postponed:
+                if rid not in tree.active and rid not in self.builder.postponed and rid not in self.builder.last:
                     self.builder.skipped(rid)
         yield from [req for req in list.__iter__(scheduler.waiting_queue) if req not in self._taken()]
 
@@ -285,15 +292,23 @@ class FeatherScheduler:
             tokens = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
         return max(0.0, tokens / scheduler.max_total_num_tokens)
 
-    def postpones(self, adder: Any, req: Any) -> bool:
-        """Whether a proposed request is to wait for others of its prefix, instead of being judged by the adder."""
+    def judge(self, adder: Any, req: Any) -> AddReqResult | None:
+        """What becomes of a proposed request before SGLang's adder is asked; None: nothing.
+
+        It is passed over, to wait for others of its prefix or to go last, or memory will not suffice for it.
+        """
         self._adder = adder
         if not self.failed and self.policy is not None:
-            with self._guard("whether a prefix should wait could not be decided"):
+            with self._guard("a proposed request could not be judged"):
                 # What a hierarchical cache has on the host is not in its place yet, but will not be computed.
                 cached = _cached_tokens(req) + getattr(req, "host_hit_length", 0)
-                return self.builder.postpones(req.rid, cached, len(req.origin_input_ids) - cached)
-        return False
+                free = self.scheduler.token_to_kv_pool_allocator.available_size()
+                missing = len(req.origin_input_ids) - cached
+                if self.builder.passes_over(req.rid, cached, missing, free - self._computed_tokens):
+                    return AddReqResult.CONTINUE
+                if not self.builder.fits(req.rid, free + self.scheduler.tree_cache.evictable_size()):
+                    return AddReqResult.NO_TOKEN
+        return None
 
     def after_add(self, adder: Any, req: Any) -> None:
         """SGLang's adder has judged ``req``: note whether it is in."""
@@ -302,6 +317,13 @@ class FeatherScheduler:
             with self._guard("an admission could not be noted"):
                 self.builder.admitted(req.rid, _cached_tokens(req))
                 self._outputs[req.rid] = len(req.output_ids)
+                self._computed_tokens += _prompt_tokens(req) - _cached_tokens(req)
+
+    def _outlook(self, rid: Hashable) -> Outlook:
+        req = self._requests[rid]
+        most = req.sampling_params.max_new_tokens
+        fixed = most is not None and req.sampling_params.ignore_eos
+        return Outlook(_prompt_tokens(req), len(req.output_ids), _ENDLESS if most is None else most, fixed)
 
     def _get_new_batch_prefill_raw(
         self, original: Callable[..., Any], *args: Any, running_batch: Any, **kwargs: Any
@@ -450,6 +472,11 @@ def _cached_tokens(req: Any) -> int:
     return int(req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices))  # since 0.5.22
 
 
+def _prompt_tokens(req: Any) -> int:
+    """What a request has to compute before it generates: after a retraction, what it has generated, too."""
+    return len(req.origin_input_ids) + len(req.output_ids)
+
+
 def _decision_file(scheduler: Any) -> Path | None:
     """Where this rank's decisions go, if anywhere; raises ``FeatherError`` if they cannot."""
     ranks = getattr(scheduler, "ps", None) or get_parallel()  # since 0.5.21
@@ -478,8 +505,8 @@ def _watch_adder() -> None:
 
     @functools.wraps(original)
     def add_one_req(adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-        if _admitting is not None and _admitting.postpones(adder, req):
-            return AddReqResult.CONTINUE
+        if _admitting is not None and (verdict := _admitting.judge(adder, req)) is not None:
+            return verdict
         result = original(adder, req, *args, **kwargs)
         if _admitting is not None:
             _admitting.after_add(adder, req)

@@ -48,9 +48,11 @@ def serve(rank, store, results, agree):
             builder.arrive((step, i), array("q", [group] * 600 + [step]), most_tokens=1)
         fixed = clock.choice((None, clock.random()))
         measured = clock.random() * 1000, clock.random() * 0.01, fixed
-        builder.begin_round(*agreement.readings(step + clock.random(), *measured), in_chunks=stream.random() < 0.1)
+        builder.begin_round(
+            *agreement.readings(step + clock.random(), *measured), pending_tokens=int(stream.random() < 0.1)
+        )
         while len(running) < 12 and (r := builder.propose(len(running), 1.0)) is not None:
-            if builder.postpones(r, 0, 601):
+            if builder.passes_over(r, 0, 601, 1 << 40):
                 continue
             builder.admitted(r)
             running.append(r)

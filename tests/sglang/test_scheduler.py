@@ -120,7 +120,7 @@ def test_a_policy_file_of_another_kind_is_refused(server, monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "broken", ["propose", "begin_round", "postpones", "admitted", "end_round", "arrive", "row_order"]
+    "broken", ["propose", "begin_round", "passes_over", "fits", "admitted", "end_round", "arrive", "row_order"]
 )
 def test_a_failure_is_logged_once_counted_and_served_as_fcfs(server, monkeypatch, caplog, broken):
     one = server()

@@ -392,6 +392,7 @@ def gathering_builder(enough=10**9, policy=None, **bounds):
 
 
 PREFIX, PROMPT = 768, 772
+ROOM = 10**9  # nothing has to be evicted
 
 
 def prompt_of(name):
@@ -410,7 +411,7 @@ def round_of(b, now=0.0, cached=0, slots=1000):
     admitted = []
     while len(admitted) < slots and (r := b.propose(len(b.cht.active), 1.0)) is not None:
         assert r in b.cht.waiting and len(admitted) < 1000
-        if not b.postpones(r, cached, PROMPT - cached):
+        if not b.passes_over(r, cached, PROMPT - cached, ROOM):
             b.admitted(r, cached)
             admitted.append(r)
         b.cht.check_invariants()
@@ -469,11 +470,13 @@ def test_whose_prefix_runs_or_is_cached_never_waits():
     arrive_all(b, "a1", "a2", "b0", "c0")
     b.begin_round(0.0, None)
     assert b.propose(1, 1.0) == "a1"
-    assert not b.postpones("a1", 0, PROMPT)  # not even where the cache has not got it yet: another one computes it
-    assert not b.postpones("a1", PREFIX, 4)
+    assert not b.passes_over(
+        "a1", 0, PROMPT, ROOM
+    )  # not even where the cache has not got it yet: another one computes it
+    assert not b.passes_over("a1", PREFIX, 4, ROOM)
     b.admitted("a1", PREFIX)
     assert b.propose(2, 1.0) == "a2"
-    assert not b.postpones("b0", PREFIX, 4) and b.postpones("c0", 0, PROMPT)
+    assert not b.passes_over("b0", PREFIX, 4, ROOM) and b.passes_over("c0", 0, PROMPT, ROOM)
     b.end_round()
 
 
@@ -495,8 +498,8 @@ def test_a_lone_one_is_out_of_sight_for_the_round_only():
     for _ in range(3):
         b.begin_round(0.0, None)
         if b.propose(0, 1.0) == "a0":
-            assert b.postpones("a0", 0, PROMPT)
-        assert b.propose(0, 1.0) is None and b.postpones("a0", 0, PROMPT) is False
+            assert b.passes_over("a0", 0, PROMPT, ROOM)
+        assert b.propose(0, 1.0) is None and b.passes_over("a0", 0, PROMPT, ROOM) is False
         b.end_round()
         b.cht.check_invariants()
         assert set(b.cht.waiting) == {"a0"} and b.cht.find_best().request_id == b.cht.oldest() == "a0"
@@ -688,7 +691,7 @@ def test_a_preemption_within_the_round_does_not_make_the_batch_smaller_than_it_i
     assert round_of(b) == ["z0"] and round_of(b, cached=PREFIX) == ["z1", "z2", "z3"]
     arrive_all(b, "a0", "a1", "a2")
     b.begin_round(0.0, None)
-    assert b.propose(4, 1.0) == "a0" and b.postpones("a0", 0, PROMPT)
+    assert b.propose(4, 1.0) == "a0" and b.passes_over("a0", 0, PROMPT, ROOM)
     b.requeue("z3", prompt_of("z3"))
     policy.states = []
     assert b.propose(3, 1.0) == "z3"
@@ -706,7 +709,7 @@ def test_without_gathering_nothing_waits():
         found.append([round_of(b), round_of(b, cached=PREFIX), b.stats()])
         assert not b.postponed and b.postponements == 0 and b.policy.explore
     assert found[0] == found[1] and found[0][0] == ["a0", "b0", "c0"]
-    assert not builder().postpones("nobody", 0, 10**6)
+    assert not builder().passes_over("nobody", 0, 10**6, ROOM)
 
 
 # What gathering is told of the load -----------------------------------------------------------------------------
@@ -783,7 +786,7 @@ def big_round(b, now):
     admitted = []
     while (r := b.propose(len(b.cht.active), 1.0)) is not None:
         covered = 2 * (b.cht.depth(r) - b.cht.missing_count(r))
-        if not b.postpones(r, covered, 1050 - covered):
+        if not b.passes_over(r, covered, 1050 - covered, ROOM):
             b.admitted(r, covered)
             admitted.append(r)
     b.end_round()

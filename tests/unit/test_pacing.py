@@ -161,7 +161,7 @@ def test_nothing_is_held_while_a_prompt_is_computed_in_chunks():
     b = running(builder())
     arrive(b, "a")
     assert run_round(b, now=0.001) == []
-    assert run_round(b, now=0.002, in_chunks=True) == ["a"] and b.held_rounds == 1
+    assert run_round(b, now=0.002, pending=100) == ["a"] and b.held_rounds == 1
 
 
 def test_nothing_is_held_while_a_retracted_one_waits():
@@ -240,7 +240,7 @@ def test_postponed_requests_are_not_counted_either():
     b = running(builder(gathering=AlwaysShort(0), max_wait=1e9))
     b.arrive("lone", array("q", [9] * 600))
     b.begin_round(0.5, None, None, FIXED)
-    assert b.propose(20, 1.0) == "lone" and b.postpones("lone", 0, 600)
+    assert b.propose(20, 1.0) == "lone" and b.passes_over("lone", 0, 600, 10**9)
     b.end_round()
     assert run_round(b, now=0.6) == [] and b.held_rounds == 0
     arrive(b, "a")
