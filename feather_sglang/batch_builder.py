@@ -395,8 +395,8 @@ class BatchBuilder:
         if request_id == self._hurried or not self.gathering.tight(self._demand(), len(tree.active)):
             return True
         if not self._foreseen:
-            running = [(self.outlook_of(r), tree.alone_count(r) * tree.chunk_size) for r in tree.active]
-            self.forecast.open(running, self._pending)
+            alone = [(self.outlook_of(r), chunks * tree.chunk_size) for r, chunks in tree.alone_counts()]
+            self.forecast.open(alone, self._pending)
             self._foreseen = True
         outlook = self.outlook_of(request_id)
         missing = tree.missing_count(request_id)

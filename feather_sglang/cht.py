@@ -239,13 +239,15 @@ class ChunkedHashTree:
         request = self._get(request_id, self._waiting, self._active, self._held)
         return 0 if request.active else request.depth - self._matched(request).depth
 
-    def alone_count(self, request_id: Hashable) -> int:
-        """Return how many chunks of a request no other active request covers."""
-        request = self._get(request_id, self._active, self._waiting, self._held)
-        node = request.parent
-        while node.active <= request.active and node.depth:
-            node = node.parent
-        return request.depth - node.depth
+    def alone_counts(self) -> list[tuple[Hashable, int]]:
+        """Return each active request's id, and how many chunks of it no other active one covers."""
+        counts = []
+        for request_id, request in self._active.items():
+            node = request.parent
+            while node.active == 1 and node.depth:
+                node = node.parent
+            counts.append((request_id, request.depth - node.depth))
+        return counts
 
     def sharing(self, request_id: Hashable, depth: int) -> int:
         """Return how many waiting requests share the first ``depth`` chunks of a request, itself included."""

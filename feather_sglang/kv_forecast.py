@@ -10,12 +10,15 @@ have finished, too, and memory as it will be whenever one ends. Lengths are mean
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
+_NONE = np.zeros(0, np.int64)
 _MEMORY = 256  # finished requests that expected lengths are taken from
 
 
@@ -40,14 +43,17 @@ class KVForecast:
     """
 
     def __init__(self, page_size: int = 1) -> None:
-        self._page = page_size
-        self._lengths: deque[int] = deque(maxlen=_MEMORY)
-        self._remaining = self._returned = np.zeros(0, np.int64)
+        self._rounding = page_size - 1
+        self._finished: deque[int] = deque(maxlen=_MEMORY)
+        self._lengths: list[int] = []  # of those, sorted; as of the last `open`, like all below
+        self._longer: list[int] = []  # sum of each of them and all behind it
+        self._remaining = self._returned = _NONE  # (running,): tokens that each will generate yet, and gives back then
+        self._steps = self._gone = self._before = self._after = _NONE  # see _add_up
         self._pending = 0
 
     def finished(self, output_tokens: int) -> None:
         """Note what a request has generated."""
-        self._lengths.append(output_tokens)
+        self._finished.append(output_tokens)
 
     def open(self, running: Iterable[tuple[Outlook, int]], pending: int) -> None:
         """Look ahead from the running requests.
@@ -57,57 +63,55 @@ class KVForecast:
         running : each with the tokens of its prompt that leave with it, as no other running one shares them.
         pending : tokens of running requests' prompts that are still to be computed.
         """
-        pairs = list(running)
-        outlooks = [outlook for outlook, _ in pairs]
-        self._remaining = self._expect(outlooks)
-        returned = np.array([alone + outlook.generated for outlook, alone in pairs], np.int64)
-        self._returned = np.where(self._remaining, returned, 0)  # who may stay for ever gives nothing back
+        self._lengths = sorted(self._finished)
+        self._longer = list(accumulate(reversed(self._lengths)))[::-1]
         self._pending = pending
+        pairs = [(self.remaining(outlook), alone + outlook.generated) for outlook, alone in running]
+        self._remaining, returned = np.array(pairs, np.int64).reshape(-1, 2).T
+        self._returned = np.where(self._remaining, returned, 0)  # who may stay for ever gives nothing back
+        self._add_up()
+
+    def _add_up(self) -> None:
+        order = np.argsort(self._remaining)
+        self._steps = steps = self._remaining[order]
+        self._gone = np.append(0, np.cumsum(self._returned[order]))  # given back before each one's end
+        taken = np.arange(len(steps), 0, -1) * (steps + self._rounding) - self._gone[:-1]  # at each one's end
+        self._before = np.maximum.accumulate(taken + steps + self._rounding)  # up to it, beside one that runs longer
+        self._after = np.maximum.accumulate(taken[::-1])[::-1]  # from it on
+
+    def remaining(self, outlook: Outlook) -> int:
+        """Tokens that a request is expected to generate yet: the mean of those that had more, else as many again.
+
+        0 before anybody has finished, but for a fixed length: SGLang's own estimate has to do.
+        """
+        left = max(1, outlook.most - outlook.generated)
+        if outlook.fixed:
+            return left
+        if not self._lengths:
+            return 0
+        first = bisect_right(self._lengths, outlook.generated)
+        if first == len(self._lengths):
+            return max(1, min(left, outlook.generated))
+        return max(1, min(left, self._longer[first] // (len(self._lengths) - first) - outlook.generated))
 
     def needs(self, outlook: Outlook, prompt_tokens: int) -> int:
         """Most tokens that will be needed beyond those held now, if one joins that takes so many for its prompt."""
-        remaining = np.append(self._remaining, self._expect([outlook]))
-        returned = np.append(self._returned, outlook.generated)
-        return self._pending + prompt_tokens + peak(remaining, returned, self._page)
+        remaining, count = self.remaining(outlook), len(self._steps)
+        place = int(np.searchsorted(self._steps, remaining))
+        # Up to its own end it takes a token a step, beside those that run as long or longer; behind that it is gone.
+        most = (count - place + 1) * (remaining + self._rounding) - int(self._gone[place])
+        if place:
+            most = max(most, int(self._before[place - 1]))
+        if place < count:
+            most = max(most, int(self._after[place]) - outlook.generated)
+        return self._pending + prompt_tokens + max(0, most)
 
     def admit(self, outlook: Outlook, computed_tokens: int) -> None:
-        """Let it join; so many tokens of its prompt are to be computed. What it may give back counts from the next
-        round on, when it is known with whom it shares its prompt.
+        """Let it join; so many tokens of its prompt are to be computed.
+
+        What it gives back of its prompt counts from the next round on, when it is known with whom it shares that.
         """
-        self._remaining = np.append(self._remaining, self._expect([outlook]))
-        self._returned = np.append(self._returned, outlook.generated)
         self._pending += computed_tokens
-
-    def _expect(self, outlooks: list[Outlook]) -> np.ndarray:
-        """Tokens that each will still generate: the mean of what those had that had more, else as many again.
-
-        Before anybody has finished, 0, but for fixed lengths: nothing is known, and SGLang's own estimate has to do.
-        """
-        if not outlooks:
-            return np.zeros(0, np.int64)
-        _, generated, most, fixed = (np.array(column, np.int64) for column in zip(*outlooks, strict=True))
-        left = np.maximum(most - generated, 1)
-        if not self._lengths:
-            return np.where(fixed, left, 0)
-        lengths = np.sort(np.array(self._lengths, np.int64))
-        sums = np.append(np.cumsum(lengths[::-1])[::-1], 0)  # of a length and all longer ones
-        first = np.searchsorted(lengths, generated, side="right")  # the first that had more
-        longer = len(lengths) - first
-        expected = np.where(longer, sums[first] // np.maximum(longer, 1), 2 * generated)
-        return np.where(fixed, left, np.clip(expected - generated, 1, left))
-
-
-def peak(remaining: np.ndarray, returned: np.ndarray, page_size: int = 1) -> int:
-    """Most tokens that requests will take beyond those they hold, at any step ahead.
-
-    Parameters
-    ----------
-    remaining : (n,) int64, tokens that each will still generate, one a step.
-    returned : (n,) int64, tokens that each holds alone now, and gives back behind its last step.
-    """
-    order = np.argsort(remaining, kind="stable")
-    steps = remaining[order]
-    running = np.arange(len(steps), 0, -1)  # up to each of these steps
-    gone = np.cumsum(returned[order]) - returned[order]
-    taken = running * (steps + page_size - 1) - gone
-    return max(0, int(taken.max(initial=0)))
+        self._remaining = np.append(self._remaining, self.remaining(outlook))
+        self._returned = np.append(self._returned, outlook.generated)
+        self._add_up()
