@@ -314,7 +314,7 @@ class BatchBuilder:
         self._retracted.discard(request_id)
         if self._foreseen and self.forecast is not None and self.outlook_of is not None:
             outlook = self.outlook_of(request_id)
-            self.forecast.admit(outlook, 0 if cached_tokens is None else max(0, outlook.prompt - cached_tokens))
+            self.forecast.admit(outlook, 0 if cached_tokens is None else max(0, outlook.tokens - cached_tokens))
         depth = 0 if cached_tokens is None else self._depth_worth_waiting(cached_tokens)
         if 0 < depth <= self.cht.depth(request_id):
             self._computing[request_id] = depth
@@ -395,16 +395,20 @@ class BatchBuilder:
         if request_id == self._hurried or not self.gathering.tight(self._demand(), len(tree.active)):
             return True
         if not self._foreseen:
-            alone = [(self.outlook_of(r), chunks * tree.chunk_size) for r, chunks in tree.alone_counts()]
-            self.forecast.open(alone, self._pending)
+            self.forecast.open([self._returns(r, chunks) for r, chunks in tree.shared_counts()], self._pending)
             self._foreseen = True
-        outlook = self.outlook_of(request_id)
         missing = tree.missing_count(request_id)
-        covered = (tree.depth(request_id) - missing) * tree.chunk_size if missing else outlook.prompt
-        if self.forecast.needs(outlook, outlook.prompt - covered) <= free_tokens:
+        outlook, tokens = self._returns(request_id, tree.depth(request_id) - missing)
+        if self.forecast.needs(outlook, tokens if missing else 0) <= free_tokens:
             return True
         self.kept_out += 1
         return False
+
+    def _returns(self, request_id: Hashable, shared_chunks: int) -> tuple[Outlook, int]:
+        """A request's lengths, and how many of its tokens are its own where so many chunks are others' as well."""
+        assert self.outlook_of is not None
+        outlook = self.outlook_of(request_id)
+        return outlook, max(0, outlook.tokens - shared_chunks * self.cht.chunk_size)
 
     def _explore(self, allowed: bool) -> None:
         """No trials of STOP while memory is short: their reward would not see the prefixes that are lost by it."""

@@ -239,14 +239,14 @@ class ChunkedHashTree:
         request = self._get(request_id, self._waiting, self._active, self._held)
         return 0 if request.active else request.depth - self._matched(request).depth
 
-    def alone_counts(self) -> list[tuple[Hashable, int]]:
-        """Return each active request's id, and how many chunks of it no other active one covers."""
+    def shared_counts(self) -> list[tuple[Hashable, int]]:
+        """Return each active request's id, and how many of its chunks another active one covers as well."""
         counts = []
         for request_id, request in self._active.items():
             node = request.parent
             while node.active == 1 and node.depth:
                 node = node.parent
-            counts.append((request_id, request.depth - node.depth))
+            counts.append((request_id, node.depth))
         return counts
 
     def sharing(self, request_id: Hashable, depth: int) -> int:

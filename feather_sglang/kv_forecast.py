@@ -23,12 +23,12 @@ _MEMORY = 256  # finished requests that expected lengths are taken from
 
 
 class Outlook(NamedTuple):
-    """One request, in tokens: its prompt, its output so far, and the most it may have.
+    """One request: its tokens so far, prompt and output; its output so far, and the most that it may be.
 
-    ``fixed``: it will have as many, as nothing else ends it.
+    ``fixed``: it will be as long, as nothing else ends it.
     """
 
-    prompt: int
+    tokens: int
     generated: int
     most: int
     fixed: bool
@@ -60,15 +60,15 @@ class KVForecast:
 
         Parameters
         ----------
-        running : each with the tokens of its prompt that leave with it, as no other running one shares them.
+        running : each with the tokens that it gives back when it ends, as no other running one shares them.
         pending : tokens of running requests' prompts that are still to be computed.
         """
         self._lengths = sorted(self._finished)
         self._longer = list(accumulate(reversed(self._lengths)))[::-1]
         self._pending = pending
-        pairs = [(self.remaining(outlook), alone + outlook.generated) for outlook, alone in running]
+        pairs = [(self.remaining(outlook), returned) for outlook, returned in running]
         self._remaining, returned = np.array(pairs, np.int64).reshape(-1, 2).T
-        self._returned = np.where(self._remaining, returned, 0)  # who may stay for ever gives nothing back
+        self._returned = np.where(self._remaining, returned, 0)  # of unknown length: who knows when
         self._add_up()
 
     def _add_up(self) -> None:
@@ -103,7 +103,7 @@ class KVForecast:
         if place:
             most = max(most, int(self._before[place - 1]))
         if place < count:
-            most = max(most, int(self._after[place]) - outlook.generated)
+            most = max(most, int(self._after[place]) - (outlook.generated if remaining else 0))
         return self._pending + prompt_tokens + max(0, most)
 
     def admit(self, outlook: Outlook, computed_tokens: int) -> None:
@@ -112,6 +112,7 @@ class KVForecast:
         What it gives back of its prompt counts from the next round on, when it is known with whom it shares that.
         """
         self._pending += computed_tokens
-        self._remaining = np.append(self._remaining, self.remaining(outlook))
-        self._returned = np.append(self._returned, outlook.generated)
+        remaining = self.remaining(outlook)
+        self._remaining = np.append(self._remaining, remaining)
+        self._returned = np.append(self._returned, outlook.generated if remaining else 0)
         self._add_up()

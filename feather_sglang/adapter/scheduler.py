@@ -256,7 +256,7 @@ class FeatherScheduler:
                 measured = self._meter.rate, prefill.seconds_per_token, prefill.fixed_seconds
                 readings = self._agreement.readings(self.clock(), *measured)
                 chunked, self._computed_tokens = self.scheduler.chunked_req, 0
-                pending = 0 if chunked is None else max(1, _prompt_tokens(chunked) - _cached_tokens(chunked))
+                pending = 0 if chunked is None else max(1, _tokens(chunked) - _cached_tokens(chunked))
                 self.builder.begin_round(*readings, pending_tokens=pending)
                 if not self.builder.held:
                     self._meter.take()
@@ -317,13 +317,13 @@ class FeatherScheduler:
             with self._guard("an admission could not be noted"):
                 self.builder.admitted(req.rid, _cached_tokens(req))
                 self._outputs[req.rid] = len(req.output_ids)
-                self._computed_tokens += _prompt_tokens(req) - _cached_tokens(req)
+                self._computed_tokens += _tokens(req) - _cached_tokens(req)
 
     def _outlook(self, rid: Hashable) -> Outlook:
         req = self._requests[rid]
         most = req.sampling_params.max_new_tokens
         fixed = most is not None and req.sampling_params.ignore_eos
-        return Outlook(_prompt_tokens(req), len(req.output_ids), _ENDLESS if most is None else most, fixed)
+        return Outlook(_tokens(req), len(req.output_ids), _ENDLESS if most is None else most, fixed)
 
     def _get_new_batch_prefill_raw(
         self, original: Callable[..., Any], *args: Any, running_batch: Any, **kwargs: Any
@@ -472,8 +472,8 @@ def _cached_tokens(req: Any) -> int:
     return int(req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices))  # since 0.5.22
 
 
-def _prompt_tokens(req: Any) -> int:
-    """What a request has to compute before it generates: after a retraction, what it has generated, too."""
+def _tokens(req: Any) -> int:
+    """Prompt and output of a request: what it holds, or has to compute before it goes on."""
     return len(req.origin_input_ids) + len(req.output_ids)
 
 
