@@ -92,7 +92,7 @@ class BatchBuilder:
         self._postponed: dict[Hashable, tuple[int, int]] = {}  # depth as above, and tokens to be computed
         self._last: dict[Hashable, int] = {}  # proposed when nobody else is, as something would be evicted: depth
         self._last_call = False  # in this round, they are proposed now
-        self._pending = 0  # prompt tokens still to be computed as the round opens
+        self._pending = 0  # prompt tokens of the batch still to be computed, until memory is looked ahead at
         self._foreseen = False  # in this round, memory has been looked ahead at
         self._retracted: set[Hashable] = set()  # waiting again
         self._staying = 0  # waiting requests that are postponed or go last
@@ -312,9 +312,13 @@ class BatchBuilder:
         self.fairness.admit(request_id)
         self.overdue_admissions += request_id == self._hurried
         self._retracted.discard(request_id)
-        if self._foreseen and self.forecast is not None and self.outlook_of is not None:
+        if self.forecast is not None and self.outlook_of is not None:
             outlook = self.outlook_of(request_id)
-            self.forecast.admit(outlook, 0 if cached_tokens is None else max(0, outlook.tokens - cached_tokens))
+            computes = 0 if cached_tokens is None else max(0, outlook.tokens - cached_tokens)
+            if self._foreseen:
+                self.forecast.admit(outlook, computes)
+            else:
+                self._pending += computes
         depth = 0 if cached_tokens is None else self._depth_worth_waiting(cached_tokens)
         if 0 < depth <= self.cht.depth(request_id):
             self._computing[request_id] = depth

@@ -1,0 +1,98 @@
+"""SGLang's own scheduler where memory is short: nobody is thrown out, and what others need stays in the cache."""
+
+import random
+
+import pytest
+from harness import Server
+
+from feather_sglang.policies import make_policy
+
+PREFIX, TAIL = 640, 4
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """Checked after every step, under a policy that never stops, with `gather` on or off."""
+    monkeypatch.setenv("FEATHER_DEBUG_CHECK", "1")
+
+    def make(gather, **overrides):
+        monkeypatch.setenv("FEATHER_OPTIONS", f'{{"gather": "{gather}"}}')
+        one = Server(tmp_path, "feather-heuristic", **overrides)
+        one.feather.builder.policy = make_policy("always-add")
+        if gathering := one.feather.builder.gathering:
+            for _ in range(64):
+                gathering.arrived(3, met=True)
+        return one
+
+    return make
+
+
+def submit(one, names, outputs, **options):
+    """All of group "a" begin with the same tokens."""
+    for name in names.split():
+        prompt = random.Random(name[0]).choices(range(2, 512), k=PREFIX) + [300 + int(name[1:])] * TAIL
+        assert one.submit(name, prompt, max_new_tokens=outputs, **options)
+
+
+def computed(one):
+    return sum(len(req.origin_input_ids) - req.cached_tokens for req in one.requests.values())
+
+
+def retractions(one):
+    return sum(req.retraction_count for req in one.requests.values())
+
+
+def test_requests_that_grow_together_are_not_thrown_out(server):
+    """32 of one prefix need 640 + 32 x 64 tokens in the end, of 1,500; SGLang alone lets in too many."""
+    thrown_out = {}
+    for gather in ("off", "on"):
+        # Of what running requests may still generate SGLang counts a tenth, as it does when all went well for long.
+        one = server(gather, max_total_tokens=1500, schedule_conservativeness=0.1 / 0.7)
+        if forecast := one.feather.builder.forecast:
+            forecast.finished(60)
+        submit(one, " ".join(f"a{i}" for i in range(32)), 60, ignore_eos=False)
+        one.drain()
+        assert all(len(req.output_ids) == 60 for req in one.requests.values())
+        thrown_out[gather] = retractions(one)
+        one.assert_nothing_left()
+        one.close()
+    assert thrown_out["off"] > 0 and thrown_out["on"] == 0
+
+
+def test_lengths_are_learnt_from_those_that_finish(server):
+    one = server("on", max_total_tokens=1500, schedule_conservativeness=0.1 / 0.7)
+    submit(one, "a0 a1", 60, ignore_eos=False)
+    one.drain()
+    submit(one, " ".join(f"a{i}" for i in range(2, 34)), 60, ignore_eos=False)
+    one.drain()
+    assert retractions(one) == 0 and one.feather.builder.kept_out > 0
+    one.assert_nothing_left()
+
+
+def test_prefixes_that_are_cached_are_served_before_any_is_evicted(server):
+    """Two prefixes are in a pool for three. The third would evict one that two more requests wait for."""
+    prefill = {}
+    for gather in ("off", "on"):
+        one = server(gather, max_total_tokens=3 * (PREFIX + 40))
+        submit(one, "a0 b0", 4)
+        one.drain()
+        for group in "cd":
+            submit(one, " ".join(f"{group}{i}" for i in range(3)), 4)
+        submit(one, "a1 a2 b1 b2", 4)
+        one.drain()
+        prefill[gather] = computed(one)
+        one.assert_nothing_left()
+        one.close()
+    assert prefill["on"] == 4 * PREFIX + 12 * TAIL < prefill["off"]
+
+
+def test_a_request_that_needs_all_of_the_pool_runs_at_last(server):
+    one = server("on", max_total_tokens=1500)
+    submit(one, "a0 a1", 60)
+    one.step()
+    prompt = random.Random("long").choices(range(2, 512), k=1300)
+    assert one.submit("long", prompt, max_new_tokens=100)
+    submit(one, " ".join(f"a{i}" for i in range(2, 12)), 60)
+    one.drain()
+    assert len(one.requests["long"].output_ids) == 100 and retractions(one) == 0
+    one.assert_nothing_left()

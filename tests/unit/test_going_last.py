@@ -1,0 +1,269 @@
+"""Who needs something evicted goes last, and who would not fit beside what others will grow to stays out."""
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from feather_sglang.gathering import LEAST_TOKENS, Gathering
+from feather_sglang.kv_forecast import KVForecast, Outlook
+from feather_sglang.pacing import Pacing
+from oracles.rounds import builder
+
+PREFIX, PROMPT = 768, 772
+
+
+def prompt_of(name):
+    """All of group "a" begin with the same PREFIX tokens."""
+    return array("q", [ord(name[0])] * PREFIX + [1000 + int(name[1:])] * (PROMPT - PREFIX))
+
+
+def short_of_memory(pool=100, **options):
+    """A builder whose gathering knows no prefill time, so that no prefix waits for more of its requests."""
+    gathering = Gathering(pool)
+    gathering.often = 1.0
+    return builder(gathering=gathering, **options)
+
+
+def arrive_all(b, *names):
+    for name in names:
+        b.arrive(name, prompt_of(name), most_tokens=8)
+    if b.gathering is not None:
+        b.gathering.often = 1.0
+
+
+def round_of(b, cached="", free=0, now=0.0, asked=None, slots=100):
+    """A round as the adapter holds it; `cached`: groups whose prefix SGLang still has. Computed by its end."""
+    b.begin_round(now, None)
+    admitted = []
+    while len(admitted) < slots and (r := b.propose(len(b.cht.active), 1.0)) is not None:
+        found = PREFIX if r[0] in cached or any(other[0] == r[0] for other in b.cht.active) else 0
+        if asked is not None:
+            asked.append(r)
+        if b.passes_over(r, found, PROMPT - found, free):
+            assert r in b.last and r in b.cht.waiting | b.cht.held
+        else:
+            b.admitted(r, found)
+            admitted.append(r)
+        b.cht.check_invariants()
+    b.end_round()
+    b.cht.check_invariants()
+    assert not b.cht.held and not b.cht.deferred
+    for r in list(b.computing):
+        b.computed(r)
+    return admitted
+
+
+# Last ------------------------------------------------------------------------------------------------------------
+
+
+def test_those_whose_prefix_is_cached_come_before_one_that_would_have_it_evicted():
+    b = short_of_memory()
+    arrive_all(b, "a0", "a1", "b0", "b1", "c0")
+    assert round_of(b, cached="b") == ["b0", "b1", "a0", "c0"]  # of "a" the first computes for the second
+    assert b.put_last == b.stats()["put_last"] == 2
+    assert round_of(b) == ["a1"] and b.put_last == 2
+
+
+@pytest.mark.parametrize("free", [PROMPT, 10**6])
+def test_where_nothing_must_be_evicted_nobody_goes_last(free):
+    b = short_of_memory()
+    arrive_all(b, "a0", "b0")
+    assert round_of(b, cached="b", free=free) == ["a0", "b0"] and b.put_last == 0
+    arrive_all(b, "c0", "d0")
+    assert round_of(b, cached="d", free=PROMPT - 1) == ["d0", "c0"] and b.put_last == 1
+
+
+def test_nor_where_memory_is_not_short_or_nothing_gathers():
+    ample, alone = short_of_memory(pool=10**6), short_of_memory()
+    for b in (ample, alone, builder()):
+        arrive_all(b, "a0", "b0")
+        alone.gathering.often = 0.0
+        assert round_of(b, cached="b") == ["a0", "b0"] and b.put_last == 0
+
+
+def test_nor_for_a_prefix_that_is_short_or_that_another_computes():
+    b = short_of_memory()
+    arrive_all(b, "a0", "a1")
+    b.begin_round(0.0, None)
+    assert not b.passes_over("a0", PROMPT - LEAST_TOKENS + 1, LEAST_TOKENS - 1, 0)
+    assert b.propose(0, 1.0) == "a0"
+    b.admitted("a0", 0)
+    assert not b.passes_over("a1", 0, PROMPT, 0)
+    b.end_round()
+
+
+def test_one_that_is_late_does_not_go_last():
+    b = short_of_memory(max_wait=5.0)
+    arrive_all(b, "a0", "b0")
+    assert round_of(b, now=0.0, slots=0) == []
+    assert round_of(b, cached="b", now=5.0) == ["a0", "b0"] and b.put_last == 0
+
+
+def test_where_all_go_last_they_come_in_their_order():
+    b = short_of_memory()
+    arrive_all(b, "a0", "b0", "b1", "c0")
+    assert round_of(b) == ["a0", "b0", "c0"]
+    assert round_of(b) == ["b1"]
+
+
+def test_in_later_rounds_they_go_last_without_being_looked_up_first():
+    """SGLang looks a proposed request up in its cache; it does so again only when nobody else is proposed."""
+    b = short_of_memory()
+    arrive_all(b, "a0", "a1", "c0")
+    asked = []
+    assert round_of(b, cached="b", asked=asked, slots=0) == [] and asked == []
+    b.begin_round(0.0, None)
+    assert b.propose(0, 1.0) == "a0" and b.passes_over("a0", 0, PROMPT, 0) and set(b.last) == {"a0"}
+    b.end_round()
+    arrive_all(b, "b0")
+    assert round_of(b, cached="bc", asked=asked) == ["c0", "b0", "a0"] and asked == ["c0", "b0", "a0"]
+
+
+def test_they_are_no_longer_last_once_another_computes_theirs_or_they_leave():
+    b = short_of_memory()
+    arrive_all(b, "a0", "a1", "b0")
+    b.begin_round(0.0, None)
+    for r in ("a0", "b0"):
+        assert b.propose(0, 1.0) == r and b.passes_over(r, 0, PROMPT, 0)
+    b.end_round()
+    b.leave_queue("b0")
+    assert set(b.last) == {"a0"}
+    b.begin_round(0.0, None)
+    b.admitted("a1", 0)
+    b.end_round()
+    b.begin_round(0.0, None)
+    assert not b.last
+    b.end_round()
+
+
+def test_in_the_last_call_nobody_is_last_so_who_is_passed_over_by_sglang_is_skipped():
+    b = short_of_memory()
+    arrive_all(b, "a0", "b0")
+    b.begin_round(0.0, None)
+    for r in ("a0", "b0"):
+        assert b.propose(0, 1.0) == r and b.passes_over(r, 0, PROMPT, 0)
+    assert b.propose(0, 1.0) == "a0" and not b.last and not b.passes_over("a0", 0, PROMPT, 0)
+    b.skipped("a0")
+    assert b.propose(0, 1.0) == "b0"
+    b.skipped("b0")
+    assert b.propose(0, 1.0) is None
+    b.end_round()
+    assert set(b.cht.waiting) == {"a0", "b0"}
+
+
+def test_a_round_that_is_held_calls_nobody():
+    b = short_of_memory(pacing=Pacing(1.0))
+    arrive_all(b, "x0")
+    assert round_of(b, now=0.0) == ["x0"]
+    arrive_all(b, "a0")
+    b.begin_round(0.001, None, None, 10.0)
+    assert b.held and b.propose(1, 1.0) is None
+    b.end_round()
+
+
+groups = st.lists(st.sampled_from("abcdef"), max_size=12)
+
+
+@given(st.lists(st.tuples(groups, st.sets(st.sampled_from("abcdef")), st.booleans()), min_size=1, max_size=8))
+def test_in_every_round_all_are_proposed_and_those_who_evict_behind_the_others(rounds):
+    b, count = short_of_memory(), 0
+    for arrivals, cached, leave in rounds:
+        for group in arrivals:
+            arrive_all(b, f"{group}{count}")
+            count += 1
+        present = cached | {r[0] for r in b.cht.active}
+        waiting = set(b.cht.waiting)
+        admitted = round_of(b, cached=cached)
+        costly = [r[0] not in present for r in admitted]
+        assert costly == sorted(costly) and set(admitted) | set(b.cht.waiting) == waiting
+        assert {r for r in waiting if r[0] in present} <= set(admitted)
+        assert {r[0] for r in b.cht.waiting} <= {r[0] for r, late in zip(admitted, costly, strict=True) if late}
+        for r in sorted(b.cht.active) if leave else ():
+            b.leave_batch(r, 8)
+
+
+# Memory ahead ----------------------------------------------------------------------------------------------------
+
+
+def looking_ahead(pool=100, generated=None, fixed=True, **options):
+    generated = {} if generated is None else generated
+
+    def outlook(name):
+        return Outlook(PROMPT + generated.get(name, 0), generated.get(name, 0), 100, fixed)
+
+    return short_of_memory(pool, forecast=KVForecast(), outlook_of=outlook, **options)
+
+
+def run_one(b, name="a0", now=0.0):
+    arrive_all(b, name)
+    b.begin_round(now, None)
+    assert b.fits(name, 0)  # beside nobody: SGLang decides
+    b.admitted(name, 0)
+    b.end_round()
+    for r in list(b.computing):
+        b.computed(r)
+
+
+def test_whoever_joins_fits_only_if_all_do_to_their_ends():
+    b = looking_ahead(generated={"a0": 40})
+    run_one(b)
+    arrive_all(b, "a1", "b0")
+    b.begin_round(0.0, None)
+    tail = PROMPT - PREFIX
+    # Both take 60 tokens more; then a0 is gone with what it holds alone, far more than a1 still takes.
+    assert b.fits("a1", tail + 120) and not b.fits("a1", tail + 119) and b.kept_out == 1
+    assert b.fits("b0", PROMPT + 120) and not b.fits("b0", PROMPT + 119)
+    b.end_round()
+
+
+def test_who_has_been_admitted_in_the_round_counts_with_its_prompt():
+    b = looking_ahead()
+    run_one(b)
+    arrive_all(b, "a1", "b0")
+    b.begin_round(0.0, None, pending_tokens=7)
+    assert b.fits("b0", 7 + PROMPT + 200)
+    b.admitted("b0", 0)
+    assert b.fits("a1", 7 + PROMPT + (PROMPT - PREFIX) + 300)
+    assert not b.fits("a1", 7 + PROMPT + (PROMPT - PREFIX) + 299)
+    b.end_round()
+    b.begin_round(0.0, None)
+    assert b.fits("a1", (PROMPT - PREFIX) + 300) and not b.fits("a1", (PROMPT - PREFIX) + 299)  # b0's is in its place
+    b.end_round()
+
+
+def test_all_fit_where_the_pool_suffices_and_before_lengths_are_known():
+    for b in (looking_ahead(pool=10**6), looking_ahead(fixed=False)):
+        run_one(b)
+        arrive_all(b, "b0")
+        b.begin_round(0.0, None)
+        assert b.fits("b0", PROMPT)
+        b.end_round()
+    b.leave_batch("a0", 50)  # now they are known
+    arrive_all(b, "c0", "d0")
+    b.begin_round(0.0, None)
+    b.admitted("c0", 0)
+    assert b.fits("d0", 2 * PROMPT + 100) and not b.fits("d0", 2 * PROMPT + 99)
+    b.end_round()
+
+
+def test_it_does_not_matter_whether_prefixes_gather():
+    b = looking_ahead()
+    run_one(b)
+    arrive_all(b, "b0")
+    b.gathering.often = 0.0
+    b.begin_round(0.0, None)
+    assert not b.fits("b0", PROMPT)
+    b.end_round()
+
+
+def test_sglang_decides_about_one_that_is_late():
+    b = looking_ahead(max_wait=5.0)
+    run_one(b)
+    arrive_all(b, "b0")
+    b.begin_round(0.0, None)
+    b.end_round()
+    b.begin_round(5.0, None)
+    assert b.propose(1, 1.0) == "b0" and b.fits("b0", 0) and b.kept_out == 0
+    b.end_round()
