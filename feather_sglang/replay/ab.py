@@ -114,7 +114,9 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     policy = parser.add_argument_group("feather policies")
     policy.add_argument("--feather-chunk-size", type=int, default=64, metavar="TOKENS")
     policy.add_argument("--feather-max-wait", type=float, default=120.0, metavar="SECONDS")
-    policy.add_argument("--feather-gather", choices=("on", "off"), default="on", help="let prefixes wait (on)")
+    policy.add_argument(
+        "--feather-gather", choices=("on", "off"), default="on", help="mind prefixes where memory is short (on)"
+    )
     policy.add_argument(
         "--feather-pace",
         type=_seconds_or_auto,
