@@ -10,7 +10,7 @@ bound, the row order and the way back from a mixed batch are ours.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, KeysView, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from feather_sglang.cht import Candidate, ChunkedHashTree
@@ -18,13 +18,8 @@ from feather_sglang.fairness import Fairness
 from feather_sglang.gathering import LEAST_TOKENS, Gathering
 from feather_sglang.kv_forecast import KVForecast, Outlook
 from feather_sglang.pacing import Pacing
+from feather_sglang.passing_over import PassingOver
 from feather_sglang.policies import Action, PolicyState, StopPolicy
-
-# Waiting for a prefix that is being computed pays from here on: less, and the batch had better be filled. More than a
-# page and a chunk, which two equal prompts always compute anew.
-_WORTH_WAITING = 256
-_MOST_ASKED = 8  # prefixes made to wait or to go last in one round: SGLang looks each up in its cache first
-_MOST_POSTPONED = 16  # prefixes that wait at a time: each is weighed again in every round, and nobody behind them
 
 
 class BatchBuilder:
@@ -72,6 +67,7 @@ class BatchBuilder:
         self.cht = cht
         self.policy = policy
         self.fairness = Fairness(max_wait, max_wait_rounds)
+        self.passing_over = PassingOver(cht, self.fairness, gathering)
         self.group_of = group_of
         self.gathering = gathering
         self.forecast = forecast
@@ -80,26 +76,22 @@ class BatchBuilder:
         self.held = False
         self.stops = 0
         self.overdue_admissions = 0
-        self.postponements = 0
-        self.put_last = 0
         self.kept_out = 0
         self.held_rounds = 0
         self.longest_wait = 0.0
         self._stopped = False  # in this round, for everybody outside the main branch
         self._unseen: dict[Hashable, int] = {}  # priority of those that arrived since the last round
         self._undone: Hashable | None = None  # the last ADD, until the scheduler has carried it out
-        self._computing: dict[Hashable, int] = {}  # in prefill: depth from which sharing its prompt is worth a wait
-        self._postponed: dict[Hashable, tuple[int, int]] = {}  # depth as above, and tokens to be computed
-        self._last: dict[Hashable, int] = {}  # proposed when nobody else is, as something would be evicted: depth
-        self._last_call = False  # in this round, they are proposed now
         self._pending = 0  # prompt tokens of the batch still to be computed, until memory is looked ahead at
         self._foreseen = False  # in this round, memory has been looked ahead at
-        self._retracted: set[Hashable] = set()  # waiting again
-        self._staying = 0  # waiting requests that are postponed or go last
         self._frozen: tuple[StopPolicy, bool] | None = None  # who may not explore, and whether it does otherwise
-        self._asked = 0  # prefixes postponed in this round for the first time
         self._late: deque[Hashable] | None = None  # in this round, most urgent first; None: nobody has looked
         self._hurried: Hashable | None = None  # proposed because somebody is late
+
+    def use_tree(self, cht: ChunkedHashTree) -> None:
+        """Take another tree, with another seed, say, before anybody has arrived."""
+        assert not self.cht
+        self.cht = self.passing_over.cht = cht
 
     # Life cycle -----------------------------------------------------------------------------------------------
 
@@ -138,15 +130,12 @@ class BatchBuilder:
         if request_id in self.cht.active:
             self.fairness.wait_again(request_id)
         self.cht.requeue(request_id, token_ids)
-        self._computing.pop(request_id, None)
-        self._retracted.add(request_id)
+        self.passing_over.requeued(request_id)
 
     def leave_queue(self, request_id: Hashable) -> None:
         """Forget a waiting request that was aborted or timed out."""
         self.cht.remove(request_id)
-        self._retracted.discard(request_id)
-        self._postponed.pop(request_id, None)
-        self._last.pop(request_id, None)
+        self.passing_over.left(request_id)
         if self._unseen.pop(request_id, None) is None:
             self.fairness.forget(request_id, waiting=True)
 
@@ -157,7 +146,7 @@ class BatchBuilder:
         if self.forecast is not None and output_tokens:
             self.forecast.finished(output_tokens)
         self.cht.finish(request_id)
-        self._computing.pop(request_id, None)
+        self.passing_over.left(request_id)
         self.fairness.forget(request_id, waiting=False)
 
     # One admission round --------------------------------------------------------------------------------------
@@ -190,54 +179,24 @@ class BatchBuilder:
         """
         if self.gathering is not None:
             self.gathering.seconds_per_token = prefill_seconds
-        self._explore(not self._memory_is_short())
+        self._explore(not self.passing_over.memory_is_short())
         self.fairness.open_round(now)
-        self._stopped = self._last_call = False
-        self._asked = 0
+        self._stopped = False
         self._pending, self._foreseen = pending_tokens, False
         self._late = None
         for request_id, priority in self._unseen.items():
             self.fairness.arrive(request_id, priority)
         self._unseen.clear()
-        for request_id, (depth, missing) in list(self._postponed.items()):
-            if not self._still_waits(request_id, depth, missing):
-                del self._postponed[request_id]
-        for request_id, depth in list(self._last.items()):
-            if not self._may_wait(request_id, depth):
-                del self._last[request_id]
-        self._pass_over()
+        self.passing_over.open_round()
         self.held = not pending_tokens and self._should_gather(fixed_seconds)
         self.held_rounds += self.held
         if reward is not None and self.policy is not None and not self.held:
             self.policy.observe(reward)
 
-    def _pass_over(self) -> None:
-        """Nobody proposes those who wait for a prefix, nor, before the last call, those who go last."""
-        self._staying = 0
-        for request_id, depth in self._computing.items():
-            self.cht.defer(request_id, depth)
-        passed_over = [(r, depth) for r, (depth, _) in self._postponed.items()]
-        if not self._last_call:
-            passed_over += self._last.items()
-        for request_id, depth in passed_over:
-            if request_id in self.cht.waiting:  # else it is held, or has been admitted
-                self._stay(request_id, depth)
-
-    def _call_last(self) -> bool:
-        """Let those be proposed who go last; False if there are none, or it has been done in this round."""
-        if self._last_call or self.held or not self._last:
-            return False
-        self._last_call = True
-        self.cht.resume()
-        for request_id in self._last.keys() & self.cht.held:
-            self.cht.requeue(request_id)
-        self._pass_over()
-        return True
-
     def _should_gather(self, fixed_seconds: float | None) -> bool:
         """Whether those who could be proposed wait for more of them, before a prefill step stops those who run."""
         tree = self.cht
-        if self.pacing is None or self._retracted:
+        if self.pacing is None or self.passing_over.retracted:
             return False
         if self._most_late(tree.find_best()) is not None:
             return False
@@ -257,7 +216,7 @@ class BatchBuilder:
             carried out, and must not be rewarded.
         """
         request_id = self._propose(batch_size, headroom, has_room)
-        if request_id is None and self._call_last():
+        if request_id is None and not self.held and self.passing_over.call_last():
             request_id = self._propose(batch_size, headroom, has_room)
         return request_id
 
@@ -267,12 +226,12 @@ class BatchBuilder:
         late = self._most_late(best)
         self._hurried = None
         if late is not None:
-            if best is None or self.fairness.is_overtaken(late) or self._is_one_too_many(best):
+            if best is None or self.fairness.is_overtaken(late) or self.passing_over.is_one_too_many(best):
                 self._hurried = late
             else:
                 self._hurried = best.request_id
             return self._hurried
-        if best is None or self.held or self._is_one_too_many(best):
+        if best is None or self.held or self.passing_over.is_one_too_many(best):
             return None
         if self._stopped:
             return self._inside_branch()
@@ -280,7 +239,9 @@ class BatchBuilder:
             return best.request_id
         loss = max(self.cht.shared_tip - best.tip_after, self.cht.branch_loss(best.request_id), 0)
         # The deferred will join as soon as their prefix is computed: the batch is as good as theirs.
-        state = PolicyState(batch_size + max(0, self.cht.deferred - self._staying), loss, best.peers, headroom)
+        state = PolicyState(
+            batch_size + max(0, self.cht.deferred - self.passing_over.staying), loss, best.peers, headroom
+        )
         if self.group_of is not None:
             batch_groups = frozenset(map(self.group_of, self.cht.active))
             state = state._replace(group=(self.group_of(best.request_id), batch_groups))
@@ -294,12 +255,7 @@ class BatchBuilder:
     def _inside_branch(self) -> Hashable | None:
         """After STOP a mixed batch may still grow in its main branch: that costs nothing and lets it become pure."""
         inside = self.cht.best_in_branch()
-        return None if inside is None or self._is_one_too_many(inside) else inside.request_id
-
-    def _is_one_too_many(self, best: Candidate) -> bool:
-        """Whether it might have to wait where enough do: then nobody behind it is admitted either."""
-        full = self._asked >= _MOST_ASKED or len(self._postponed) >= _MOST_POSTPONED
-        return full and best.missing_chunks * self.cht.chunk_size >= LEAST_TOKENS
+        return None if inside is None or self.passing_over.is_one_too_many(inside) else inside.request_id
 
     def admitted(self, request_id: Hashable, cached_tokens: int | None = None) -> None:
         """The scheduler took the proposed request into the batch and will compute all but its cached tokens.
@@ -311,7 +267,7 @@ class BatchBuilder:
         self.cht.add_to_batch(request_id)
         self.fairness.admit(request_id)
         self.overdue_admissions += request_id == self._hurried
-        self._retracted.discard(request_id)
+        self.passing_over.admitted(request_id, cached_tokens)
         if self.forecast is not None and self.outlook_of is not None:
             outlook = self.outlook_of(request_id)
             computes = 0 if cached_tokens is None else max(0, outlook.tokens - cached_tokens)
@@ -319,71 +275,17 @@ class BatchBuilder:
                 self.forecast.admit(outlook, computes)
             else:
                 self._pending += computes
-        depth = 0 if cached_tokens is None else self._depth_worth_waiting(cached_tokens)
-        if 0 < depth <= self.cht.depth(request_id):
-            self._computing[request_id] = depth
-            self.cht.defer(request_id, depth)
         self._undone = None
         if self.pacing is not None:
             self.pacing.admitted(self.fairness.now)
         self.longest_wait = max(self.longest_wait, self.fairness.waited(request_id))
 
     def passes_over(self, request_id: Hashable, cached_tokens: int, missing_tokens: int, free_tokens: int) -> bool:
-        """Whether the proposed request, and all that share what it would compute, are to wait.
-
-        Either that prefix had better be computed later (``Gathering``): they are passed over in this round, and in the
-        next ones for as long as that holds. Or something must be evicted for it: then they go last, as those whose
-        prefix is still cached may need what would be evicted, and cost next to nothing.
-
-        Parameters
-        ----------
-        cached_tokens, missing_tokens
-            Of its prompt: found in the prefix cache, and to be computed.
-        free_tokens
-            Of the pool, without evicting anything, beyond what this round has taken.
-        """
-        depth = self._depth_worth_waiting(cached_tokens)
-        if self._still_waits(request_id, depth, missing_tokens):
-            self._postponed[request_id] = depth, missing_tokens
-            self._last.pop(request_id, None)
-            self.postponements += 1
-        elif self._goes_last(request_id, depth, missing_tokens, free_tokens):
-            self._last[request_id] = depth
-            self.put_last += 1
-        else:
-            return False
-        self._cancel_undone()
-        self._stay(request_id, depth)
-        self._asked += 1
-        return True
-
-    def _goes_last(self, request_id: Hashable, depth: int, missing_tokens: int, free_tokens: int) -> bool:
-        if self._last_call or missing_tokens < LEAST_TOKENS or missing_tokens <= free_tokens:
-            return False
-        return self._may_wait(request_id, depth)
-
-    def _still_waits(self, request_id: Hashable, depth: int, missing_tokens: int) -> bool:
-        if not self._may_wait(request_id, depth):
-            return False
-        tree = self.cht
-        if any(tree.common_depth(request_id, other) >= depth for other in self._retracted):
-            return False  # what those have generated is lost to their users while they wait
-        assert self.gathering is not None
-        return self.gathering.waits(
-            missing_tokens,
-            tree.sharing(request_id, depth),
-            self.fairness.waited(request_id),
-            len(tree.active),
-        )
-
-    def _may_wait(self, request_id: Hashable, depth: int) -> bool:
-        """Whether memory is short, and nobody computes the first `depth` chunks of this request, nor is it late."""
-        tree = self.cht
-        if not self._memory_is_short() or request_id not in tree.waiting or depth > tree.depth(request_id):
-            return False
-        if self.fairness.is_late(request_id):
-            return False
-        return tree.depth(request_id) - tree.missing_count(request_id) < depth
+        """Whether the proposed request is to wait, with all that share what it would compute (``PassingOver``)."""
+        passes_over = self.passing_over.passes_over(request_id, cached_tokens, missing_tokens, free_tokens)
+        if passes_over:
+            self._cancel_undone()
+        return passes_over
 
     def fits(self, request_id: Hashable, free_tokens: int) -> bool:
         """Whether memory will suffice for the proposed request beside the running ones, as far as can be foreseen.
@@ -396,7 +298,7 @@ class BatchBuilder:
         tree = self.cht
         if self.forecast is None or self.outlook_of is None or self.gathering is None or not tree.active:
             return True
-        if request_id == self._hurried or not self.gathering.tight(self._demand(), len(tree.active)):
+        if request_id == self._hurried or not self.gathering.tight(self.passing_over.demand(), len(tree.active)):
             return True
         if not self._foreseen:
             self.forecast.open([self._returns(r, chunks) for r, chunks in tree.shared_counts()], self._pending)
@@ -422,43 +324,6 @@ class BatchBuilder:
         if not allowed and self._frozen is None and self.policy is not None:
             self.policy.end_episode()
             self._frozen, self.policy.explore = (self.policy, self.policy.explore), False
-
-    def _memory_is_short(self) -> bool:
-        return self.gathering is not None and self.gathering.short(self._demand(), len(self.cht.active))
-
-    def _demand(self) -> int:
-        """Distinct prompt tokens of all waiting and running requests."""
-        return self.cht.distinct_chunks * self.cht.chunk_size
-
-    def _stay(self, request_id: Hashable, depth: int) -> None:
-        if self.cht.sharing(request_id, depth) == 1:
-            self.cht.hold(request_id)
-            return
-        before = self.cht.deferred
-        self.cht.defer(request_id, depth)
-        self._staying += self.cht.deferred - before
-
-    def _depth_worth_waiting(self, cached_tokens: int) -> int:
-        return -(-(cached_tokens + _WORTH_WAITING) // self.cht.chunk_size)
-
-    @property
-    def postponed(self) -> KeysView[Hashable]:
-        """Waiting requests for whose prefix it is too early, one for each."""
-        return self._postponed.keys()
-
-    @property
-    def last(self) -> Collection[Hashable]:
-        """Waiting requests that go last, one for each prefix; none any more once they are proposed."""
-        return () if self._last_call else self._last.keys()
-
-    @property
-    def computing(self) -> KeysView[Hashable]:
-        """Admitted requests whose prompts others wait for."""
-        return self._computing.keys()
-
-    def computed(self, request_id: Hashable) -> None:
-        """The prompt of an admitted request is in the prefix cache."""
-        del self._computing[request_id]
 
     def skipped(self, request_id: Hashable) -> None:
         """The scheduler passed over the proposed request (an adapter not loaded, say): not again this round."""
@@ -517,8 +382,8 @@ class BatchBuilder:
             "rounds": self.fairness.round,
             "stops": self.stops,
             "overdue_admissions": self.overdue_admissions,
-            "postponements": self.postponements,
-            "put_last": self.put_last,
+            "postponements": self.passing_over.postponements,
+            "put_last": self.passing_over.put_last,
             "kept_out": self.kept_out,
             "held_rounds": self.held_rounds,
             "longest_wait_s": self.longest_wait,

@@ -96,7 +96,11 @@ class FeatherOptions:
         True, _switch, "on|off", "Keep the rows of the running batch in depth-first prefix order."
     )
     gather: bool = _option(
-        True, _switch, "on|off", "Where memory is short, let a prefix wait for more of the requests that share it."
+        True,
+        _switch,
+        "on|off",
+        "Where memory is short, let a prefix wait for more of the requests that share it, let those who evict go last, "
+        "and keep out whom memory would not suffice for.",
     )
     pace: float | None = _option(
         None,

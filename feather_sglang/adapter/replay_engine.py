@@ -86,7 +86,7 @@ class Replay:
         if self.feather is not None:
             self.feather.clock = lambda: self.clock
             # A fixed hash seed, where a server draws a secret one: the same replay permutes the same rows.
-            self.feather.builder.cht = ChunkedHashTree(self.feather.options.chunk_size, seed=0)
+            self.feather.builder.use_tree(ChunkedHashTree(self.feather.options.chunk_size, seed=0))
         self._paths: dict[str, tuple[int, ...]] = {}
         self._block_size = trace.block_size
         self._rows: list[Any] | None = None

@@ -139,7 +139,7 @@ class FeatherScheduler:
             max_wait=options.max_wait,
             max_wait_rounds=options.max_wait_rounds,
             gathering=gathering,
-            forecast=KVForecast(scheduler.page_size) if gathering is not None else None,
+            forecast=_make_forecast(scheduler) if gathering is not None else None,
             outlook_of=self._outlook,
             pacing=Pacing(pace) if pace else None,
         )
@@ -236,10 +236,10 @@ class FeatherScheduler:
     def _note_computed(self) -> None:
         """A request's first new token says that its prompt is computed and in the cache."""
         for rid, outputs in list(self._outputs.items()):
-            if rid not in self.builder.computing:
+            if rid not in self.builder.passing_over.computing:
                 del self._outputs[rid]
             elif len(self._requests[rid].output_ids) > outputs:
-                self.builder.computed(rid)
+                self.builder.passing_over.computed(rid)
                 del self._outputs[rid]
 
     # One admission round --------------------------------------------------------------------------------------
@@ -276,7 +276,8 @@ class FeatherScheduler:
                 if rid is None:
                     return
                 yield self._requests[rid]
-                if rid not in tree.active and rid not in self.builder.postponed and rid not in self.builder.last:
+                passed_over = self.builder.passing_over
+                if not (rid in tree.active or rid in passed_over.postponed or rid in passed_over.last):
                     self.builder.skipped(rid)
         yield from [req for req in list.__iter__(scheduler.waiting_queue) if req not in self._taken()]
 
@@ -306,6 +307,8 @@ class FeatherScheduler:
                 missing = len(req.origin_input_ids) - cached
                 if self.builder.passes_over(req.rid, cached, missing, free - self._computed_tokens):
                     return AddReqResult.CONTINUE
+                if self.builder.forecast is None:
+                    return None
                 if not self.builder.fits(req.rid, free + self.scheduler.tree_cache.evictable_size()):
                     return AddReqResult.NO_TOKEN
         return None
@@ -330,7 +333,7 @@ class FeatherScheduler:
     ) -> Any:
         global _admitting
         self._adder, _admitting = None, self
-        if self.builder.computing and not self.failed:
+        if self.builder.passing_over.computing and not self.failed:
             # Else a batch that had no room for somebody else's prefix would be closed, until a request leaves it, to
             # those whose prefix has been computed since.
             running_batch.batch_is_full = False
@@ -445,7 +448,7 @@ class FeatherScheduler:
         assert type(scheduler.waiting_queue) is list
         assert set(tree.waiting) == {req.rid for req in scheduler.waiting_queue}, "waiting requests differ"
         assert set(tree.active) == alive, f"running requests differ: {set(tree.active) ^ alive}"
-        assert self.builder.computing <= tree.active, "a request is being computed that does not run"
+        assert self.builder.passing_over.computing <= tree.active, "a request is being computed that does not run"
         assert not tree.held and set(self._requests) == set(tree.waiting) | set(tree.active)
         if self.options.row_order and plan.batch_to_run is not None and plan.batch_to_run.forward_mode.is_decode():
             rows = [req.rid for req in plan.batch_to_run.reqs if req.rid in tree]
@@ -488,6 +491,11 @@ def _make_gathering(scheduler: Any, options: FeatherOptions) -> Gathering | None
     if not options.gather or getattr(scheduler, "is_hybrid_ssm", False):
         return None
     return Gathering(scheduler.max_total_num_tokens)
+
+
+def _make_forecast(scheduler: Any) -> KVForecast | None:
+    # With sliding windows there is a second pool, in which nobody holds more than a window.
+    return None if getattr(scheduler, "is_hybrid_swa", False) else KVForecast(scheduler.page_size)
 
 
 _admitting: FeatherScheduler | None = None  # the scheduler inside an admission round, for the adder it has made

@@ -62,7 +62,7 @@ def serve(rank, store, results, agree):
         decisions.append(tuple(running))
         while running and stream.random() < 0.7:
             builder.leave_batch(running.pop(stream.randrange(len(running))))
-    results[rank] = decisions, builder.postponements, builder.held_rounds
+    results[rank] = decisions, builder.passing_over.postponements, builder.held_rounds
     dist.destroy_process_group()
 
 

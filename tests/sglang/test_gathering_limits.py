@@ -93,7 +93,7 @@ def waiting(one):
 
 
 def postponed(one):
-    return set(one.feather.builder.postponed)
+    return set(one.feather.builder.passing_over.postponed)
 
 
 def computed(one):
@@ -177,13 +177,13 @@ def serve(one, outputs):
         if one.step() is None:
             one.now += 1.0
         chunked = {one.scheduler.chunked_req.rid} if one.scheduler.chunked_req else set()
-        assert chunked <= builder.cht.active and builder.postponed <= waiting(one)
-        assert not any(one.requests[name].output_ids for name in builder.postponed)
+        assert chunked <= builder.cht.active and builder.passing_over.postponed <= waiting(one)
+        assert not any(one.requests[name].output_ids for name in builder.passing_over.postponed)
         one.chunked |= chunked
         one.retracted |= {req.rid for req in one.scheduler.waiting_queue if req.output_ids}
         most = max(most, len(builder.cht.active))
         if builder.fairness.round > rounds:
-            one.held |= {name: now - builder.fairness.arrivals[name].time for name in builder.postponed}
+            one.held |= {name: now - builder.fairness.arrivals[name].time for name in builder.passing_over.postponed}
     one.assert_nothing_left()
     assert max(one.held.values(), default=0) <= most * (PREFIX + TAIL) * TOKEN_SECONDS
     return one.outputs()

@@ -384,11 +384,11 @@ def tokens_computed_for_three_waves(one):
 def test_prefixes_that_wait_are_computed_less_often(gathering_server):
     one = gathering_server("on", max_total_tokens=6000)
     on = tokens_computed_for_three_waves(one)
-    assert one.feather.builder.postponements > 0 and one.feather.builder.overdue_admissions == 0
+    assert one.feather.builder.passing_over.postponements > 0 and one.feather.builder.overdue_admissions == 0
     one = gathering_server("off", max_total_tokens=6000)
     assert one.feather.builder.gathering is None
     assert on < 0.7 * tokens_computed_for_three_waves(one)
-    assert one.feather.builder.postponements == 0
+    assert one.feather.builder.passing_over.postponements == 0
 
 
 def waiting(one):
@@ -411,7 +411,7 @@ def test_postponed_requests_stay_in_the_queue_while_others_run(gathering_server,
     assert waiting(one) == {"a0", "a1", "b1", "b2", "c0"}  # b's come as soon as their prefix is computed
     for _ in range(4):
         one.step()
-        assert waiting(one) == {"a0", "a1", "c0"} and set(one.feather.builder.postponed) == {"a0", "c0"}
+        assert waiting(one) == {"a0", "a1", "c0"} and set(one.feather.builder.passing_over.postponed) == {"a0", "c0"}
     one.abort("c0")
     one.abort("a0")
     one.submit("a2", long_prompt(0, 2))
@@ -424,7 +424,7 @@ def test_postponed_requests_stay_in_the_queue_while_others_run(gathering_server,
     outputs = {rid: len(tokens) for rid, tokens in one.outputs().items()}
     assert outputs == {"a0": 0, "c0": 0, **dict.fromkeys(("a1", "a2", "a3", "b0", "b1", "b2"), 8)}
     one.assert_nothing_left()
-    assert not one.feather.builder.postponed
+    assert not one.feather.builder.passing_over.postponed
 
 
 def test_a_server_with_nothing_else_to_do_serves_the_overdue(gathering_server, monkeypatch):

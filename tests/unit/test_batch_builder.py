@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang import batch_builder
+from feather_sglang import passing_over
 from feather_sglang.batch_builder import BatchBuilder
 from feather_sglang.cht import ChunkedHashTree
 from feather_sglang.gathering import OFTEN, Gathering
@@ -108,11 +108,11 @@ def test_who_shares_a_prefix_that_is_being_computed_comes_after_it():
         b.arrive(f"a{i}", long_prompt(1, tail=i))
         b.arrive(f"b{i}", long_prompt(2, tail=i))
     assert propose_all(b, cached=0) == ["a0", "b0"]
-    assert set(b.computing) == {"a0", "b0"} and b.cht.find_best().request_id == "a1"
+    assert set(b.passing_over.computing) == {"a0", "b0"} and b.cht.find_best().request_id == "a1"
     assert propose_all(b, cached=256, batch_size=2) == []  # both are still at it
-    b.computed("a0")
+    b.passing_over.computed("a0")
     assert propose_all(b, cached=256, batch_size=2) == ["a1", "a2"]
-    assert set(b.computing) == {"b0"}  # the rest of theirs is not worth a wait
+    assert set(b.passing_over.computing) == {"b0"}  # the rest of theirs is not worth a wait
     b.leave_batch("b0")  # aborted: the next one computes it
     assert propose_all(b, cached=0, batch_size=3) == ["b1"]
 
@@ -321,7 +321,7 @@ def test_a_batch_that_is_still_small_gathers_around_the_prefix_that_is_being_com
     assert b.cht.deferred == 2 and b.cht.branch_loss("B0") == 10 and b.cht.branch_loss("A1") == 0
     assert b.propose(2, 1.0) is None
     b.end_round()
-    b.computed("A0")
+    b.passing_over.computed("A0")
     assert run_round(b, batch_size=2) == ["A1", "A2"]
 
 
@@ -418,8 +418,8 @@ def round_of(b, now=0.0, cached=0, slots=1000):
     b.end_round()
     b.cht.check_invariants()
     assert not b.cht.held and not b.cht.deferred
-    for r in list(b.computing):
-        b.computed(r)
+    for r in list(b.passing_over.computing):
+        b.passing_over.computed(r)
     return admitted
 
 
@@ -427,12 +427,12 @@ def test_a_prefix_waits_with_all_who_share_it_and_others_behind_it_do_not():
     b = gathering_builder(3)
     arrive_all(b, "a0", "a1", "b0", "b1", "b2", "c0")
     assert round_of(b) == ["b0"]
-    assert set(b.postponed) == {"a0", "c0"} and b.postponements == 2
+    assert set(b.passing_over.postponed) == {"a0", "c0"} and b.passing_over.postponements == 2
     assert round_of(b, cached=PREFIX) == ["b1", "b2"]  # theirs is computed
     arrive_all(b, "a2", "c1")
     assert round_of(b) == ["a0"]  # three, so it is worth it
     assert round_of(b, cached=PREFIX) == ["a1", "a2"]
-    assert set(b.postponed) == {"c0"} and set(b.cht.waiting) == {"c0", "c1"}
+    assert set(b.passing_over.postponed) == {"c0"} and set(b.cht.waiting) == {"c0", "c1"}
     assert b.stats()["postponements"] == 2  # a wait of many rounds counts once
 
 
@@ -457,9 +457,9 @@ def test_nothing_waits_where_memory_is_not_short():
     assert round_of(b) == ["a0", "b0"] and not b.gathering.asked
     b.gathering.is_short = True
     arrive_all(b, "c0", "d0")
-    assert round_of(b) == [] and set(b.postponed) == {"c0", "d0"}
+    assert round_of(b) == [] and set(b.passing_over.postponed) == {"c0", "d0"}
     b.gathering.is_short = False
-    assert round_of(b) == ["c0", "d0"] and not b.postponed
+    assert round_of(b) == ["c0", "d0"] and not b.passing_over.postponed
 
 
 def test_whose_prefix_runs_or_is_cached_never_waits():
@@ -485,11 +485,11 @@ def test_a_group_stays_when_its_first_one_leaves_and_goes_on_when_another_comput
     arrive_all(b, "a0", "a1", "a2")
     assert round_of(b) == []
     b.leave_queue("a0")
-    assert round_of(b) == [] and len(b.postponed) == 1
+    assert round_of(b) == [] and len(b.passing_over.postponed) == 1
     b.gathering.enough = 0
     assert round_of(b) == ["a1"]
     b.gathering.enough = 10**9
-    assert round_of(b, cached=PREFIX) == ["a2"] and not b.postponed
+    assert round_of(b, cached=PREFIX) == ["a2"] and not b.passing_over.postponed
 
 
 def test_a_lone_one_is_out_of_sight_for_the_round_only():
@@ -516,7 +516,7 @@ def test_who_has_waited_too_long_is_admitted_whatever_the_rule_says(bounds):
     assert round_of(b, now=5.0) == ["a0", "b0", "b1", "b2"]
     assert b.longest_wait == 5.0 and b.overdue_admissions == 4
     assert [round_of(b, now=float(now)) for now in range(6, 11)] == [[], [], [], [], ["c0"]]
-    assert not b.postponed
+    assert not b.passing_over.postponed
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=25), st.integers(0, 4), st.data())
@@ -544,12 +544,12 @@ def test_nobody_starves_and_nothing_is_left(arrivals, enough, data):
     for r in list(b.cht.active):
         b.leave_batch(r, 8)
     round_of(b, now=float(step))
-    assert len(b.cht) == 0 and not b.postponed and not b.fairness.arrivals
+    assert len(b.cht) == 0 and not b.passing_over.postponed and not b.fairness.arrivals
 
 
 def test_few_are_asked_in_a_round_and_few_wait_at_a_time(monkeypatch):
-    monkeypatch.setattr(batch_builder, "_MOST_ASKED", 3)
-    monkeypatch.setattr(batch_builder, "_MOST_POSTPONED", 5)
+    monkeypatch.setattr(passing_over, "_MOST_ASKED", 3)
+    monkeypatch.setattr(passing_over, "_MOST_POSTPONED", 5)
     b = gathering_builder(0)
     arrive_all(b, "z0")
     assert round_of(b) == ["z0"]
@@ -558,11 +558,11 @@ def test_few_are_asked_in_a_round_and_few_wait_at_a_time(monkeypatch):
     waits = []
     for _ in range(4):
         assert round_of(b) == []
-        waits.append(len(b.postponed))
+        waits.append(len(b.passing_over.postponed))
     assert waits == [3, 5, 5, 5]
     arrive_all(b, "a1", "i1")
-    assert round_of(b)[0] == "a0" and "f0" in b.postponed  # its place went to the next in line
-    assert len(b.postponed) == 5
+    assert round_of(b)[0] == "a0" and "f0" in b.passing_over.postponed  # its place went to the next in line
+    assert len(b.passing_over.postponed) == 5
 
 
 def test_as_many_as_documented_are_asked_and_wait():
@@ -571,8 +571,8 @@ def test_as_many_as_documented_are_asked_and_wait():
     waits = []
     for _ in range(4):
         assert round_of(b) == []
-        waits.append(len(b.postponed))
-    assert waits == [8, 16, 16, 16] and b.postponements == 16
+        waits.append(len(b.passing_over.postponed))
+    assert waits == [8, 16, 16, 16] and b.passing_over.postponements == 16
 
 
 def test_those_of_a_running_prefix_are_not_held_up_by_the_many_that_wait():
@@ -592,20 +592,20 @@ def test_those_of_a_running_prefix_are_not_held_up_by_the_many_that_wait():
 def test_what_leaves_takes_its_wait_along():
     b = gathering_builder(max_wait=50.0)
     arrive_all(b, "a0", "b0", "b1")
-    assert round_of(b) == [] and set(b.postponed) == {"a0", "b0"}
+    assert round_of(b) == [] and set(b.passing_over.postponed) == {"a0", "b0"}
     b.leave_queue("a0")
     b.leave_queue("b0")
-    assert not b.postponed
+    assert not b.passing_over.postponed
     b.arrive("a0", prompt_of("q1"))  # the id again, for another prompt
     b.gathering.asked = []
     b.gathering.enough = 1
     assert round_of(b, now=9.0) == ["b1", "a0"]
     assert b.gathering.asked == [(PROMPT, 1, 9.0, 0), (PROMPT, 1, 0.0, 1)]
     b.requeue("a0", prompt_of("q1"))  # retracted
-    assert not b.postponed and round_of(b, now=60.0) == ["a0"]
+    assert not b.passing_over.postponed and round_of(b, now=60.0) == ["a0"]
     for name in ("b1", "a0"):
         b.leave_batch(name)
-    assert len(b.cht) == 0 and not b.fairness.arrivals and not b.postponed
+    assert len(b.cht) == 0 and not b.fairness.arrivals and not b.passing_over.postponed
 
 
 def test_nobody_makes_a_retracted_request_wait():
@@ -616,15 +616,15 @@ def test_nobody_makes_a_retracted_request_wait():
     for name in ("a0", "c0"):
         b.leave_batch(name)
     arrive_all(b, "a1", "c1")
-    assert round_of(b) == [] and set(b.postponed) == {"a1", "c1"}
+    assert round_of(b) == [] and set(b.passing_over.postponed) == {"a1", "c1"}
     b.requeue("b0", long_prompt(*[ord("b")] * 3, 0, tail=0))  # it has generated so much that newcomers go first
     arrive_all(b, "b1", "b2")
     assert round_of(b) == ["b1"]
-    assert round_of(b, cached=PREFIX) == ["b2", "b0"] and set(b.postponed) == {"a1", "c1"}
+    assert round_of(b, cached=PREFIX) == ["b2", "b0"] and set(b.passing_over.postponed) == {"a1", "c1"}
     for name in ("b0", "b1", "b2"):
         b.leave_batch(name)
     arrive_all(b, "b3")
-    assert round_of(b) == [] and "b3" in b.postponed  # it is done: newcomers wait like any other
+    assert round_of(b) == [] and "b3" in b.passing_over.postponed  # it is done: newcomers wait like any other
 
 
 @pytest.mark.parametrize("explores", [True, False])
@@ -707,7 +707,7 @@ def test_without_gathering_nothing_waits():
         b = builder(gathering=gathering)
         arrive_all(b, *names)
         found.append([round_of(b), round_of(b, cached=PREFIX), b.stats()])
-        assert not b.postponed and b.postponements == 0 and b.policy.explore
+        assert not b.passing_over.postponed and b.passing_over.postponements == 0 and b.policy.explore
     assert found[0] == found[1] and found[0][0] == ["a0", "b0", "c0"]
     assert not builder().passes_over("nobody", 0, 10**6, ROOM)
 
@@ -770,13 +770,13 @@ def test_the_whole_rule_over_a_load_that_does_not_fit():
         for i in range(1, 8):
             b.leave_queue((group, i))
     # A lone prefix: 4 * 184 < 0.5 * 16 * 1050; its bound is 16 * 1050 * 1e-4 s.
-    assert big_round(b, 0.0) == [] and len(b.postponed) == 6
+    assert big_round(b, 0.0) == [] and len(b.passing_over.postponed) == 6
     for i in range(10, 25):
         b.arrive((3, i), big_prompt(3, i), most_tokens=4)
     assert {r[0] for r in big_round(b, 0.1)} == {3}
-    assert {r[0] for r in big_round(b, 1.6)} == {3} and len(b.postponed) == 5
+    assert {r[0] for r in big_round(b, 1.6)} == {3} and len(b.passing_over.postponed) == 5
     bound = len(b.cht.active) * 1050 * 1e-4
-    assert bound > 3 and big_round(b, bound - 0.1) == [] and len(b.postponed) == 5
+    assert bound > 3 and big_round(b, bound - 0.1) == [] and len(b.passing_over.postponed) == 5
     assert {r[0] for r in big_round(b, bound + 0.1)} == {2}  # the batch is larger by one: the others wait on
     assert {r[0] for r in big_round(b, 5.0)} == {4, 5, 6, 7}
 
@@ -791,6 +791,6 @@ def big_round(b, now):
             admitted.append(r)
     b.end_round()
     b.cht.check_invariants()
-    for r in list(b.computing):
-        b.computed(r)
+    for r in list(b.passing_over.computing):
+        b.passing_over.computed(r)
     return admitted

@@ -42,7 +42,7 @@ def round_of(b, cached="", free=0, now=0.0, asked=None, slots=100):
         if asked is not None:
             asked.append(r)
         if b.passes_over(r, found, PROMPT - found, free):
-            assert r in b.last and r in b.cht.waiting | b.cht.held
+            assert r in b.passing_over.last and r in b.cht.waiting | b.cht.held
         else:
             b.admitted(r, found)
             admitted.append(r)
@@ -50,8 +50,8 @@ def round_of(b, cached="", free=0, now=0.0, asked=None, slots=100):
     b.end_round()
     b.cht.check_invariants()
     assert not b.cht.held and not b.cht.deferred
-    for r in list(b.computing):
-        b.computed(r)
+    for r in list(b.passing_over.computing):
+        b.passing_over.computed(r)
     return admitted
 
 
@@ -62,17 +62,17 @@ def test_those_whose_prefix_is_cached_come_before_one_that_would_have_it_evicted
     b = short_of_memory()
     arrive_all(b, "a0", "a1", "b0", "b1", "c0")
     assert round_of(b, cached="b") == ["b0", "b1", "a0", "c0"]  # of "a" the first computes for the second
-    assert b.put_last == b.stats()["put_last"] == 2
-    assert round_of(b) == ["a1"] and b.put_last == 2
+    assert b.passing_over.put_last == b.stats()["put_last"] == 2
+    assert round_of(b) == ["a1"] and b.passing_over.put_last == 2
 
 
 @pytest.mark.parametrize("free", [PROMPT, 10**6])
 def test_where_nothing_must_be_evicted_nobody_goes_last(free):
     b = short_of_memory()
     arrive_all(b, "a0", "b0")
-    assert round_of(b, cached="b", free=free) == ["a0", "b0"] and b.put_last == 0
+    assert round_of(b, cached="b", free=free) == ["a0", "b0"] and b.passing_over.put_last == 0
     arrive_all(b, "c0", "d0")
-    assert round_of(b, cached="d", free=PROMPT - 1) == ["d0", "c0"] and b.put_last == 1
+    assert round_of(b, cached="d", free=PROMPT - 1) == ["d0", "c0"] and b.passing_over.put_last == 1
 
 
 def test_nor_where_memory_is_not_short_or_nothing_gathers():
@@ -80,7 +80,7 @@ def test_nor_where_memory_is_not_short_or_nothing_gathers():
     for b in (ample, alone, builder()):
         arrive_all(b, "a0", "b0")
         alone.gathering.often = 0.0
-        assert round_of(b, cached="b") == ["a0", "b0"] and b.put_last == 0
+        assert round_of(b, cached="b") == ["a0", "b0"] and b.passing_over.put_last == 0
 
 
 def test_nor_for_a_prefix_that_is_short_or_that_another_computes():
@@ -98,7 +98,7 @@ def test_one_that_is_late_does_not_go_last():
     b = short_of_memory(max_wait=5.0)
     arrive_all(b, "a0", "b0")
     assert round_of(b, now=0.0, slots=0) == []
-    assert round_of(b, cached="b", now=5.0) == ["a0", "b0"] and b.put_last == 0
+    assert round_of(b, cached="b", now=5.0) == ["a0", "b0"] and b.passing_over.put_last == 0
 
 
 def test_where_all_go_last_they_come_in_their_order():
@@ -115,7 +115,7 @@ def test_in_later_rounds_they_go_last_without_being_looked_up_first():
     asked = []
     assert round_of(b, cached="b", asked=asked, slots=0) == [] and asked == []
     b.begin_round(0.0, None)
-    assert b.propose(0, 1.0) == "a0" and b.passes_over("a0", 0, PROMPT, 0) and set(b.last) == {"a0"}
+    assert b.propose(0, 1.0) == "a0" and b.passes_over("a0", 0, PROMPT, 0) and set(b.passing_over.last) == {"a0"}
     b.end_round()
     arrive_all(b, "b0")
     assert round_of(b, cached="bc", asked=asked) == ["c0", "b0", "a0"] and asked == ["c0", "b0", "a0"]
@@ -129,12 +129,12 @@ def test_they_are_no_longer_last_once_another_computes_theirs_or_they_leave():
         assert b.propose(0, 1.0) == r and b.passes_over(r, 0, PROMPT, 0)
     b.end_round()
     b.leave_queue("b0")
-    assert set(b.last) == {"a0"}
+    assert set(b.passing_over.last) == {"a0"}
     b.begin_round(0.0, None)
     b.admitted("a1", 0)
     b.end_round()
     b.begin_round(0.0, None)
-    assert not b.last
+    assert not b.passing_over.last
     b.end_round()
 
 
@@ -144,7 +144,7 @@ def test_in_the_last_call_nobody_is_last_so_who_is_passed_over_by_sglang_is_skip
     b.begin_round(0.0, None)
     for r in ("a0", "b0"):
         assert b.propose(0, 1.0) == r and b.passes_over(r, 0, PROMPT, 0)
-    assert b.propose(0, 1.0) == "a0" and not b.last and not b.passes_over("a0", 0, PROMPT, 0)
+    assert b.propose(0, 1.0) == "a0" and not b.passing_over.last and not b.passes_over("a0", 0, PROMPT, 0)
     b.skipped("a0")
     assert b.propose(0, 1.0) == "b0"
     b.skipped("b0")
@@ -202,8 +202,8 @@ def run_one(b, name="a0", now=0.0):
     assert b.fits(name, 0)  # beside nobody: SGLang decides
     b.admitted(name, 0)
     b.end_round()
-    for r in list(b.computing):
-        b.computed(r)
+    for r in list(b.passing_over.computing):
+        b.passing_over.computed(r)
 
 
 def test_whoever_joins_fits_only_if_all_do_to_their_ends():

@@ -217,14 +217,14 @@ def test_those_who_wait_for_a_prefix_that_is_computed_do_not_count():
     b.begin_round(1.0, None, None, FIXED)
     assert b.propose(20, 1.0) == 0
     b.admitted(0, 0)
-    assert b.propose(21, 1.0) is None and set(b.computing) == {0}
+    assert b.propose(21, 1.0) is None and set(b.passing_over.computing) == {0}
     b.end_round()
     arrive(b, "a")
     # Of six who wait one can be proposed: 1 x 0.4 / 2 is less than 21 x 0.01, 6 x 0.4 / 2 is not.
     assert run_round(b, now=1.4) == [] and b.held_rounds == 1
     b.leave_queue("a")
     assert run_round(b, now=1.4) == [] and b.held_rounds == 1  # nobody is left to be held
-    b.computed(0)
+    b.passing_over.computed(0)
     assert run_round(b, now=1.4) == [1, 2, 3, 4, 5]
 
 
