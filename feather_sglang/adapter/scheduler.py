@@ -324,8 +324,10 @@ class FeatherScheduler:
 
     def _outlook(self, rid: Hashable) -> Outlook:
         req = self._requests[rid]
-        most = req.sampling_params.max_new_tokens
-        fixed = most is not None and req.sampling_params.ignore_eos
+        params = req.sampling_params
+        most = params.max_new_tokens
+        may_stop = not params.ignore_eos or params.stop_strs or getattr(params, "stop_regex_strs", None)
+        fixed = most is not None and not may_stop
         return Outlook(_tokens(req), len(req.output_ids), _ENDLESS if most is None else most, fixed)
 
     def _get_new_batch_prefill_raw(

@@ -96,3 +96,13 @@ def test_a_request_that_needs_all_of_the_pool_runs_at_last(server):
     one.drain()
     assert len(one.requests["long"].output_ids) == 100 and retractions(one) == 0
     one.assert_nothing_left()
+
+
+def test_a_length_is_known_where_nothing_else_ends_the_request(server):
+    one = server("on")
+    submit(one, "a0 a2", 60)
+    submit(one, "a1", 60, ignore_eos=False)
+    one.requests["a2"].sampling_params.stop_strs = ["."]  # refused on the way in, as there is no tokenizer here
+    outlooks = [one.feather.builder.outlook_of(name) for name in ("a0", "a1", "a2")]
+    assert [outlook.fixed for outlook in outlooks] == [True, False, False]
+    assert {outlook[:3] for outlook in outlooks} == {(PREFIX + TAIL, 0, 60)}
