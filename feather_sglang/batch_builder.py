@@ -141,10 +141,9 @@ class BatchBuilder:
 
     def leave_batch(self, request_id: Hashable, output_tokens: int = 0) -> None:
         """Forget a running request that finished or was aborted, after so many tokens."""
-        if self.gathering is not None and output_tokens:
-            self.gathering.finished(output_tokens)
-        if self.forecast is not None and output_tokens:
-            self.forecast.finished(output_tokens)
+        for learner in (self.gathering, self.forecast):
+            if learner is not None and output_tokens:
+                learner.finished(output_tokens)
         self.cht.finish(request_id)
         self.passing_over.left(request_id)
         self.fairness.forget(request_id, waiting=False)

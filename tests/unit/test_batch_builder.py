@@ -11,11 +11,8 @@ from feather_sglang.batch_builder import BatchBuilder
 from feather_sglang.cht import ChunkedHashTree
 from feather_sglang.gathering import OFTEN, Gathering
 from feather_sglang.policies import Action, make_policy
+from oracles.rounds import builder, judged_round
 from oracles.scripted import Scripted
-
-
-def builder(policy=None, **bounds):
-    return BatchBuilder(ChunkedHashTree(chunk_size=2, seed=1), policy or make_policy("always-add"), **bounds)
 
 
 def strict():
@@ -406,21 +403,8 @@ def arrive_all(b, *names):
 
 
 def round_of(b, now=0.0, cached=0, slots=1000):
-    """As the adapter does it: whoever is proposed may be made to wait. Those admitted are computed when it ends."""
-    b.begin_round(now, None)
-    admitted = []
-    while len(admitted) < slots and (r := b.propose(len(b.cht.active), 1.0)) is not None:
-        assert r in b.cht.waiting and len(admitted) < 1000
-        if not b.passes_over(r, cached, PROMPT - cached, ROOM):
-            b.admitted(r, cached)
-            admitted.append(r)
-        b.cht.check_invariants()
-    b.end_round()
-    b.cht.check_invariants()
-    assert not b.cht.held and not b.cht.deferred
-    for r in list(b.passing_over.computing):
-        b.passing_over.computed(r)
-    return admitted
+    """A round in which the cache has as much of everybody's prompt."""
+    return judged_round(b, lambda r: cached, PROMPT, ROOM, now, slots)
 
 
 def test_a_prefix_waits_with_all_who_share_it_and_others_behind_it_do_not():
@@ -470,9 +454,8 @@ def test_whose_prefix_runs_or_is_cached_never_waits():
     arrive_all(b, "a1", "a2", "b0", "c0")
     b.begin_round(0.0, None)
     assert b.propose(1, 1.0) == "a1"
-    assert not b.passes_over(
-        "a1", 0, PROMPT, ROOM
-    )  # not even where the cache has not got it yet: another one computes it
+    # Not even where the cache has not got it yet: another one computes it.
+    assert not b.passes_over("a1", 0, PROMPT, ROOM)
     assert not b.passes_over("a1", PREFIX, 4, ROOM)
     b.admitted("a1", PREFIX)
     assert b.propose(2, 1.0) == "a2"

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from feather_sglang.cht import ChunkedHashTree
+from oracles.sequences import common
 
 STATES = ["active", "active", "active", "waiting", "held", "finished", "removed", "back in line", "admitted again"]
 
@@ -22,20 +23,13 @@ def chunks_of(prompt, chunk_size):
     return [prompt[start : start + chunk_size] for start in range(0, len(prompt), chunk_size)]
 
 
-def in_common(one, other):
-    count = 0
-    while count < min(len(one), len(other)) and one[count] == other[count]:
-        count += 1
-    return count
-
-
 def brute_force(active, chunk_size):
     """`active`: prompt and extra key by id, in order of admission."""
     counts = []
     for name, (prompt, key) in active.items():
         chunks = chunks_of(prompt, chunk_size)
         others = [chunks_of(p, chunk_size) for other, (p, k) in active.items() if other != name and k == key]
-        counts.append((name, max((in_common(chunks, other) for other in others), default=0)))
+        counts.append((name, max((common(chunks, other) for other in others), default=0)))
     return counts
 
 

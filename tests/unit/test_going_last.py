@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from feather_sglang.gathering import LEAST_TOKENS, Gathering
 from feather_sglang.kv_forecast import KVForecast, Outlook
 from feather_sglang.pacing import Pacing
-from oracles.rounds import builder
+from oracles.rounds import builder, judged_round
 
 PREFIX, PROMPT = 768, 772
 
@@ -34,24 +34,15 @@ def arrive_all(b, *names):
 
 
 def round_of(b, cached="", free=0, now=0.0, asked=None, slots=100):
-    """A round as the adapter holds it; `cached`: groups whose prefix SGLang still has. Computed by its end."""
-    b.begin_round(now, None)
-    admitted = []
-    while len(admitted) < slots and (r := b.propose(len(b.cht.active), 1.0)) is not None:
-        found = PREFIX if r[0] in cached or any(other[0] == r[0] for other in b.cht.active) else 0
+    """A round; `cached`: groups whose prefix SGLang still has."""
+
+    def found(r):
         if asked is not None:
             asked.append(r)
-        if b.passes_over(r, found, PROMPT - found, free):
-            assert r in b.passing_over.last and r in b.cht.waiting | b.cht.held
-        else:
-            b.admitted(r, found)
-            admitted.append(r)
-        b.cht.check_invariants()
-    b.end_round()
-    b.cht.check_invariants()
-    assert not b.cht.held and not b.cht.deferred
-    for r in list(b.passing_over.computing):
-        b.passing_over.computed(r)
+        return PREFIX if r[0] in cached or any(other[0] == r[0] for other in b.cht.active) else 0
+
+    admitted = judged_round(b, found, PROMPT, free, now, slots)
+    assert not b.passing_over.postponed
     return admitted
 
 

@@ -8,18 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from feather_sglang.running_forest import RunningForest
+from oracles.sequences import common
 
 CHUNK = 32
 # Few symbols and lengths, so that examples share, end inside one another and repeat.
 SEQUENCES = st.lists(st.integers(0, 2), max_size=7)
 STEPS = st.lists(st.tuples(st.integers(0, 7), SEQUENCES), max_size=30)
-
-
-def common(first, second):
-    length = 0
-    while length < min(len(first), len(second)) and first[length] == second[length]:
-        length += 1
-    return length
 
 
 def built(running, order):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise, takewhile
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.traces import FIRST_TOKEN, VOCABULARY, Trace, TraceRequest, load_trace, save_trace
+from oracles.sequences import common
 
 GOOD = {"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [3, 4]}
 
@@ -170,10 +171,6 @@ def test_a_trace_that_cannot_be_written_leaves_the_old_file(tmp_path):
 
 
 # Tokens --------------------------------------------------------------------------------------------------------------
-
-
-def common(a, b):
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
 
 
 @given(
