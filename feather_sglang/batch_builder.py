@@ -82,7 +82,7 @@ class BatchBuilder:
         self._stopped = False  # in this round, for everybody outside the main branch
         self._unseen: dict[Hashable, int] = {}  # priority of those that arrived since the last round
         self._undone: Hashable | None = None  # the last ADD, until the scheduler has carried it out
-        self._pending = 0  # prompt tokens of the batch still to be computed, until memory is looked ahead at
+        self._pending = 0  # prompt tokens of the batch still to be computed
         self._foreseen = False  # in this round, memory has been looked ahead at
         self._frozen: tuple[StopPolicy, bool] | None = None  # who may not explore, and whether it does otherwise
         self._late: deque[Hashable] | None = None  # in this round, most urgent first; None: nobody has looked
@@ -269,11 +269,9 @@ class BatchBuilder:
         self.passing_over.admitted(request_id, cached_tokens)
         if self.forecast is not None and self.outlook_of is not None:
             outlook = self.outlook_of(request_id)
-            computes = 0 if cached_tokens is None else max(0, outlook.tokens - cached_tokens)
+            self._pending += 0 if cached_tokens is None else max(0, outlook.tokens - cached_tokens)
             if self._foreseen:
-                self.forecast.admit(outlook, computes)
-            else:
-                self._pending += computes
+                self.forecast.admit(outlook)
         self._undone = None
         if self.pacing is not None:
             self.pacing.admitted(self.fairness.now)
@@ -300,11 +298,11 @@ class BatchBuilder:
         if request_id == self._hurried or not self.gathering.tight(self.passing_over.demand(), len(tree.active)):
             return True
         if not self._foreseen:
-            self.forecast.open([self._returns(r, chunks) for r, chunks in tree.shared_counts()], self._pending)
+            self.forecast.open([self._returns(r, chunks) for r, chunks in tree.shared_counts()])
             self._foreseen = True
         missing = tree.missing_count(request_id)
         outlook, tokens = self._returns(request_id, tree.depth(request_id) - missing)
-        if self.forecast.needs(outlook, tokens if missing else 0) <= free_tokens:
+        if self.forecast.needs(outlook) + self._pending + (tokens if missing else 0) <= free_tokens:
             return True
         self.kept_out += 1
         return False

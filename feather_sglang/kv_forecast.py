@@ -49,23 +49,20 @@ class KVForecast:
         self._longer: list[int] = []  # sum of each of them and all behind it
         self._remaining = self._returned = _NONE  # (running,): tokens that each will generate yet, and gives back then
         self._steps = self._gone = self._before = self._after = _NONE  # see _add_up
-        self._pending = 0
 
     def finished(self, output_tokens: int) -> None:
         """Note what a request has generated."""
         self._finished.append(output_tokens)
 
-    def open(self, running: Iterable[tuple[Outlook, int]], pending: int) -> None:
+    def open(self, running: Iterable[tuple[Outlook, int]]) -> None:
         """Look ahead from the running requests.
 
         Parameters
         ----------
         running : each with the tokens that it gives back when it ends, as no other running one shares them.
-        pending : tokens of running requests' prompts that are still to be computed.
         """
         self._lengths = sorted(self._finished)
         self._longer = list(accumulate(reversed(self._lengths)))[::-1]
-        self._pending = pending
         pairs = [(self.remaining(outlook), returned) for outlook, returned in running]
         self._remaining, returned = np.array(pairs, np.int64).reshape(-1, 2).T
         self._returned = np.where(self._remaining, returned, 0)  # of unknown length: who knows when
@@ -94,8 +91,8 @@ class KVForecast:
             return max(1, min(left, outlook.generated))
         return max(1, min(left, self._longer[first] // (len(self._lengths) - first) - outlook.generated))
 
-    def needs(self, outlook: Outlook, prompt_tokens: int) -> int:
-        """Most tokens that will be needed beyond those held now, if one joins that takes so many for its prompt."""
+    def needs(self, outlook: Outlook) -> int:
+        """Most tokens that will be needed beyond what is held now and all prompts take, if one joins."""
         remaining, count = self.remaining(outlook), len(self._steps)
         place = int(np.searchsorted(self._steps, remaining))
         # Up to its own end it takes a token a step, beside those that run as long or longer; behind that it is gone.
@@ -104,14 +101,13 @@ class KVForecast:
             most = max(most, int(self._before[place - 1]))
         if place < count:
             most = max(most, int(self._after[place]) - (outlook.generated if remaining else 0))
-        return self._pending + prompt_tokens + max(0, most)
+        return max(0, most)
 
-    def admit(self, outlook: Outlook, computed_tokens: int) -> None:
-        """Let it join; so many tokens of its prompt are to be computed.
+    def admit(self, outlook: Outlook) -> None:
+        """Let it join.
 
         What it gives back of its prompt counts from the next round on, when it is known with whom it shares that.
         """
-        self._pending += computed_tokens
         remaining = self.remaining(outlook)
         self._remaining = np.append(self._remaining, remaining)
         self._returned = np.append(self._returned, outlook.generated if remaining else 0)
