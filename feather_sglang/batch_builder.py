@@ -84,6 +84,7 @@ class BatchBuilder:
         self._undone: Hashable | None = None  # the last ADD, until the scheduler has carried it out
         self._pending = 0  # prompt tokens of the batch still to be computed
         self._foreseen = False  # in this round, memory has been looked ahead at
+        self._cached: dict[Hashable, int] = {}  # tokens that running requests found in the prefix cache
         self._frozen: tuple[StopPolicy, bool] | None = None  # who may not explore, and whether it does otherwise
         self._late: deque[Hashable] | None = None  # in this round, most urgent first; None: nobody has looked
         self._hurried: Hashable | None = None  # proposed because somebody is late
@@ -129,6 +130,7 @@ class BatchBuilder:
         """Put a retracted or preempted request back among the waiting, at its original age."""
         if request_id in self.cht.active:
             self.fairness.wait_again(request_id)
+            self._cached.pop(request_id, None)
         self.cht.requeue(request_id, token_ids)
         self.passing_over.requeued(request_id)
 
@@ -144,6 +146,7 @@ class BatchBuilder:
         for learner in (self.gathering, self.forecast):
             if learner is not None and output_tokens:
                 learner.finished(output_tokens)
+        self._cached.pop(request_id, None)
         self.cht.finish(request_id)
         self.passing_over.left(request_id)
         self.fairness.forget(request_id, waiting=False)
@@ -269,9 +272,10 @@ class BatchBuilder:
         self.passing_over.admitted(request_id, cached_tokens)
         if self.forecast is not None and self.outlook_of is not None:
             outlook = self.outlook_of(request_id)
+            self._cached[request_id] = cached_tokens or 0
             self._pending += 0 if cached_tokens is None else max(0, outlook.tokens - cached_tokens)
             if self._foreseen:
-                self.forecast.admit(outlook)
+                self.forecast.admit(outlook, self._parts(request_id))
         self._undone = None
         if self.pacing is not None:
             self.pacing.admitted(self.fairness.now)
@@ -298,20 +302,21 @@ class BatchBuilder:
         if request_id == self._hurried or not self.gathering.tight(self.passing_over.demand(), len(tree.active)):
             return True
         if not self._foreseen:
-            self.forecast.open([self._returns(r, chunks) for r, chunks in tree.shared_counts()])
+            self.forecast.open((self.outlook_of(active), self._parts(active)) for active in tree.active)
             self._foreseen = True
-        missing = tree.missing_count(request_id)
-        outlook, tokens = self._returns(request_id, tree.depth(request_id) - missing)
-        if self.forecast.needs(outlook) + self._pending + (tokens if missing else 0) <= free_tokens:
+        if self._pending + self.forecast.needs(self.outlook_of(request_id), self._parts(request_id)) <= free_tokens:
             return True
         self.kept_out += 1
         return False
 
-    def _returns(self, request_id: Hashable, shared_chunks: int) -> tuple[Outlook, int]:
-        """A request's lengths, and how many of its tokens are its own where so many chunks are others' as well."""
-        assert self.outlook_of is not None
-        outlook = self.outlook_of(request_id)
-        return outlook, max(0, outlook.tokens - shared_chunks * self.cht.chunk_size)
+    def _parts(self, request_id: Hashable) -> list[tuple[Hashable, int]]:
+        """What a request may share with others, in tokens: the tree knows chunks, what was cached tells the rest."""
+        size = self.cht.chunk_size
+        parts = [(part, chunks * size) for part, chunks in self.cht.path(request_id)]
+        rest = self._cached.get(request_id, 0) - sum(tokens for _, tokens in parts)
+        if parts and 0 < rest < size:
+            parts[0] = parts[0][0], parts[0][1] + rest
+        return parts
 
     def _explore(self, allowed: bool) -> None:
         """No trials of STOP while memory is short: their reward would not see the prefixes that are lost by it."""

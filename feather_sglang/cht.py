@@ -239,15 +239,18 @@ class ChunkedHashTree:
         request = self._get(request_id, self._waiting, self._active, self._held)
         return 0 if request.active else request.depth - self._matched(request).depth
 
-    def shared_counts(self) -> list[tuple[Hashable, int]]:
-        """Return each active request's id, and how many of its chunks another active one covers as well."""
-        counts = []
-        for request_id, request in self._active.items():
-            node = request.parent
-            while node.active == 1 and node.depth:
-                node = node.parent
-            counts.append((request_id, node.depth))
-        return counts
+    def path(self, request_id: Hashable) -> list[tuple[Hashable, int]]:
+        """Return the parts of a request's prompt that others may have as well, the last one first.
+
+        Each is what stands for it, alike for all that have it until a request enters or leaves the tree, and its
+        chunks.
+        """
+        node = self._get(request_id, self._active, self._waiting, self._held).parent
+        parts: list[tuple[Hashable, int]] = []
+        while node.depth:
+            parts.append((node, node.depth - node.parent.depth))
+            node = node.parent
+        return parts
 
     def sharing(self, request_id: Hashable, depth: int) -> int:
         """Return how many waiting requests share the first ``depth`` chunks of a request, itself included."""

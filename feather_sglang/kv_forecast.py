@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
-_NONE = np.zeros(0, np.int64)
+Parts = Sequence[tuple[Hashable, int]]  # of a prompt, the last one first: what stands for each, and its tokens
 _MEMORY = 256  # finished requests that expected lengths are taken from
 
 
@@ -47,34 +48,71 @@ class KVForecast:
         self._finished: deque[int] = deque(maxlen=_MEMORY)
         self._lengths: list[int] = []  # of those, sorted; as of the last `open`, like all below
         self._longer: list[int] = []  # sum of each of them and all behind it
-        self._remaining = self._returned = _NONE  # (running,): tokens that each will generate yet, and gives back then
-        self._steps = self._gone = self._before = self._after = _NONE  # see _add_up
+        self._ends: dict[float, list[int]] = {}  # by steps ahead: how many end there, and what they give back
+        self._holders: dict[Hashable, float] = {}  # steps until the last of those that have a part ends
+        self._add_up()
 
     def finished(self, output_tokens: int) -> None:
         """Note what a request has generated."""
         self._finished.append(output_tokens)
 
-    def open(self, running: Iterable[tuple[Outlook, int]]) -> None:
+    def open(self, running: Iterable[tuple[Outlook, Parts]]) -> None:
         """Look ahead from the running requests.
 
         Parameters
         ----------
-        running : each with the tokens that it gives back when it ends, as no other running one shares them.
+        running : each with the parts of its prompt that others may have as well. When it ends it gives back those that
+            nobody has who runs longer, and all that is its own.
         """
         self._lengths = sorted(self._finished)
         self._longer = list(accumulate(reversed(self._lengths)))[::-1]
-        pairs = [(self.remaining(outlook), returned) for outlook, returned in running]
-        self._remaining, returned = np.array(pairs, np.int64).reshape(-1, 2).T
-        self._returned = np.where(self._remaining, returned, 0)  # of unknown length: who knows when
+        self._ends, self._holders = {}, {}
+        for outlook, parts in running:
+            self._join(outlook, parts)
         self._add_up()
 
+    def admit(self, outlook: Outlook, parts: Parts) -> None:
+        """Let it join."""
+        self._join(outlook, parts)
+        self._add_up()
+
+    def _join(self, outlook: Outlook, parts: Parts) -> None:
+        end = self._end(outlook)
+        brings, takes_over = self._split(end, outlook, parts)
+        gives_back = brings
+        for until, tokens in takes_over:
+            self._ends[until][1] -= tokens
+            gives_back += tokens
+        for part, _ in parts:
+            self._holders[part] = max(end, self._holders.get(part, 0))
+        if end < inf:
+            count, tokens = self._ends.get(end, (0, 0))
+            self._ends[end] = [count + 1, tokens + gives_back]
+
     def _add_up(self) -> None:
-        order = np.argsort(self._remaining)
-        self._steps = steps = self._remaining[order]
-        self._gone = np.append(0, np.cumsum(self._returned[order]))  # given back before each one's end
-        taken = np.arange(len(steps), 0, -1) * (steps + self._rounding) - self._gone[:-1]  # at each one's end
-        self._before = np.maximum.accumulate(taken + steps + self._rounding)  # up to it, beside one that runs longer
-        self._after = np.maximum.accumulate(taken[::-1])[::-1]  # from it on
+        steps = sorted(self._ends)
+        counts, returned = np.array([self._ends[step] for step in steps], np.int64).reshape(-1, 2).T
+        self._steps = np.array(steps, np.int64)
+        self._running = np.append(counts[::-1].cumsum()[::-1], 0)  # up to each end, and behind the last
+        self._gone = np.append(0, returned.cumsum())  # given back before each end, and in all
+        self._used = self._running[:-1] * (self._steps + self._rounding) - self._gone[:-1]  # at each end
+
+    def _end(self, outlook: Outlook) -> float:
+        return self.remaining(outlook) or inf  # of unknown length: who knows when
+
+    def _split(self, end: float, outlook: Outlook, parts: Parts) -> tuple[int, list[tuple[float, int]]]:
+        """Tokens that nobody else has; until when others have those parts that it has for longer, and their tokens."""
+        brings = max(outlook.generated, outlook.tokens - sum(tokens for _, tokens in parts))
+        takes_over = []
+        for part, tokens in parts:
+            until = self._holders.get(part)
+            if until is None:
+                brings += tokens
+            elif until < end:
+                takes_over.append((until, tokens))
+            else:
+                break  # who has this part has those before it, too
+        return brings, takes_over
 
     def remaining(self, outlook: Outlook) -> int:
         """Tokens that a request is expected to generate yet: the mean of those that had more, else as many again.
@@ -91,24 +129,20 @@ class KVForecast:
             return max(1, min(left, outlook.generated))
         return max(1, min(left, self._longer[first] // (len(self._lengths) - first) - outlook.generated))
 
-    def needs(self, outlook: Outlook) -> int:
-        """Most tokens that will be needed beyond what is held now and all prompts take, if one joins."""
-        remaining, count = self.remaining(outlook), len(self._steps)
-        place = int(np.searchsorted(self._steps, remaining))
-        # Up to its own end it takes a token a step, beside those that run as long or longer; behind that it is gone.
-        most = (count - place + 1) * (remaining + self._rounding) - int(self._gone[place])
-        if place:
-            most = max(most, int(self._before[place - 1]))
-        if place < count:
-            most = max(most, int(self._after[place]) - (outlook.generated if remaining else 0))
-        return max(0, most)
-
-    def admit(self, outlook: Outlook) -> None:
-        """Let it join.
-
-        What it gives back of its prompt counts from the next round on, when it is known with whom it shares that.
-        """
-        remaining = self.remaining(outlook)
-        self._remaining = np.append(self._remaining, remaining)
-        self._returned = np.append(self._returned, outlook.generated if remaining else 0)
-        self._add_up()
+    def needs(self, outlook: Outlook, parts: Parts) -> int:
+        """Most tokens that will be needed beyond those held now, if one joins, its prompt included."""
+        end = self._end(outlook)
+        brings, takes_over = self._split(end, outlook, parts)
+        behind = int(np.searchsorted(self._steps, end, "right"))
+        used = self._used.copy()
+        used[behind:] -= brings  # it is gone by then, with all that it took over
+        if end < inf:
+            used[:behind] += self._steps[:behind] + self._rounding
+        for until, tokens in takes_over:
+            used[np.searchsorted(self._steps, until, "right") : behind] += tokens
+        most = max(0, int(used.max(initial=0)))
+        if end < inf:
+            place = int(np.searchsorted(self._steps, end))
+            own_end = (int(self._running[place]) + 1) * (int(end) + self._rounding) - int(self._gone[place])
+            most = max(most, own_end + sum(tokens for _, tokens in takes_over))
+        return brings + most

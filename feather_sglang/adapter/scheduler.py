@@ -290,7 +290,10 @@ class FeatherScheduler:
         if self._adder is not None:
             tokens = self._adder.rem_total_tokens
         else:
-            tokens = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+            allocator = scheduler.token_to_kv_pool_allocator
+            # With sliding windows there are two pools; the adder counts the full one.
+            free = getattr(allocator, "full_available_size", allocator.available_size)
+            tokens = free() + scheduler.tree_cache.evictable_size()
         return max(0.0, tokens / scheduler.max_total_num_tokens)
 
     def judge(self, adder: Any, req: Any) -> AddReqResult | None:

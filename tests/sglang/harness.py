@@ -85,8 +85,8 @@ class Server:
     that says ``paced``, or sets the option and a clock.
     """
 
-    def __init__(self, folder, policy, paced=False, **overrides):
-        (folder / "config.json").write_text(json.dumps(CONFIG))
+    def __init__(self, folder, policy, paced=False, config=CONFIG, **overrides):
+        (folder / "config.json").write_text(json.dumps(config))
         take_down()
         load_plugins()
         arguments = {
@@ -196,13 +196,17 @@ class Server:
         """Every pool is full again but for what the prefix cache keeps, and the tree is empty."""
         scheduler = self.scheduler
         self.step()
-        free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
-        assert free == scheduler.max_total_num_tokens
+        self.assert_pools_full()
         assert scheduler.running_batch.is_empty() and not scheduler.waiting_queue and scheduler.chunked_req is None
         if hasattr(scheduler, "feather"):
             self.feather.check(SimpleNamespace(running_batch=scheduler.running_batch, batch_to_run=None))
             assert not self.feather.failed
             assert len(self.feather.builder.cht) == 0 and not self.feather.builder.fairness.arrivals
+
+    def assert_pools_full(self):
+        scheduler = self.scheduler
+        free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+        assert free == scheduler.max_total_num_tokens
 
     def close(self):
         """Drop the scheduler; the next one takes down what this one leaves in the process."""

@@ -59,6 +59,22 @@ def test_requests_that_grow_together_are_not_thrown_out(server):
     assert thrown_out["off"] > 0 and thrown_out["on"] == 0
 
 
+def test_a_prefix_that_another_one_joins_is_not_counted_on(server):
+    """At a0's end its prefix would be given back, for ten of c to grow; but a1 has it, too, and runs longer."""
+    one = server("on", max_total_tokens=1500, schedule_conservativeness=0.1 / 0.7)
+    for _ in range(256):
+        one.feather.builder.forecast.finished(61)
+    submit(one, "a0", 20, ignore_eos=False)
+    submit(one, "c0", 60, ignore_eos=False)
+    for _ in range(3):
+        one.step()
+    submit(one, "a1 " + " ".join(f"c{i}" for i in range(1, 10)), 60, ignore_eos=False)
+    one.drain()
+    assert one.outputs().keys() == {"a0", "a1", *(f"c{i}" for i in range(10))}
+    assert retractions(one) == 0 and one.feather.builder.kept_out > 0
+    one.assert_nothing_left()
+
+
 def test_lengths_are_learnt_from_those_that_finish(server):
     one = server("on", max_total_tokens=1500, schedule_conservativeness=0.1 / 0.7)
     submit(one, "a0 a1", 60, ignore_eos=False)

@@ -224,6 +224,43 @@ def test_who_has_been_admitted_in_the_round_counts_with_its_prompt():
     b.end_round()
 
 
+def test_a_prefix_is_given_back_when_the_last_that_has_it_ends():
+    b = looking_ahead(generated={"a0": 90})
+    run_one(b)
+    arrive_all(b, "a1", "b0")
+    b.begin_round(0.0, None)
+    tail = PROMPT - PREFIX
+    # Both take 10 tokens more; then a0 gives back its prompt.
+    assert b.fits("b0", PROMPT + 20) and not b.fits("b0", PROMPT + 19)
+    b.admitted("a1", PREFIX)
+    # Now it gives back its tail and its output, and the others have 90 to go.
+    most = 2 * 100 - (tail + 90)
+    assert b.fits("b0", tail + PROMPT + most) and not b.fits("b0", tail + PROMPT + most - 1)
+    b.end_round()
+    b.begin_round(0.0, None)
+    assert b.fits("b0", PROMPT + most) and not b.fits("b0", PROMPT + most - 1)
+    b.end_round()
+
+
+def test_where_sharing_ends_inside_a_chunk_is_known_from_what_was_cached():
+    b = looking_ahead(generated={"a0": 90})
+    shared = PREFIX + 1  # of a prompt; chunks have two tokens
+    for number, name in enumerate(("a0", "a1")):
+        b.arrive(name, array("q", [ord("a")] * shared + [1000 + number] * (PROMPT - shared)))
+    b.begin_round(0.0, None)
+    b.admitted("a0", 0)
+    b.passing_over.computed("a0")
+    b.end_round()
+    b.begin_round(0.0, None)
+    b.admitted("a1", shared)
+    b.end_round()
+    arrive_all(b, "b0")
+    b.begin_round(0.0, None)
+    most = 2 * 100 - (PROMPT - shared + 90)
+    assert b.fits("b0", PROMPT + most) and not b.fits("b0", PROMPT + most - 1)
+    b.end_round()
+
+
 def test_all_fit_where_the_pool_suffices_and_before_lengths_are_known():
     for b in (looking_ahead(pool=10**6), looking_ahead(fixed=False)):
         run_one(b)

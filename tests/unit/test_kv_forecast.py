@@ -1,22 +1,57 @@
 """The memory that lies ahead of an admission round, against a pool that is filled step by step; expected lengths."""
 
+from typing import NamedTuple
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from feather_sglang.kv_forecast import KVForecast, Outlook
 
+# Prompts begin with one of these, each part of it with its tokens.
+PARTS = {"": 0, "a": 7, "ab": 3, "ac": 30, "acd": 1, "e": 11}
+
+
+class Held(NamedTuple):
+    """A request: what its prompt begins with, its own tokens behind that, its output so far and what is left of it.
+
+    ``left``: None if it is not known to end at all.
+    """
+
+    start: str
+    own: int
+    generated: int
+    left: int | None
+
+    @property
+    def outlook(self):
+        tokens = sum(tokens for _, tokens in self.parts) + self.own + self.generated
+        return Outlook(tokens, self.generated, self.generated + (1000 if self.left is None else self.left), self.ends)
+
+    @property
+    def parts(self):
+        return [(self.start[:end], PARTS[self.start[:end]]) for end in range(len(self.start), 0, -1)]
+
+    @property
+    def ends(self):
+        return self.left is not None
+
+
+def held(requests):
+    shared = {part: tokens for request in requests for part, tokens in request.parts}
+    return sum(request.own + request.generated for request in requests) + sum(shared.values())
+
 
 def simulated(running, candidate, page_size=1):
-    """Peak of a pool above what it holds at first; of the candidate's prompt, what it has generated comes back."""
-    first = used = peak = sum(alone + outlook.generated for outlook, alone in running)
-    here = [*running] if candidate is None else [*running, (candidate, 0)]
-    while here:
-        here = [(one._replace(generated=one.generated + 1), alone) for one, alone in here]
-        used += len(here)
-        peak = max(peak, used + len(here) * (page_size - 1))  # each has begun a page, perhaps just now
-        used -= sum(alone + one.generated for one, alone in here if one.generated >= one.most)
-        here = [(one, alone) for one, alone in here if one.generated < one.most]
+    """Most of a pool that is taken beyond what the running hold now, step by step; who has no end does not grow."""
+    first, here = held(running), [*running, candidate]
+    peak = held(here)
+    while any(one.ends for one in here):
+        here = [one._replace(generated=one.generated + one.ends) for one in here]
+        growing = [one for one in here if one.ends]
+        peak = max(peak, held(here) + len(growing) * (page_size - 1))  # each has begun a page, perhaps just now
+        here = [one._replace(left=one.left - 1) if one.ends else one for one in here]
+        here = [one for one in here if not one.ends or one.left > 0]
     return peak - first
 
 
@@ -24,12 +59,12 @@ def opened(running, page_size=1, finished=()):
     forecast = KVForecast(page_size)
     for tokens in finished:
         forecast.finished(tokens)
-    forecast.open([(outlook, alone + outlook.generated) for outlook, alone in running])
+    forecast.open([(one.outlook, one.parts) for one in running])
     return forecast
 
 
-def fixed(generated, left):
-    return Outlook(50 + generated, generated, generated + left, True)
+def needs(forecast, one):
+    return forecast.needs(one.outlook, one.parts)
 
 
 def unknown(generated=0, most=1000):
@@ -37,9 +72,11 @@ def unknown(generated=0, most=1000):
 
 
 few = st.integers(0, 20)
-fixed_ones = st.builds(fixed, few, st.integers(-2, 12))  # many end at a time; some are at their end already
-unknown_ones = st.builds(unknown, few, st.integers(1, 60))
-batches = st.lists(st.tuples(fixed_ones, few), max_size=8)
+lefts = st.integers(-2, 12)  # many end at a time; some are at their end already
+known = st.builds(Held, st.sampled_from(list(PARTS)), few, few, lefts)
+any_length = known | st.builds(Held, st.sampled_from(list(PARTS)), few, few, st.none())
+batches = st.lists(any_length, max_size=8)
+pages = st.just(1) | st.integers(2, 64)
 histories = st.lists(st.integers(1, 40), min_size=1, max_size=10)
 
 
@@ -49,76 +86,62 @@ histories = st.lists(st.integers(1, 40), min_size=1, max_size=10)
 @pytest.mark.parametrize(
     ("candidate", "needed"),
     [
-        pytest.param(fixed(0, 2), 2 * 4, id="shorter than all: the peak comes when it is gone"),
-        pytest.param(fixed(3, 2), 3 * 2, id="retracted, shorter than all: gives its output back"),
-        pytest.param(fixed(0, 4), 3 * 4, id="ends with the first"),
-        pytest.param(fixed(0, 6), 3 * 4, id="ends with the last"),
-        pytest.param(fixed(0, 20), 20 - 5 - 1, id="longer than all: the peak is its own end"),
+        pytest.param(Held("", 10, 0, 2), 10 + 3 * 2, id="shorter than all: all of it is gone at the next one's end"),
+        pytest.param(Held("", 0, 3, 2), 3 + 3 * 2, id="retracted: what it had is needed again, and its prompt"),
+        pytest.param(Held("", 1, 0, 2), 2 * 4, id="shorter than all: the peak comes when it is gone"),
+        pytest.param(Held("", 10, 0, 4), 10 + 3 * 4, id="ends with the first"),
+        pytest.param(Held("", 10, 0, 6), 10 + 3 * 4, id="ends with the last"),
+        pytest.param(Held("", 10, 0, 20), 10 + 20 - 5 - 1, id="longer than all: the peak is its own end"),
     ],
 )
 def test_the_peak_is_where_one_of_them_ends(candidate, needed):
-    running = [(fixed(2, 4), 3), (fixed(1, 6), 0)]
-    assert opened(running).needs(candidate) == needed
-    assert opened(running[::-1]).needs(candidate) == needed
+    running = [Held("", 3, 2, 4), Held("", 0, 1, 6)]
+    assert needs(opened(running), candidate) == needs(opened(running[::-1]), candidate) == needed
 
 
-def test_beside_nobody_it_needs_its_output():
-    assert opened([]).needs(fixed(0, 30)) == 30
-    assert opened([], page_size=16).needs(fixed(0, 30)) == 30 + 15
+def test_beside_nobody_it_needs_its_prompt_and_its_output():
+    assert needs(opened([]), Held("ab", 10, 0, 30)) == 10 + 10 + 30
+    assert needs(opened([], page_size=16), Held("", 10, 0, 30)) == 10 + 30 + 15
 
 
-@given(batches, fixed_ones, st.just(1) | st.integers(2, 64))
+def test_a_part_is_needed_until_the_last_that_has_it_ends():
+    running = [Held("ac", 0, 0, 2), Held("e", 0, 0, 9)]
+    assert needs(opened(running), Held("e", 0, 0, 9)) == 3 * 2  # then the other prompt is given back
+    assert needs(opened(running), Held("ac", 0, 0, 9)) == 2 * 9  # not before the candidate's end
+
+
+@given(batches, any_length, pages)
 def test_it_needs_what_a_pool_filled_step_by_step_does(running, candidate, page_size):
-    assert opened(running, page_size).needs(candidate) == simulated(running, candidate, page_size)
+    assert needs(opened(running, page_size), candidate) == simulated(running, candidate, page_size)
 
 
-@given(batches, few, few, st.sampled_from([1, 16]))
-def test_ties_with_anybody_are_exact(running, alone, generated, page_size):
-    for outlook, _ in running:
-        candidate = fixed(generated, max(1, outlook.most - outlook.generated))
-        among = [*running, (candidate, alone)]
-        assert opened(among, page_size).needs(candidate) == simulated(among, candidate, page_size)
+@given(batches, known, few, few, st.sampled_from([1, 16]))
+def test_ties_with_anybody_are_exact(running, candidate, own, generated, page_size):
+    for one in running:
+        if one.ends:
+            tied = candidate._replace(own=own, generated=generated, left=max(1, one.left))
+            assert needs(opened([*running, tied], page_size), tied) == simulated([*running, tied], tied, page_size)
 
 
-@given(st.lists(st.tuples(fixed_ones | unknown_ones, few), max_size=8), fixed_ones | unknown_ones, histories)
+@given(batches, any_length, histories)
 def test_expected_lengths_count_like_fixed_ones(running, candidate, history):
     forecast = opened(running, finished=history)
-    *known, joins = [fixed(o.generated, forecast.remaining(o)) for o in [*(o for o, _ in running), candidate]]
-    alone = [tokens for _, tokens in running]
-    assert forecast.needs(candidate) == simulated(list(zip(known, alone, strict=True)), joins)
+    *others, joins = [one._replace(left=forecast.remaining(one.outlook)) for one in [*running, candidate]]
+    assert needs(forecast, candidate) == simulated(others, joins)
 
 
-@given(batches, st.lists(fixed_ones | unknown_ones, max_size=4), fixed_ones, histories)
-def test_who_is_admitted_counts_like_one_who_ran_and_shares_all_of_its_prompt(running, joined, last, history):
-    forecast = opened(running, 4, history)
-    for number, outlook in enumerate(joined, 1):
-        forecast.admit(outlook)
-        same = opened([*running, *((outlook, 0) for outlook in joined[:number])], 4, history)
-        assert forecast.needs(last) == same.needs(last)
+@given(batches, batches, any_length, histories, st.sampled_from([1, 4]))
+def test_who_is_admitted_counts_like_one_who_ran(running, joined, last, history, page_size):
+    forecast = opened(running, page_size, history)
+    for number, one in enumerate(joined, 1):
+        forecast.admit(one.outlook, one.parts)
+        assert needs(forecast, last) == needs(opened([*running, *joined[:number]], page_size, history), last)
 
 
-@given(batches, fixed_ones, st.integers(0, 20), st.integers(1, 64))
+@given(batches, known, st.integers(0, 20), pages)
 def test_who_may_have_more_never_needs_less(running, candidate, more, page_size):
-    forecast, longer = opened(running, page_size), candidate._replace(most=candidate.most + more)
-    assert forecast.needs(longer) >= forecast.needs(candidate)
-
-
-@given(batches, st.tuples(unknown_ones, few), st.data(), fixed_ones)
-def test_who_may_stay_for_ever_neither_grows_nor_gives_back(running, endless, data, candidate):
-    place = data.draw(st.integers(0, len(running)))
-    forecast = opened([*running[:place], endless, *running[place:]])
-    assert forecast.needs(candidate) == simulated(running, candidate)
-    assert forecast.needs(unknown()) == simulated(running, None)
-    forecast.admit(unknown())
-    assert forecast.needs(candidate) == simulated(running, candidate)
-
-
-@given(batches, unknown_ones, fixed_ones)
-def test_who_was_retracted_before_anybody_finished_gives_nothing_back(running, endless, candidate):
-    forecast = opened(running)
-    assert forecast.needs(endless) == simulated(running, None)
-    forecast.admit(endless)
-    assert forecast.needs(candidate) == simulated(running, candidate)
+    forecast = opened(running, page_size)
+    assert needs(forecast, candidate._replace(left=candidate.left + more)) >= needs(forecast, candidate)
 
 
 # Lengths --------------------------------------------------------------------------------------------------------
@@ -126,7 +149,7 @@ def test_who_was_retracted_before_anybody_finished_gives_nothing_back(running, e
 
 @given(few, st.integers(-5, 50), st.lists(few, max_size=5))
 def test_a_fixed_length_is_what_is_left_of_it_whatever_others_had(generated, left, history):
-    assert opened([], finished=history).remaining(fixed(generated, left)) == max(1, left)
+    assert opened([], finished=history).remaining(Held("", 50, generated, left).outlook) == max(1, left)
 
 
 def test_before_anybody_has_finished_nothing_is_expected():
@@ -145,7 +168,7 @@ def test_who_is_longer_than_all_is_expected_to_have_as_many_again():
     assert forecast.remaining(unknown(1000)) == forecast.remaining(unknown(1001)) == 1
 
 
-@given(unknown_ones, st.lists(st.integers(0, 40), min_size=1, max_size=20))
+@given(st.builds(unknown, few, st.integers(1, 60)), st.lists(st.integers(0, 40), min_size=1, max_size=20))
 def test_expected_lengths_lie_between_one_and_what_is_allowed(outlook, history):
     left, had = outlook.most - outlook.generated, outlook.generated
     longer = [n for n in history if n > had]
@@ -159,10 +182,10 @@ def test_only_the_last_256_finished_are_remembered():
 
 
 def test_lengths_are_taken_in_when_it_is_opened():
-    forecast = opened([(unknown(5), 3)])
+    forecast = opened([Held("", 50, 5, None)])
     forecast.finished(100)
-    assert forecast.remaining(unknown()) == 0 and forecast.needs(unknown()) == 0
-    forecast.open([(unknown(5), 8)])
-    assert forecast.remaining(unknown()) == 100 and forecast.needs(unknown()) == 2 * 95
+    assert forecast.remaining(unknown()) == 0 and forecast.needs(unknown(), []) == 50
+    forecast.open([(unknown(5), [])])
+    assert forecast.remaining(unknown()) == 100 and forecast.needs(unknown(), []) == 50 + 2 * 95
     forecast.finished(300)
     assert forecast.remaining(unknown()) == 100
