@@ -41,10 +41,12 @@ class KVForecast:
     Parameters
     ----------
     page_size : tokens that a request takes at a time.
+    late_steps : that a request takes part in after its last token, before anybody knows that it has ended.
     """
 
-    def __init__(self, page_size: int = 1) -> None:
+    def __init__(self, page_size: int = 1, late_steps: int = 0) -> None:
         self._rounding = page_size - 1
+        self._late_steps = late_steps
         self._finished: deque[int] = deque(maxlen=_MEMORY)
         self._lengths: list[int] = []  # of those, sorted; as of the last `open`, like all below
         self._longer: list[int] = []  # sum of each of them and all behind it
@@ -79,7 +81,7 @@ class KVForecast:
     def _join(self, outlook: Outlook, parts: Parts) -> None:
         end = self._end(outlook)
         brings, takes_over = self._split(end, outlook, parts)
-        gives_back = brings
+        gives_back = brings - (outlook.generated > 0)  # its last token gets its place in the next step
         for until, tokens in takes_over:
             self._ends[until][1] -= tokens
             gives_back += tokens
@@ -98,7 +100,8 @@ class KVForecast:
         self._used = self._running[:-1] * (self._steps + self._rounding) - self._gone[:-1]  # at each end
 
     def _end(self, outlook: Outlook) -> float:
-        return self.remaining(outlook) or inf  # of unknown length: who knows when
+        remaining = self.remaining(outlook)
+        return remaining + self._late_steps if remaining else inf  # of unknown length: who knows when
 
     def _split(self, end: float, outlook: Outlook, parts: Parts) -> tuple[int, list[tuple[float, int]]]:
         """Tokens that nobody else has; until when others have those parts that it has for longer, and their tokens."""

@@ -500,7 +500,10 @@ def _make_gathering(scheduler: Any, options: FeatherOptions) -> Gathering | None
 
 def _make_forecast(scheduler: Any) -> KVForecast | None:
     # With sliding windows there is a second pool, in which nobody holds more than a window.
-    return None if getattr(scheduler, "is_hybrid_swa", False) else KVForecast(scheduler.page_size)
+    if getattr(scheduler, "is_hybrid_swa", False):
+        return None
+    # Under overlap the next step is launched before the last one has told who ended in it.
+    return KVForecast(scheduler.page_size, late_steps=int(scheduler.enable_overlap))
 
 
 _admitting: FeatherScheduler | None = None  # the scheduler inside an admission round, for the adder it has made

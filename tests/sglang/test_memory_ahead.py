@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from harness import Server
+from harness import OverlapServer, Server
 
 from feather_sglang.policies import make_policy
 
@@ -15,9 +15,9 @@ def server(tmp_path, monkeypatch):
     """Checked after every step, under a policy that never stops, with `gather` on or off."""
     monkeypatch.setenv("FEATHER_DEBUG_CHECK", "1")
 
-    def make(gather, **overrides):
+    def make(gather, kind=Server, **overrides):
         monkeypatch.setenv("FEATHER_OPTIONS", f'{{"gather": "{gather}"}}')
-        one = Server(tmp_path, "feather-heuristic", **overrides)
+        one = kind(tmp_path, "feather-heuristic", **overrides)
         one.feather.builder.policy = make_policy("always-add")
         if gathering := one.feather.builder.gathering:
             for _ in range(64):
@@ -57,6 +57,22 @@ def test_requests_that_grow_together_are_not_thrown_out(server):
         one.assert_nothing_left()
         one.close()
     assert thrown_out["off"] > 0 and thrown_out["on"] == 0
+
+
+@pytest.mark.parametrize("kind", [Server, OverlapServer])
+def test_where_lengths_are_known_nobody_is_thrown_out(server, kind):
+    """Ten prefixes, of which seven fill the pool, and requests of three lengths that come one by one."""
+    one = server("on", kind, max_total_tokens=5000, schedule_conservativeness=0.1 / 0.7)
+    numbers = random.Random(4)
+    while len(one.requests) < 150:
+        if numbers.random() < 0.6:
+            prompt = random.Random(numbers.randrange(10)).choices(range(2, 512), k=PREFIX)
+            prompt += numbers.choices(range(2, 512), k=numbers.randint(3, 20))
+            assert one.submit(f"r{len(one.requests)}", prompt, max_new_tokens=numbers.choice([10, 30, 40]))
+        one.step()
+    one.drain()
+    assert retractions(one) == 0 and one.feather.builder.kept_out > 0
+    one.assert_nothing_left()
 
 
 def test_a_prefix_that_another_one_joins_is_not_counted_on(server):
