@@ -24,6 +24,7 @@ from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.plugins import load_plugins
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.utils.watchdog import WatchdogRaw
 
 from feather_sglang.adapter.inprocess import start_scheduler
 from feather_sglang.adapter.ports import free_port
@@ -40,6 +41,9 @@ _contexts = set()
 
 
 zmq.Context.socket = _socket_without_linger
+
+# Its thread never ends, and would keep each scheduler, with its pools and the threads of its process groups, for good.
+WatchdogRaw._watchdog_thread = lambda watchdog: None
 
 try:
     from sglang.srt.distributed import bootstrap
