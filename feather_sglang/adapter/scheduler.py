@@ -310,8 +310,6 @@ class FeatherScheduler:
                 missing = len(req.origin_input_ids) - cached
                 if self.builder.passes_over(req.rid, cached, missing, free - self._computed_tokens):
                     return AddReqResult.CONTINUE
-                if self.builder.forecast is None:  # the cache may be of several pools, then, and have no one size
-                    return None
                 if not self.builder.fits(req.rid, free + self.scheduler.tree_cache.evictable_size()):
                     return AddReqResult.NO_TOKEN
         return None

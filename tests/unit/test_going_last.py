@@ -197,6 +197,10 @@ def run_one(b, name="a0", now=0.0):
         b.passing_over.computed(r)
 
 
+def needs_exactly(b, name, tokens):
+    return b.fits(name, tokens) and not b.fits(name, tokens - 1)
+
+
 def test_whoever_joins_fits_only_if_all_do_to_their_ends():
     b = looking_ahead(generated={"a0": 40})
     run_one(b)
@@ -204,8 +208,8 @@ def test_whoever_joins_fits_only_if_all_do_to_their_ends():
     b.begin_round(0.0, None)
     tail = PROMPT - PREFIX
     # Both take 60 tokens more; then a0 is gone with what it holds alone, far more than a1 still takes.
-    assert b.fits("a1", tail + 120) and not b.fits("a1", tail + 119) and b.kept_out == 1
-    assert b.fits("b0", PROMPT + 120) and not b.fits("b0", PROMPT + 119)
+    assert needs_exactly(b, "a1", tail + 120) and b.kept_out == 1
+    assert needs_exactly(b, "b0", PROMPT + 120)
     b.end_round()
 
 
@@ -216,11 +220,10 @@ def test_who_has_been_admitted_in_the_round_counts_with_its_prompt():
     b.begin_round(0.0, None, pending_tokens=7)
     assert b.fits("b0", 7 + PROMPT + 200)
     b.admitted("b0", 0)
-    assert b.fits("a1", 7 + PROMPT + (PROMPT - PREFIX) + 300)
-    assert not b.fits("a1", 7 + PROMPT + (PROMPT - PREFIX) + 299)
+    assert needs_exactly(b, "a1", 7 + PROMPT + (PROMPT - PREFIX) + 300)
     b.end_round()
     b.begin_round(0.0, None)
-    assert b.fits("a1", (PROMPT - PREFIX) + 300) and not b.fits("a1", (PROMPT - PREFIX) + 299)  # b0's is in its place
+    assert needs_exactly(b, "a1", (PROMPT - PREFIX) + 300)  # b0's is in its place
     b.end_round()
 
 
@@ -231,14 +234,14 @@ def test_a_prefix_is_given_back_when_the_last_that_has_it_ends():
     b.begin_round(0.0, None)
     tail = PROMPT - PREFIX
     # Both take 10 tokens more; then a0 gives back its prompt.
-    assert b.fits("b0", PROMPT + 20) and not b.fits("b0", PROMPT + 19)
+    assert needs_exactly(b, "b0", PROMPT + 20)
     b.admitted("a1", PREFIX)
     # Now it gives back its tail and its output but for the last token, and the others have 90 to go.
     most = 2 * 100 - (tail + 89)
-    assert b.fits("b0", tail + PROMPT + most) and not b.fits("b0", tail + PROMPT + most - 1)
+    assert needs_exactly(b, "b0", tail + PROMPT + most)
     b.end_round()
     b.begin_round(0.0, None)
-    assert b.fits("b0", PROMPT + most) and not b.fits("b0", PROMPT + most - 1)
+    assert needs_exactly(b, "b0", PROMPT + most)
     b.end_round()
 
 
@@ -257,7 +260,7 @@ def test_where_sharing_ends_inside_a_chunk_is_known_from_what_was_cached():
     arrive_all(b, "b0")
     b.begin_round(0.0, None)
     most = 2 * 100 - (PROMPT - shared + 89)
-    assert b.fits("b0", PROMPT + most) and not b.fits("b0", PROMPT + most - 1)
+    assert needs_exactly(b, "b0", PROMPT + most)
     b.end_round()
 
 
@@ -272,7 +275,7 @@ def test_all_fit_where_the_pool_suffices_and_before_lengths_are_known():
     arrive_all(b, "c0", "d0")
     b.begin_round(0.0, None)
     b.admitted("c0", 0)
-    assert b.fits("d0", 2 * PROMPT + 100) and not b.fits("d0", 2 * PROMPT + 99)
+    assert needs_exactly(b, "d0", 2 * PROMPT + 100)
     b.end_round()
 
 

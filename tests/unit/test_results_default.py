@@ -16,6 +16,7 @@ NOW = ("default_pat", "default_w6_fa3")
 BEFORE = ("default_fa3", "default_flashinfer", "default_sweep_pat", "default_sweep_fa3")  # who evicts did not go last
 RUNS = NOW + BEFORE
 DRAWS, MEMORY = ("draws", "draws_last"), ("memory_fa3", "memory_fa3_last")  # two servers each, the last build last
+BEFORE_DRAWS = "draws_before"  # a third server, an older build
 TWENTY, THOUSAND = "open:5,5000,300,100,20", "open:5,1000,300,100"
 
 
@@ -233,17 +234,17 @@ def test_what_is_said_of_w2_follows():
         f"{first[0]:,.0f} and {first[1]:,.0f} here and {again:,.0f} on another GPU",
     )
     said(words, f"the draw of the table above has had {min(first):,.0f} to {max(first):,.0f}", where=README)
-    before = short_runs(["draws_before"])
-    thrown_out = {
-        name: [record[name]["log"]["retractions"] for (_, policy), record in by.items() if policy == "feather-bandit"]
-        for by, names in ((runs, DRAWS), (before, ["draws_before"]))
-        for name in names
-    }
-    assert {len(counts) for counts in thrown_out.values()} == {8} and not any(thrown_out[DRAWS[1]])
-    (w2,) = before["W2", "feather-bandit"].values()
+    runs = short_runs([*DRAWS, BEFORE_DRAWS])
+    cases += ["W6", "W6@1"]
+    thrown_out = [
+        sum(runs[case, "feather-bandit"][name]["log"]["retractions"] for case in cases)
+        for name in (BEFORE_DRAWS, *DRAWS)
+    ]
+    w2 = runs["W2", "feather-bandit"][BEFORE_DRAWS]
+    assert thrown_out[2] == 0
     said(
-        f"requests retracted in the eight runs are {sum(thrown_out[DRAWS[0]])} and none",
-        f"these eight runs of feather-bandit had {sum(thrown_out['draws_before'])} retractions, "
+        f"requests retracted in the eight runs are {thrown_out[1]} and none",
+        f"these eight runs of feather-bandit had {thrown_out[0]} retractions, "
         f"{w2['log']['retractions']} of them in the first, which had {tok_s(w2):,.0f} tok/s",
     )
 
@@ -266,12 +267,7 @@ def test_what_is_said_where_memory_is_short_follows():
         f"with `pat` W2 has {pat['W2']:.2f}x fcfs and W6 {pat['W6']:.2f}x",
         f"| {dfs['W2']:.2f}x dfs-weight, {p99[0]:.1f} s for {p99[1]:.1f} s; before",
     )
-    retracted = [r["log"]["retractions"] for (_, policy), r in last_runs(runs) if policy == "feather-bandit"]
-    assert len(retracted) == 3 and not any(retracted)
-
-
-def last_runs(runs):
-    return [(key, records[MEMORY[1]]) for key, records in runs.items() if MEMORY[1] in records]
+    assert not any(runs[case, "feather-bandit"][MEMORY[1]]["log"]["retractions"] for case in fcfs)
 
 
 def test_readme_says_the_same():
@@ -284,5 +280,5 @@ def test_readme_says_the_same():
 
 
 def test_every_command_is_there():
-    for name in (*RUNS, *DRAWS, *MEMORY):
+    for name in (*RUNS, *DRAWS, BEFORE_DRAWS, *MEMORY):
         assert re.search(rf"bench_server\.py --from [^`]*policies_h200_{name}\.json", TEXT, re.DOTALL), name
