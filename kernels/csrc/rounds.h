@@ -1,8 +1,8 @@
 // How long the chunks of large tiles are, for processors that take them in turn: the split `rounds`.
 //
 // Units of equal length are dealt out to the processors; 160 of them keep 132 processors busy for two rounds, and most
-// of those idle in the second, but for as many tails as their warps hold at once. So some chunk lengths are tried, and
-// the one of the least modelled time is taken.
+// of those idle in the second, but for as many tails as their warps hold at once. So some cuts are tried, and the one of
+// the least modelled time is taken.
 #pragma once
 
 #include <algorithm>
@@ -29,8 +29,8 @@ class Rounds {
     const int32_t tail = config.tail_tile();
     for (const RowTile& row : out.rows) {
       if (config.tile(row.tile).m > kWarpRows) continue;
-      const int64_t units = config[kKvHeads], length = packing.packs[row.pack].length();
-      const double ns = static_cast<double>(units) * chunk_ns(row.tile, length);
+      const int64_t units = config[kKvHeads];
+      const double ns = static_cast<double>(units) * chunk_ns(row.tile, packing.packs[row.pack].length());
       if (row.tile == tail) {
         tails_ += units, tails_ns_ += ns;
       } else {
@@ -50,7 +50,7 @@ class Rounds {
   }
 
  private:
-  static constexpr int64_t kMostRounds = 6;  // beyond, an uneven last one costs little
+  static constexpr int64_t kMostRounds = 6;  // of teams: beyond, an uneven last one costs little
   static constexpr double kGain = 0.98;      // a change must lower the time to that
   static constexpr double kAlone = 1.5;      // times its cost, estimated, that a unit takes while other teams are idle
 
@@ -59,50 +59,61 @@ class Rounds {
     return config_.unit_ns(tile) + config_.step_ns(tile) * static_cast<double>((length + n - 1) / n);
   }
 
+  // All of a tile's packs are cut into chunks of one length, or the longest stay whole, as many as make whole rounds of
+  // its teams, and the others, cut shorter, make a round or more of their own.
   void settle_tile(int32_t tile, int64_t least) {
     auto& rows = scratch_.rows;
     rows.clear();
-    int64_t longest = 0;
     for (size_t i = 0; i < out_.rows.size(); ++i) {
       if (out_.rows[i].tile != tile) continue;
       if (packing_.packs[out_.rows[i].pack].chunk) return;
       rows.push_back(static_cast<int32_t>(i));
-      longest = std::max<int64_t>(longest, packing_.packs[out_.rows[i].pack].length());
     }
     if (rows.empty()) return;
-    const int64_t step = config_.tile(tile).n, most_units = kMostRounds * config_[kProcessors];
-    int64_t limit = out_.rows[rows[0]].longest;
-    double best = deal(tile, limit);
-    int64_t best_units = units_;
-    int64_t chunk = 0;
-    for (int64_t pieces = 1; best_units <= most_units && chunk != least; ++pieces) {
-      const int64_t even = (longest + pieces - 1) / pieces, next = std::max(least, (even + step - 1) / step * step);
-      if (next == chunk) continue;
-      chunk = next;
-      const double time = deal(tile, chunk);
-      if (units_ > most_units) break;
-      if (time < kGain * best) best = time, limit = chunk, best_units = units_;
-    }
-    deal(tile, limit);
+    const auto longer = [&](int32_t a, int32_t b) { return length(a) > length(b); };
+    if (!std::is_sorted(rows.begin(), rows.end(), longer)) std::stable_sort(rows.begin(), rows.end(), longer);
+    const int64_t step = config_.tile(tile).n, heads = config_[kKvHeads], n_rows = static_cast<int64_t>(rows.size());
+    const int64_t round = config_.teams(tile) * config_[kProcessors], most_units = kMostRounds * round;
+    int64_t limit = out_.rows[rows[0]].longest, whole = 0;
+    double best = deal(tile, limit, whole);
+    const auto try_behind = [&](int64_t first) {
+      int64_t chunk = 0;
+      for (int64_t pieces = 1; chunk != least; ++pieces) {
+        const int64_t even = (length(rows[first]) + pieces - 1) / pieces, next = std::max(least, round_up(even, step));
+        if (next == chunk) continue;
+        chunk = next;
+        const double time = deal(tile, chunk, first);
+        if (units_ > most_units) break;
+        if (time < kGain * best) best = time, limit = chunk, whole = first;
+      }
+    };
+    const int64_t in_rounds = (n_rows - 1) * heads / round * round / heads;
+    if (in_rounds) try_behind(in_rounds);
+    try_behind(0);
+    deal(tile, limit, whole);
     scratch_.load.swap(scratch_.tried);
     turn_ = next_turn_, extra_ += parts_;
-    for (const int32_t row : rows) out_.rows[row].longest = static_cast<int32_t>(std::min<int64_t>(limit, INT32_MAX));
+    for (int64_t i = 0; i < n_rows; ++i) {
+      out_.rows[rows[i]].longest = i < whole ? INT32_MAX : static_cast<int32_t>(std::min<int64_t>(limit, INT32_MAX));
+    }
   }
 
-  // The modelled time with the tile's chunks no longer than `limit`. Sets units_, parts_, next_turn_ and tried.
-  double deal(int32_t tile, int64_t limit) {
+  int64_t length(int32_t row) const { return packing_.packs[out_.rows[row].pack].length(); }
+
+  // The modelled time with chunks no longer than `limit`, but for the first rows, which stay whole. Sets units_, parts_,
+  // next_turn_ and tried.
+  double deal(int32_t tile, int64_t limit, int64_t whole) {
     auto& [load, tried, runs, rows] = scratch_;
     const int64_t heads = config_[kKvHeads], processors = config_[kProcessors];
     tried = load;
     runs.clear();
     units_ = 0, parts_ = 0;
-    for (const int32_t index : rows) {
-      const RowTile& row = out_.rows[index];
-      const int64_t length = packing_.packs[row.pack].length();
-      const int64_t pieces = std::max<int64_t>(1, (length + limit - 1) / limit), units = pieces * heads;
-      runs.push_back({chunk_ns(tile, (length + pieces - 1) / pieces), units});
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const int64_t tokens = length(rows[i]), cut = std::max<int64_t>(1, (tokens + limit - 1) / limit);
+      const int64_t pieces = static_cast<int64_t>(i) < whole ? 1 : cut, units = pieces * heads;
+      runs.push_back({chunk_ns(tile, (tokens + pieces - 1) / pieces), units});
       units_ += units;
-      parts_ += part_ns_ * static_cast<double>((pieces - 1) * row.count);
+      parts_ += part_ns_ * static_cast<double>((pieces - 1) * out_.rows[rows[i]].count);
     }
     const auto longer = [](const auto& a, const auto& b) { return a.cost > b.cost; };
     if (!std::is_sorted(runs.begin(), runs.end(), longer)) std::sort(runs.begin(), runs.end(), longer);

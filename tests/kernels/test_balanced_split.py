@@ -88,9 +88,13 @@ def rule(rows, few, arguments, widen=1.0):
         of_unlike = unlike_limit(lengths[few], kv_heads, n_sm * round(1 / DEFAULT_ALPHA[m]), step)
     if of_unlike is not None:
         limits[few] = min(limits[few], of_unlike)
-    elif arguments["split"] == "rounds":
-        settle_rounds(rows, arguments, tail, pack, leasts, limits)
-    cut += [(tile, stop - start, limits[tile]) for tile, start, stop, _ in rows if tile not in of_warps]
+    wholes = [0] * len(tiles)
+    if of_unlike is None and arguments["split"] == "rounds":
+        settle_rounds(rows, arguments, tail, pack, leasts, limits, wholes)
+    for tile in range(len(tiles)):
+        if tile not in of_warps:
+            longest_first = sorted(lengths[tile], reverse=True)
+            cut += [(tile, n, n if i < wholes[tile] else limits[tile]) for i, n in enumerate(longest_first)]
     chunks = [(tile, size, pieces(size, int(longest * widen), tiles[tile][1])) for tile, size, longest in cut]
     return Counter(chunks), pack
 
@@ -103,8 +107,8 @@ def unlike_limit(lengths, kv_heads, teams, step):
     return up(longest_of_unlike(lengths, kv_heads, teams), step)
 
 
-def settle_rounds(rows, arguments, tail, pack, leasts, limits):
-    """Change the limits of the tiles of more than 16 rows, the largest first."""
+def settle_rounds(rows, arguments, tail, pack, leasts, limits, wholes):
+    """Change the limits of the tiles of more than 16 rows, the largest first, and how many row tiles stay whole."""
     tiles, kv_heads = arguments["tiles"], arguments["num_kv_heads"]
     group, costs = arguments["num_qo_heads"] // kv_heads, UnitCosts()
     of_tiles, single = costs.of_tiles(tiles), [row for row in rows if tiles[row[0]][0] <= 16]
@@ -116,9 +120,10 @@ def settle_rounds(rows, arguments, tail, pack, leasts, limits):
     )  # fmt: skip
     for tile in reversed(range(len(tiles))):
         mine = [(stop - start, len(members)) for of, start, stop, members in rows if of == tile]
+        mine.sort(key=lambda row: -row[0])
         if mine and tiles[tile][0] > 16:
-            teams = round(1 / DEFAULT_ALPHA[tiles[tile][0]])
-            limits[tile] = processors.settle(tile, mine, limits[tile], up(leasts[tile], tiles[tile][1]), teams)
+            teams, least = round(1 / DEFAULT_ALPHA[tiles[tile][0]]), up(leasts[tile], tiles[tile][1])
+            limits[tile], wholes[tile] = processors.settle(tile, mine, limits[tile], least, teams)
 
 
 def cuts(plan, rows):
@@ -328,6 +333,17 @@ def test_two_rounds_of_chunks_where_a_third_of_the_warps_would_have_none():
     assert behind == [(16, [1800])] * 8 + [(16, [320] * 3)] * 5  # a whole round goes before
     assert shared_tiles([(960, 2)] * 5, split="balanced") == [(16, [960])] * 5  # queues pop there
     assert shared_tiles([(960, 2)] * 5 + [(64, 9)])[:5] == [(16, [320] * 3)] * 5  # beside a larger tile too
+
+
+def test_packs_behind_whole_rounds_of_teams_make_a_round_of_their_own():
+    """Eight teams of four processors: eight packs stay whole, and the ninth is cut for all of them."""
+    packs = [(5000, 5)] * 9
+    chunks = [chunks for rows, chunks in shared_tiles(packs, n_sm=4) if rows == 64]
+    assert sorted(chunks, key=len) == [[5000]] * 8 + [[640] * 7 + [520]]
+    assert [len(chunks) for _, chunks in shared_tiles(packs[:8], n_sm=4)] == [1] * 8
+    uneven = shared_tiles([(4000, 5)] + [(5000, 5)] * 8, n_sm=4)  # the shortest
+    assert [len(chunks) for _, chunks in uneven] == [6] + [1] * 8
+    assert len(shared_tiles(packs, n_sm=4, split="balanced")[0][1]) == 1
 
 
 def test_chunks_of_two_rounds_are_no_shorter_than_16_steps():

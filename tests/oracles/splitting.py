@@ -163,11 +163,14 @@ class Processors:
     def cost(self, tile, length):
         return self.unit[tile] + self.step[tile] * -(-length // self.tiles[tile][1])
 
-    def deal(self, tile, rows, limit, teams):
-        """The time with this tile's (length, members) cut to the limit; then loads, turn, parts' price and units."""
+    def deal(self, tile, rows, limit, whole, teams):
+        """The time with this tile's (length, members), all but the first `whole`, cut to the limit.
+
+        Then loads, turn, parts' price and units.
+        """
         loads, turn, units, parts = list(self.loads), self.turn, [], 0.0
-        for length, members in rows:
-            pieces = max(1, -(-length // limit))
+        for index, (length, members) in enumerate(rows):
+            pieces = 1 if index < whole else max(1, -(-length // limit))
             units += [self.cost(tile, -(-length // pieces))] * (pieces * self.heads)
             parts += (pieces - 1) * members * self.part
         for index, cost in enumerate(sorted(units, reverse=True)):
@@ -181,14 +184,21 @@ class Processors:
         return time, loads, turn, parts, len(units)
 
     def settle(self, tile, rows, limit, least, teams):
-        """The limit of the least time, unless that is hardly less than the one given; of up to six rounds of units."""
-        most, best = 6 * len(self.loads), self.deal(tile, rows, limit, teams)
-        for other in even_limits(max(length for length, _ in rows), least, self.tiles[tile][1]):
-            found = self.deal(tile, rows, other, teams)
-            if max(best[4], found[4]) > most:
-                break
-            if found[0] < 0.98 * best[0]:
-                best, limit = found, other
+        """The limit of the least time, and how many of the rows, from the longest to the shortest, it does not concern.
+
+        Unless that time is hardly less than with the limit given for all; of up to six rounds of units for each team.
+        All rows are cut, or all behind the last whole round of units.
+        """
+        round_of, whole = teams * len(self.loads), 0
+        best = self.deal(tile, rows, limit, whole, teams)
+        rounds = (len(rows) - 1) * self.heads // round_of
+        for first in dict.fromkeys((rounds * round_of // self.heads, 0)):
+            for other in even_limits(rows[first][0], least, self.tiles[tile][1]):
+                found = self.deal(tile, rows, other, first, teams)
+                if found[4] > 6 * round_of:
+                    break
+                if found[0] < 0.98 * best[0]:
+                    best, limit, whole = found, other, first
         _, self.loads, self.turn, parts, _ = best
         self.extra += parts
-        return limit
+        return limit, whole
