@@ -151,17 +151,6 @@ struct HopperForward {
     uint64_t barriers[2 * Small::kStages];
     int members[Small::kMemberWords];
   };
-  struct Control {
-    typename Wide::Control wide;
-    typename Group::Control groups[kGroups];
-    SmallControl small[4 * kGroups];
-    TailUnit tails[kTailWarps * kGroups][kTailUnits];
-    Source sources[kTailWarps * kGroups];
-  };
-  static_assert(Wide::Ring::kBytes <= kGroups * kGroupBytes);
-  static constexpr int kSmem = kGroups * kGroupBytes + int(sizeof(Control));
-  static_assert(kSmem <= 227 * 1024);
-
   // Named barriers, and who meets there.
   enum Meeting { kDealt = 1, kWideRead, kWideDone, kGroupRead, kGroupDone = kGroupRead + kGroups };
   static __device__ void meet(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
@@ -229,6 +218,18 @@ struct HopperForward {
     __device__ int first_of(int group_index) const { return group_index * int(gridDim.x) + group_turn; }
   };
 
+  struct Control {
+    typename Wide::Control wide;
+    typename Group::Control groups[kGroups];
+    SmallControl small[4 * kGroups];
+    TailUnit tails[kTailWarps * kGroups][kTailUnits];
+    Source sources[kTailWarps * kGroups];
+    Work work;
+  };
+  static_assert(Wide::Ring::kBytes <= kGroups * kGroupBytes);
+  static constexpr int kSmem = kGroups * kGroupBytes + int(sizeof(Control));
+  static_assert(kSmem <= 227 * 1024);
+
   static __device__ void run(Params<T> const& params) {
     extern __shared__ __align__(1024) unsigned char smem[];
     Control& control = *reinterpret_cast<Control*>(smem + kGroups * kGroupBytes);
@@ -242,6 +243,9 @@ struct HopperForward {
       Group::Ring::init(control.groups[warp - 4 * kGroups], lane);
     } else if (kHasWide && warp == 5 * kGroups) {
       Wide::Ring::init(control.wide, lane);
+    } else if (warp == kThreads / 32 - 1) {  // one for all: after other kernels the code costs more than the wait
+      Work const work(params);
+      if (lane == 0) control.work = work;
     }
     __syncthreads();
     let_next_kernel_start();
@@ -276,34 +280,39 @@ struct HopperForward {
 
   static __device__ void copy(Params<T> const& params, unsigned char* smem, Control& control) {
     if constexpr (kHasWide) copy_wide(params, smem, control);
-    Work const work(params);
+    Work const& work = control.work;
+    Queue const queue = uniform(work.group);
     int const index = thread() / 32 % 4, group = index / 2;
-    if (group >= kGroups || work.group.n_work == 0) return;
-    Group::produce(params, work.group, work.first_of(group), kGroups * int(gridDim.x), smem + group * kGroupBytes,
+    if (group >= kGroups || queue.n_work == 0) return;
+    Group::produce(params, queue, work.first_of(group), kGroups * int(gridDim.x), smem + group * kGroupBytes,
                    control.groups[group], index % 2);
   }
 
   static __device__ void copy_wide(Params<T> const& params, unsigned char* smem, Control& control) {
-    Queue const wide = find_queue(params, 0);
+    Queue const wide = uniform(control.work.wide);
     if (wide.n_work == 0) return;
     Wide::produce(params, wide, blockIdx.x, gridDim.x, smem, control.wide, thread() / 32 % 4);
     meet(kWideRead, kThreads);  // the ring has been read
   }
 
   static __device__ void compute(Params<T> const& params, unsigned char* smem, Control& control) {
-    Work const work(params);
+    Work const& work = control.work;
     int const warp = uniform(thread() / 32), group = warp / 4;
     wait_for_previous_kernel();
+    // The queues from the plan, not from shared memory: the compiler must see that all threads branch alike, or wgmma's
+    // descriptors leave the uniform registers.
     if constexpr (kHasWide) {
-      if (work.wide.n_work) {
-        Wide::consume(params, work.wide, blockIdx.x, smem, control.wide, warp);
+      Queue const wide = find_queue(params, 0);
+      if (wide.n_work) {
+        Wide::consume(params, wide, blockIdx.x, smem, control.wide, warp);
         pass(kWideRead, kThreads);
         meet(kWideDone, kComputing);
       }
     }
     unsigned char* const ring = smem + group * kGroupBytes;
-    if (work.group.n_work) {
-      Group::consume(params, work.group, work.first_of(group), ring, control.groups[group], warp % 4);
+    Queue const groups = find_queue(params, kHasWide);
+    if (groups.n_work) {
+      Group::consume(params, groups, work.first_of(group), ring, control.groups[group], warp % 4);
       meet(kGroupDone + group, 128);
     }
     if (work.small.n_work) {
@@ -317,7 +326,7 @@ struct HopperForward {
 
   // The warps of a group, and those that copied for it.
   static __device__ void run_tails(Params<T> const& params, unsigned char* smem, Control& control) {
-    Work const work(params);
+    Work const& work = control.work;
     if (work.tails.n_work == 0) return;
     int const all = thread() / 32, copying = all - 4 * kGroups;
     int const group = copying < 0 ? all / 4 : copying / (4 / kGroups);

@@ -258,7 +258,7 @@ template <int kHeadDim, bool kWaits, typename T>
 __device__ __forceinline__ void merge_row(Params<T> const& params, int request, int head, int first, int n_parts) {
   constexpr int kOwn = 4;                               // neighbouring values of a lane
   constexpr int kChunks = (kHeadDim / kOwn + 31) / 32;  // such, of a lane
-  constexpr int kAtOnce = 16 / kChunks;                 // parts asked for at once
+  constexpr int kAtOnce = 8 / kChunks;                  // parts asked for at once
   int const lane = threadIdx.x % 32;
   bool const has_columns = kOwn * lane < kHeadDim;
   int64_t const row = int64_t(first) * params.q_heads + head;

@@ -92,5 +92,8 @@ __device__ __forceinline__ float across(float x) {
 struct Queue {
   int index, first_item, n_work;
 };
+__device__ __forceinline__ Queue uniform(Queue const& queue) {
+  return {uniform(queue.index), uniform(queue.first_item), uniform(queue.n_work)};
+}
 
 }  // namespace feather
