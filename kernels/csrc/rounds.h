@@ -50,7 +50,7 @@ class Rounds {
   }
 
  private:
-  static constexpr int64_t kMostRounds = 6;  // of teams: beyond, an uneven last one costs little
+  static constexpr int64_t kMostRounds = 6;  // beyond, an uneven last one costs little
   static constexpr double kGain = 0.98;      // a change must lower the time to that
   static constexpr double kAlone = 1.5;      // times its cost, estimated, that a unit takes while other teams are idle
 
@@ -59,8 +59,9 @@ class Rounds {
     return config_.unit_ns(tile) + config_.step_ns(tile) * static_cast<double>((length + n - 1) / n);
   }
 
-  // All of a tile's packs are cut into chunks of one length, or the longest stay whole, as many as make whole rounds of
-  // its teams, and the others, cut shorter, make a round or more of their own.
+  // All of a tile's packs are cut into chunks of one length. Or, where a processor has several teams, the longest stay
+  // whole, as many as make whole rounds of them, and the others, cut shorter, make a round or more of their own. (With
+  // one team that was slower: whoever has less begins with tails.)
   void settle_tile(int32_t tile, int64_t least) {
     auto& rows = scratch_.rows;
     rows.clear();
@@ -73,12 +74,14 @@ class Rounds {
     const auto longer = [&](int32_t a, int32_t b) { return length(a) > length(b); };
     if (!std::is_sorted(rows.begin(), rows.end(), longer)) std::stable_sort(rows.begin(), rows.end(), longer);
     const int64_t step = config_.tile(tile).n, heads = config_[kKvHeads], n_rows = static_cast<int64_t>(rows.size());
-    const int64_t round = config_.teams(tile) * config_[kProcessors], most_units = kMostRounds * round;
+    const int64_t teams = config_.teams(tile), round = teams * config_[kProcessors];
+    const int64_t most_units = kMostRounds * config_[kProcessors];
     int64_t limit = out_.rows[rows[0]].longest, whole = 0;
     double best = deal(tile, limit, whole);
+    const bool tries = units_ <= most_units;
     const auto try_behind = [&](int64_t first) {
       int64_t chunk = 0;
-      for (int64_t pieces = 1; chunk != least; ++pieces) {
+      for (int64_t pieces = 1; tries && chunk != least; ++pieces) {
         const int64_t even = (length(rows[first]) + pieces - 1) / pieces, next = std::max(least, round_up(even, step));
         if (next == chunk) continue;
         chunk = next;
@@ -88,7 +91,7 @@ class Rounds {
       }
     };
     const int64_t in_rounds = (n_rows - 1) * heads / round * round / heads;
-    if (in_rounds) try_behind(in_rounds);
+    if (teams > 1 && in_rounds) try_behind(in_rounds);
     try_behind(0);
     deal(tile, limit, whole);
     scratch_.load.swap(scratch_.tried);

@@ -186,16 +186,16 @@ class Processors:
     def settle(self, tile, rows, limit, least, teams):
         """The limit of the least time, and how many of the rows, from the longest to the shortest, it does not concern.
 
-        Unless that time is hardly less than with the limit given for all; of up to six rounds of units for each team.
-        All rows are cut, or all behind the last whole round of units.
+        Unless that time is hardly less than with the limit given for all; of up to six units for each processor. All
+        rows are cut or, where a processor has several teams, all behind the last whole round of units.
         """
-        round_of, whole = teams * len(self.loads), 0
+        most, round_of, whole = 6 * len(self.loads), teams * len(self.loads), 0
         best = self.deal(tile, rows, limit, whole, teams)
-        rounds = (len(rows) - 1) * self.heads // round_of
+        rounds = (len(rows) - 1) * self.heads // round_of if teams > 1 else 0
         for first in dict.fromkeys((rounds * round_of // self.heads, 0)):
             for other in even_limits(rows[first][0], least, self.tiles[tile][1]):
                 found = self.deal(tile, rows, other, first, teams)
-                if found[4] > 6 * round_of:
+                if max(best[4], found[4]) > most:
                     break
                 if found[0] < 0.98 * best[0]:
                     best, limit, whole = found, other, first
