@@ -72,8 +72,8 @@ def test_only_batches_without_sharing_are_slower_than_a_peer():
     behind = behind_a_peer(pat_rows())
     assert {name for name, _, _ in behind} == {"256_4096"}
     assert f"L2 warm, {len(behind)} of 160 rows, by up to {round(100 * max(behind.values()) - 100)}%" in TEXT
-    assert {(heads, page_size) for _, heads, page_size in behind} == {("16/8", 32), ("32/32", 32)}
-    assert "sharing with pages of 32, at 16/8 and 32/32, behind FlashAttention-3" in " ".join(TEXT.split())
+    assert {(heads, page_size) for _, heads, page_size in behind} == {("32/32", 32)}
+    assert "sharing with pages of 32, at 32/32, behind FlashAttention-3" in " ".join(TEXT.split())
 
 
 def test_what_time_wins_and_loses_beside_profit():
@@ -289,6 +289,35 @@ def test_what_unlike_lengths_took_before():
     )
     assert f"0 to 1% less in the mean, {100 - min(others):.0f}% off one, and {max(others) - 100:.0f}% more" in DECISIONS
     assert 0 < 100 - geometric_mean(others) < 0.5
+
+
+def test_between_the_products_of_a_layer(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS.parent / "benchmarks"))
+    from bench_decode_layer import report
+
+    assert f"\n{report({'records': records('layer_h200.json')})}\n" in TEXT
+    now, before = (
+        {row["name"]: row["systems"] for row in records(name)} for name in ("layer_h200.json", "layer_h200_before.json")
+    )
+    above = [own["feather"]["layer"] - own["feather"]["warm"] for own in now.values()]
+    code = [own["feather"]["layer"] - own["feather"]["code"] for own in now.values()]
+    text = " ".join(TEXT.split())
+    assert f"`layer` is {min(above):.0f} to {max(above):.0f} us above `warm`" in text
+    assert f"a run takes {min(above):.0f} to {max(above):.0f} us longer than back to back" in DECISIONS
+    assert f"and {min(code):.0f} to {max(code):.0f} us of that is gone" in text
+    one, eight, groups = (
+        [times[name]["feather"]["layer"] for times in (now, before)] for name in ("1_2000", "1_8000", "36,160_5000,120")
+    )
+    peers = [now[name]["fa3-planned"]["layer"] for name in ("1_2000", "1_8000")]
+    assert f"2,000 tokens {one[0]:.1f} for {peers[0]:.1f} us, 8,000 {eight[0]:.1f} for {peers[1]:.1f}" in text
+    assert f"In the build before it was {one[1]:.1f} and {eight[1]:.1f} us" in text
+    assert f"`36,160_5000,120` took {groups[1]:.0f} us for {groups[0]:.0f} now" in text
+    pat = " ".join((DOCS / "pat.md").read_text().split())
+    assert f"the build since needs {eight[1] - eight[0]:.1f} us less there" in pat
+    gained = [before[name]["feather"]["layer"] - own["feather"]["layer"] for name, own in now.items()]
+    few = [us for us, own in zip(gained, now.values(), strict=True) if own["feather"]["layer"] < 57]
+    assert "1 to 2 us off batches that take up to 57 us" in DECISIONS
+    assert all(0.5 < us < 2.5 for us in few) and len(few) == 6
 
 
 def test_the_counters_are_the_measured_ones(monkeypatch):
