@@ -198,18 +198,13 @@ def allocate(options: argparse.Namespace, planned: list, watchdog: Watchdog) -> 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Measure; (the JSON file's content, exit status)."""
     import torch
-    from decode_systems import choose_systems
+    from decode_systems import systems_on_gpu
     from decode_timing import Flush, copy_bandwidth, graph_overhead_us, machine
 
     from feather_kernels.build import load_kernel
 
     begun = time.monotonic()
-    try:
-        chosen = choose_systems(options.systems, options.cascade_backend)
-    except ValueError as error:
-        raise SystemExit(f"--systems: {error}") from None
-    if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device: this benchmark measures a GPU (--from reports a finished run without one)")
+    chosen = systems_on_gpu(options.systems, options.cascade_backend)
     torch.backends.cuda.matmul.allow_tf32 = False
     watchdog, planned = Watchdog(), cases(options)
     major, minor = torch.cuda.get_device_capability()

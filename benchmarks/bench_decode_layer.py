@@ -8,13 +8,12 @@ kernel where a server has its rotary embedding, and attention; less the same gra
 layer, 0.4 GB, leave nothing in L2, and their kernels little in the instruction caches. ``code`` is the same right after
 a run of this package's kernel over other KV, 64 slots, and with another plan: its instructions are there, nothing else
 is. Beside it, of attention alone: ``warm``, back to back, and ``flushed``, after other data filled L2. Medians, in
-microseconds; all systems take turns.
+microseconds; all systems take turns. Every system's output is checked against a float32 reference first.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import time
@@ -23,7 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from decode_cases import Heads, tree_case
+from bench_decode_kernel import CHECKED, TOLERANCE, prepare, write
+from decode_cases import Case, Heads, tree_case
 from finished import read_finished
 
 BATCHES = (
@@ -31,12 +31,20 @@ BATCHES = (
     "36,160_5000,120", "5,500_5000,100",
 )  # fmt: skip
 HEADS = Heads(32, 8)
-HIDDEN, INNER, HEAD_DIM = 4096, 12288, 128
+HIDDEN, INNER, HEAD_DIM, DTYPE = 4096, 12288, 128, "bfloat16"
 PRODUCTS = ((HIDDEN, (HEADS.query + 2 * HEADS.kv) * HEAD_DIM), (HIDDEN, HIDDEN), (HIDDEN, 2 * INNER), (INNER, HIDDEN))
 LAYERS, WEIGHTS = 6, 3
 SLOTS = 64  # of the run that brings the instructions
 COLUMNS = ("layer", "code", "warm", "flushed")
 Call = Callable[[], Any]
+
+
+def batch(name: str) -> Case:
+    """The batch of a name, or the end of the program in one line."""
+    try:
+        return tree_case(name, HEADS)
+    except ValueError:
+        raise SystemExit(f"--batches {name}: give nodes and tokens of each level, such as 5,32_1000,100") from None
 
 
 class Layers:
@@ -45,7 +53,7 @@ class Layers:
     def __init__(self, weights: list[list[Any]], requests: int) -> None:
         import torch
 
-        like = {"dtype": weights[0][0].dtype, "device": "cuda"}
+        like = {"dtype": weights[0][0].dtype, "device": weights[0][0].device}
         self._weights = weights
         self._rows = [torch.randn(requests, width, **like) for width, _ in PRODUCTS]
         self._outs = [torch.empty(requests, width, **like) for _, width in PRODUCTS]
@@ -85,14 +93,21 @@ def other_run(inputs: Any) -> Call:
     return lambda: wrapper.run(q, kv[0], kv[1], out=out)
 
 
-def measure(name: str, chosen: dict[str, Any], pools: Any, weights: Any, flush: Any, rounds: int) -> dict[str, Any]:
+def measure(case: Case, chosen: dict[str, Any], pools: Any, weights: Any, flush: Any, rounds: int) -> dict[str, Any]:
     """One batch, as a record of the JSON file."""
+    from decode_systems import reference
     from decode_timing import Captured, elapsed_us, events, measure_in_turn
 
-    case = tree_case(name, HEADS)
     inputs = pools.inputs(case)
+    sample = sorted({index * (case.n_requests - 1) // (CHECKED - 1) for index in range(CHECKED)})
+    checked = reference(inputs, sample), sample
+    alone, results = {}, {}
+    for system, set_up in chosen.items():
+        ready, results[system] = prepare(system, set_up, inputs, checked, TOLERANCE[DTYPE])
+        if ready is not None:
+            alone[system] = ready
     layers, before = Layers(weights, case.n_requests), other_run(inputs)
-    calls = {system: set_up(inputs).call for system, set_up in chosen.items()}
+    calls = {system: ready.call for system, ready in alone.items()}
     graphs = {("none", "layer"): layers.around(), ("none", "code"): layers.around(before)}
     graphs |= {(system, "layer"): layers.around(call) for system, call in calls.items()}
     graphs |= {(system, "code"): layers.around(before, call) for system, call in calls.items()}
@@ -107,43 +122,35 @@ def measure(name: str, chosen: dict[str, Any], pools: Any, weights: Any, flush: 
             pair[1].record()
             pair[1].synchronize()
             times[key].append(elapsed_us(pair) / LAYERS)
-    alone = measure_in_turn({system: Captured(call) for system, call in calls.items()}, rounds, flush)
+    for system, apart in measure_in_turn(alone, rounds, flush).items():
+        results[system] |= {
+            "layer": median(times[system, "layer"]) - median(times["none", "layer"]),
+            "code": median(times[system, "code"]) - median(times["none", "code"]),
+            "warm": median(apart.warm), "flushed": median(apart.flushed),
+        }  # fmt: skip
     return {
-        "name": name, "requests": case.n_requests, "floor_us": case.floor() * 1e6,
-        "products_us": median(times["none", "layer"]),
-        "systems": {
-            system: {
-                "layer": median(times[system, "layer"]) - median(times["none", "layer"]),
-                "code": median(times[system, "code"]) - median(times["none", "code"]),
-                "warm": median(alone[system].warm), "flushed": median(alone[system].flushed),
-            }
-            for system in calls
-        },
+        "name": case.name, "requests": case.n_requests, "floor_us": case.floor() * 1e6,
+        "products_us": median(times["none", "layer"]), "systems": results,
     }  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all batches; the JSON file's content."""
     import torch
-    from decode_systems import Pools, choose_systems
+    from decode_systems import Pools, systems_on_gpu
     from decode_timing import Flush, machine
 
-    try:
-        chosen = choose_systems(options.systems)
-    except ValueError as error:
-        raise SystemExit(f"--systems: {error}") from None
-    if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device: this benchmark measures a GPU (--from reports a finished run without one)")
+    cases = [batch(name) for name in options.batches]
+    chosen, dtype = systems_on_gpu(options.systems), getattr(torch, DTYPE)
     weights = [
-        [torch.randn(*shape, dtype=torch.bfloat16, device="cuda").mul_(0.02) for shape in PRODUCTS]
-        for _ in range(WEIGHTS)
+        [torch.randn(*shape, dtype=dtype, device="cuda").mul_(0.02) for shape in PRODUCTS] for _ in range(WEIGHTS)
     ]
-    pools = Pools(max(Pools.elements(tree_case(name, HEADS)) for name in options.batches), torch.bfloat16)
+    pools = Pools(max(map(Pools.elements, cases)), dtype)
     flush = Flush()
     command, when = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), time.strftime("%Y-%m-%d %H:%M:%S")
     content: dict[str, Any] = {"machine": machine() | {"command": command, "when": when}, "records": []}
-    for name in options.batches:
-        content["records"].append(measure(name, chosen, pools, weights, flush, options.repeats))
+    for case in cases:
+        content["records"].append(measure(case, chosen, pools, weights, flush, options.repeats))
         torch.cuda.empty_cache()
     return content
 
@@ -154,7 +161,8 @@ def report(content: dict[str, Any]) -> str:
     heads = [f"{system}: {', '.join(COLUMNS)}" for system in systems]
     lines = [f"| batch | products | floor | {' | '.join(heads)} |", "|---" * (3 + len(heads)) + "|"]
     for record in content["records"]:
-        cells = [", ".join(f"{record['systems'][system][column]:.1f}" for column in COLUMNS) for system in systems]
+        results = [record["systems"][system] for system in systems]
+        cells = [one.get("error") or ", ".join(f"{one[column]:.1f}" for column in COLUMNS) for one in results]
         row = [f"`{record['name']}`", f"{record['products_us']:.0f}", f"{record['floor_us']:.1f}", *cells]
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
@@ -170,9 +178,8 @@ def main() -> int:
     options = parser.parse_args()
     content = read_finished(options.source, "machine") if options.source else run(options)
     print(report(content))
-    if options.json:
-        options.json.write_text(json.dumps(content) + "\n")
-    return 0
+    write(options.json, content)
+    return int(any("error" in result for record in content["records"] for result in record["systems"].values()))
 
 
 if __name__ == "__main__":

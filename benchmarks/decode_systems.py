@@ -274,6 +274,17 @@ def choose_systems(text: str, cascade_backend: str = "fa2") -> dict[str, System]
     return chosen
 
 
+def systems_on_gpu(text: str, *cascade_backend: str) -> dict[str, System]:
+    """`choose_systems` for a benchmark that measures; ends the program in one line where it cannot."""
+    try:
+        chosen = choose_systems(text, *cascade_backend)
+    except ValueError as error:
+        raise SystemExit(f"--systems: {error}") from None
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: this benchmark measures a GPU (--from reports a finished run without one)")
+    return chosen
+
+
 def _split(text: str) -> list[str]:
     """Names at the commas outside brackets, so that an argument may be a tuple."""
     names, depth = [""], 0

@@ -30,6 +30,8 @@ class Captured:
 
     Attributes
     ----------
+    call : callable
+        The system's own, uncaptured.
     out : torch.Tensor
         What every replay writes (of the last run, in the longer graph).
     runs : int
@@ -37,7 +39,7 @@ class Captured:
     """
 
     def __init__(self, call: Callable[[], torch.Tensor]) -> None:
-        self._call = call  # keeps alive what the graphs read and write: a system's plan and scratch
+        self.call = call  # keeps alive what the graphs read and write: a system's plan and scratch
         for _ in range(3):
             call()
         torch.cuda.synchronize()

@@ -155,14 +155,9 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[Batch, Case]]:
 def set_up(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     """The systems by name, and K and V for the largest batch."""
     import torch
-    from decode_systems import Pools, choose_systems
+    from decode_systems import Pools, systems_on_gpu
 
-    try:
-        chosen = choose_systems(options.systems)
-    except ValueError as error:
-        raise SystemExit(f"--systems: {error}") from None
-    if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device: this benchmark measures a GPU (--from reports a finished run without one)")
+    chosen = systems_on_gpu(options.systems)
     elements = max(Pools.elements(case) for _, case in cases(options))
     return chosen, Pools(elements, getattr(torch, DTYPE), seed=options.seed)
 

@@ -17,10 +17,8 @@ BEFORE = ("default_fa3", "default_flashinfer", "default_sweep_pat", "default_swe
 RUNS = NOW + BEFORE
 DRAWS = ("draws", "draws_last", "draws_even")  # three servers, the last build last
 MEMORY = ("memory_fa3", "memory_fa3_last")
-TABLES, TABLE_POLICIES = (
-    ("table_pat", "table_fa3", "table_flashinfer"),
-    ("fcfs", "lpm", "feather-bandit", "feather-qlearning"),
-)
+TABLES = ("table_pat", "table_fa3", "table_flashinfer")
+TABLE_POLICIES = ("fcfs", "lpm", "feather-bandit", "feather-qlearning")
 BEFORE_DRAWS = "draws_before"  # another server, an older build
 TWENTY, THOUSAND = "open:5,5000,300,100,20", "open:5,1000,300,100"
 

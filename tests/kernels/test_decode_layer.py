@@ -1,0 +1,82 @@
+"""benchmarks/bench_decode_layer.py without a GPU: what a layer runs, what is recorded, and mistakes in one line."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import bench_decode_layer as layer
+import decode_systems
+import decode_timing
+
+
+def test_attention_runs_behind_the_first_product_of_every_layer(monkeypatch):
+    ran = []
+    monkeypatch.setattr(layer, "PRODUCTS", ((4, 6), (4, 4), (4, 8), (4, 4)))
+    monkeypatch.setattr(torch, "mm", lambda rows, weight, out: ran.append(weight))
+    weights = [[f"{index}{product}" for product in "abcd"] for index in range(layer.WEIGHTS)]
+    layers = layer.Layers([[torch.empty(1)]], requests=3)
+    layers._weights = weights
+    layers.around(lambda: ran.append("before"), lambda: ran.append("attention"))()
+    one = ["{}a", "before", "attention", "{}b", "{}c", "{}d"]
+    assert ran == [step.format(index % layer.WEIGHTS) for index in range(layer.LAYERS) for step in one]
+
+
+def test_right_results_are_timed_and_others_said(monkeypatch):
+    def right(inputs):
+        every = list(range(inputs.case.n_requests))
+        return decode_systems.Ready(lambda: decode_systems.reference(inputs, every).bfloat16())
+
+    def wrong(inputs):
+        return decode_systems.Ready(lambda: decode_systems.reference(inputs, [0] * inputs.case.n_requests).bfloat16())
+
+    def absent(inputs):
+        raise decode_systems.Unavailable("it does not import")
+
+    pair = [SimpleNamespace(record=lambda: None, synchronize=lambda: None)] * 2
+    monkeypatch.setattr(decode_timing, "events", lambda: pair)
+    monkeypatch.setattr(decode_timing, "elapsed_us", lambda pair: 60.0)
+    monkeypatch.setattr(
+        decode_timing, "Captured",
+        lambda call: SimpleNamespace(poisoned_run=call, runs=1, call=call, single=SimpleNamespace(replay=call)),
+    )  # fmt: skip
+    monkeypatch.setattr(
+        decode_timing, "measure_in_turn",
+        lambda systems, rounds, flush: {
+            name: decode_timing.Times(warm=[3.0] * rounds, flushed=[4.0] * rounds) for name in systems
+        },
+    )  # fmt: skip
+    monkeypatch.setattr(layer, "other_run", lambda inputs: lambda: None)
+    monkeypatch.setattr(layer, "PRODUCTS", ((4, 6), (4, 4), (4, 8), (4, 4)))
+    monkeypatch.setattr(layer, "WEIGHTS", 1)
+    weights = [[torch.zeros(shape) for shape in layer.PRODUCTS]]
+    case = layer.batch("2,9_40,8")
+    pools = decode_systems.Pools(decode_systems.Pools.elements(case), torch.bfloat16, device="cpu")
+    record = layer.measure(case, {"one": right, "two": absent, "three": wrong}, pools, weights, None, 3)
+    one = record["systems"]["one"]
+    assert record["name"] == "2,9_40,8" and record["products_us"] == 10.0  # of six layers
+    assert [one[column] for column in layer.COLUMNS] == [0.0, 0.0, 3.0, 4.0] and one["relative_error"] < 0.01
+    assert record["systems"]["two"] == {"error": "it does not import"}
+    assert record["systems"]["three"]["error"].startswith("wrong: relative error")
+    row = layer.report({"records": [record]}).splitlines()[-1]
+    assert "| 0.0, 0.0, 3.0, 4.0 | it does not import | wrong: relative error" in row
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--batches", "x_y"], "--batches x_y: give nodes and tokens of each level, such as 5,32_1000,100"),
+        (["--systems", "fa9"], "--systems: system 'fa9': use one of"),
+        ([], "no CUDA device: this benchmark measures a GPU"),
+    ],
+)
+def test_a_mistake_ends_it_in_one_line(monkeypatch, flags, line):
+    monkeypatch.setattr(sys, "argv", ["bench_decode_layer.py", *flags])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        layer.main()
+    assert str(ended.value).startswith(line) and "\n" not in str(ended.value)
