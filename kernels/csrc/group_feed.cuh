@@ -13,13 +13,20 @@ struct GroupRing {
   static constexpr int kStageElements = 2 * kTile;  // K, then V
   static constexpr int kBytes = kStages * kStageElements * int(sizeof(T));
   static constexpr int kMemberWords = kMemberSize * 64 * kGroups;  // a row needs no more than a member
+  // One warpgroup alone asks its queue for units beyond the first. One of its two copying warps does, and tells the other,
+  // which is fewer units behind than are kept.
+  static constexpr bool kAsks = kGroups == 1;
+  static constexpr int kTold = 8;
+  static_assert(!kAsks || kTold > kStages + 1);
 
   struct Control {
-    uint64_t full[kStages], empty[kStages];
+    uint64_t full[kStages], empty[kStages], told[kTold];
+    int units[kTold];
     StageInfo infos[kStages];  // of a unit, with its first and last stages; tokens are the unit's
     int members[kStages][kMemberWords];  // request and part of each, with them
   };
   static __device__ void init(Control& control, int thread) {
+    if (kAsks && thread < kTold) barrier_init(control.told + thread, 1);
     if (thread >= 2 * kStages) return;
     // Full: every copying thread, once its copies have landed, and who announces the stage. Empty: all that compute.
     barrier_init(thread < kStages ? control.full + thread : control.empty + thread - kStages,
@@ -27,8 +34,8 @@ struct GroupRing {
   }
 };
 
-// One copying warp, of K or of V, for the units `first`, `first` + `stride`, ... Both are there once for each warpgroup
-// that shares the ring; all walk the same units.
+// One copying warp, of K or of V. Both are there once for each warpgroup that shares the ring; all walk the same units:
+// `first`, and then `first` + `stride`, ..., or what the queue hands out beyond the first `stride`.
 template <typename T, class Ring>
 struct GroupFeed {
   static constexpr int kHeadDim = Ring::kHeadDim, kTokens = Ring::kTokens, kStages = Ring::kStages;
@@ -49,8 +56,9 @@ struct GroupFeed {
   char const* const cache;            // this lane's columns
   int const slot_bytes;               // between slots of the cache
   uint32_t const to;                  // where this lane's first row lies in a stage
-  int const stride;                   // units are dealt out in turn
+  int const stride;
   int unit, words = 0;                // the next unit, and its item
+  int asked = 0;                      // how often
 
   __device__ GroupFeed(Params<T> const& params_, Queue const& queue_, T* ring, bool keys_, int copier, int first,
                        int stride_)
@@ -73,6 +81,24 @@ struct GroupFeed {
 
   __device__ void fetch() {
     if (unit < queue.n_work) words = load_item(params, queue.first_item + params.kv_heads_div.div(unit));
+  }
+
+  // Go on to the unit behind. Asking evens out what some processors get of the memory's bandwidth more than others.
+  __device__ void advance(typename Ring::Control& control, bool announces) {
+    if (Ring::kAsks && queue.n_work > stride) {
+      int const at = asked % Ring::kTold, parity = asked / Ring::kTold % 2;
+      if (announces && lane == 0) {
+        control.units[at] = stride + atomicAdd(params.popped + queue.index, 1);
+        barrier_arrive(control.told + at);
+      }
+      __syncwarp();
+      barrier_wait(control.told + at, parity);
+      unit = control.units[at];
+      ++asked;
+    } else {
+      unit += stride;
+    }
+    fetch();
   }
 
   // The pages of this lane's tokens of the stage at `pos`, clamped to the last before `end`.
@@ -108,14 +134,16 @@ struct GroupFeed {
       }
       int const head = unit - params.kv_heads_div.div(unit) * params.kv_heads;
       char const* const from = cache + head * kHeadDim * int(sizeof(T));
-      unit += stride;
-      fetch();
+      if (!Ring::kAsks) advance(control, announces);
       StageInfo const info{max(0, stop - pos), head << kHeadShift, n_members};
       bool first = true;
       while (true) {
         // Not a minimum: ptxas 13.0 takes "is it kTokens?" from its predicate, false of all stages but the last.
         bool const whole = opaque(stop) - pos >= kTokens;
         bool const last = pos + kTokens >= stop;
+        // As late as there is time for it: who asks early holds a unit that others could begin.
+        bool const two_left = pos + 2 * kTokens >= stop && (first || !last);
+        if (Ring::kAsks && two_left) advance(control, announces);
         int const n_rows = (min(kTokens, max(0, stop - pos)) + kBlock - 1) / kBlock * kBlock;
         int slots[kPerLane];
 #pragma unroll

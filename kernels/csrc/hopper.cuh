@@ -165,7 +165,8 @@ struct HopperForward {
     return index;
   }
 
-  // The queues, and where this CTA's turn begins in each: units of a queue are dealt out from where the last one ended.
+  // The queues, and where this CTA's turn begins in each: units of a queue are dealt out from where the last one ended, but
+  // those that a group asks for.
   struct Work {
     Queue wide, group, small, tails;
     int heads;       // KV heads of a tail's unit

@@ -185,8 +185,9 @@ struct RowTile {
   int32_t pack;
   int32_t first, count;
   int32_t tile;
-  int32_t longest;  // chunk
-  int32_t chunk, n_chunks;
+  int32_t longest = 0;  // chunk
+  int32_t chunk = 0, n_chunks = 0;
+  bool settled = false;  // `longest` is an even share, and stays so
 };
 
 struct Schedule {

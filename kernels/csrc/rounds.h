@@ -28,7 +28,7 @@ class Rounds {
     scratch_.load.assign(config[kProcessors], 0);
     const int32_t tail = config.tail_tile();
     for (const RowTile& row : out.rows) {
-      if (config.tile(row.tile).m > kWarpRows) continue;
+      if (config.tile(row.tile).m > kWarpRows && !row.settled) continue;
       const int64_t units = config[kKvHeads];
       const double ns = static_cast<double>(units) * chunk_ns(row.tile, packing.packs[row.pack].length());
       if (row.tile == tail) {
@@ -66,7 +66,7 @@ class Rounds {
     auto& rows = scratch_.rows;
     rows.clear();
     for (size_t i = 0; i < out_.rows.size(); ++i) {
-      if (out_.rows[i].tile != tile) continue;
+      if (out_.rows[i].tile != tile || out_.rows[i].settled) continue;
       if (packing_.packs[out_.rows[i].pack].chunk) return;
       rows.push_back(static_cast<int32_t>(i));
     }

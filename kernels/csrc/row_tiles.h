@@ -16,13 +16,13 @@ inline void add_row_tiles(const Config& config, int32_t pack, int32_t first, int
                           int32_t capacity, std::vector<RowTile>& rows) {
   const auto [tiles, last_tile] = config.cut_rows(count, capacity);
   if (tiles == 1) {
-    rows.push_back({pack, first, count, last_tile, 0, 0, 0});
+    rows.push_back({pack, first, count, last_tile});
     return;
   }
   const bool even = last_tile == largest;
   for (int32_t i = 0, begin = 0; i < tiles; ++i) {
     const int32_t end = even ? static_cast<int32_t>(int64_t{count} * (i + 1) / tiles) : std::min(count, begin + capacity);
-    rows.push_back({pack, first + begin, end - begin, config.tile_for(end - begin), 0, 0, 0});
+    rows.push_back({pack, first + begin, end - begin, config.tile_for(end - begin)});
     begin = end;
   }
 }
@@ -39,77 +39,79 @@ inline int32_t choose_head_pack(const Config& config) {
   return config[kHeadDim] <= 128 ? 2 : 1;  // beyond, a warp's ring would have one slot
 }
 
-// Where packs are gathered, whose units a tile's teams take in turn.
-struct Gathered {
-  int32_t tile = kNoTile;
-  int64_t longest = 0;  // chunk, in tokens; 0: as long as those of others
-};
+// A tile whose teams take packs of other tiles, too.
+inline int32_t team_tile(const Config& config) {
+  int32_t team = 0;
+  while (team < config.n_tiles() && config.tile(team).m <= kWarpRows) ++team;
+  return team < config.n_tiles() ? team : kNoTile;
+}
 
-// Packs of which none is shared.
-struct Tails {
-  int64_t count, tokens, longest;
-  double mean() const { return static_cast<double>(tokens) / static_cast<double>(count); }
-  bool unlike() const { return static_cast<double>(longest) > 2 * mean(); }
-};
-
-// Whether teams take tails, in so many rounds of a KV head each, better than single warps. In one round they are cut so
-// that every team has a chunk. With unlike lengths in more rounds, no chunk longer than an eighth of a team's share,
-// teams even out what they have, at little cost where tails are long; warps have a quarter as many rounds or less, and
-// take long for a long one. With like lengths, long ones, it depends on how full the last round is.
-inline bool suits_teams(const Config& config, const Tails& tails, double rounds) {
-  constexpr double kUnlikeRounds = 4, kUnlikeMean = 500, kAlikeRounds = 8, kLastRound = 0.6, kAlikeMean = 1000;
-  if (rounds <= 1) return true;
-  if (tails.unlike()) return rounds >= kUnlikeRounds * choose_head_pack(config) && tails.mean() >= kUnlikeMean;
-  return rounds <= kAlikeRounds && rounds - std::floor(rounds) >= kLastRound && tails.mean() >= kAlikeMean;
+// Rounds of so many packs for the teams of a tile, a KV head of a pack at a time.
+inline double rounds_of(const Config& config, int32_t team, int64_t packs) {
+  return static_cast<double>(packs * config[kKvHeads]) /
+         static_cast<double>(config.teams(team) * config[kProcessors]);
 }
 
 // Few packs go to the smallest tile of teams, all of them, in several row tiles where they need to: nothing waits there
-// for anything but to be merged, and a team takes several times as many tokens at once. No tile is returned where they
-// are more, or requests must not be closed apart. Beyond so many tokens for a team handing out units one by one to
-// single warps is faster, and beyond so many rounds of units: the more of them, the more kinds of tiles would follow
-// each other otherwise. With the split `rounds`, tails alone go there by a rule of their own, too.
-inline Gathered gather(const Config& config, const Packing& packing, Schedule& out) {
-  constexpr double kMostRounds = 3, kMostTokens = 3000, kShareChunks = 8;
-  if (!config.balances() || config[kFanIn] == 0) return {};
-  int32_t team = 0;
-  while (config.tile(team).m <= kWarpRows) {
-    if (++team == config.n_tiles()) return {};
-  }
-  const double teams = static_cast<double>(config.teams(team) * config[kProcessors]);
-  const double kv_heads = static_cast<double>(config[kKvHeads]);
+// for anything but to be merged, and a team takes several times as many tokens at once. Beyond so many tokens for a team
+// handing out units one by one to single warps is faster, and beyond so many rounds of units: the more of them, the more
+// kinds of tiles would follow each other otherwise. With the split `rounds`, tails alone go there in up to one round,
+// however long they are.
+inline bool gather(const Config& config, const Packing& packing, int32_t team, Schedule& out) {
+  constexpr double kMostRounds = 3, kMostTokens = 3000;
   const int32_t capacity = config.capacity(team);
   bool small = false, medium = false, large = false;
-  int64_t count = 0, tokens = 0, longest = 0;
+  int64_t count = 0, tokens = 0;
   for (const RowTile& row : out.rows) {
     small |= row.tile < team && row.tile != config.tail_tile();
     medium |= row.tile == team;
     large |= row.tile > team;
     const Pack& pack = packing.packs[row.pack];
-    if (pack.chunk) return {};
     const int64_t tiles = (row.count + capacity - 1) / capacity;
     count += tiles, tokens += tiles * pack.length();
-    longest = std::max<int64_t>(longest, pack.length());
   }
-  const double rounds = static_cast<double>(count) * kv_heads / teams;
+  const double rounds = rounds_of(config, team, count);
   double most_rounds = large ? 1 : 1.5;
   if (large && medium) most_rounds = 2;
   if (small && (large || medium)) most_rounds = kMostRounds;
-  const bool few = rounds <= most_rounds && static_cast<double>(tokens) * kv_heads <= kMostTokens * teams;
-  const Tails tails{count, tokens, longest};
+  const bool few = rounds <= most_rounds && rounds_of(config, team, tokens) <= kMostTokens;
   const bool alone = config[kSplit] == kSplitRounds && !small && !medium && !large;
-  if (!few && !(alone && suits_teams(config, tails, rounds))) return {};
+  if (!few && !(alone && rounds <= 1)) return false;
   out.larger.swap(out.rows);
   out.rows.clear();
   for (const RowTile& row : out.larger) {
     add_row_tiles(config, row.pack, row.first, row.count, team, capacity, out.rows);
   }
   for (RowTile& row : out.rows) row.tile = team;
-  Gathered gathered{team};
-  if (!few && rounds > 1 && tails.unlike()) {
-    const double share = static_cast<double>(tokens) * kv_heads / teams;
-    gathered.longest = static_cast<int64_t>(std::max(share / kShareChunks, tails.mean()));
+  return true;
+}
+
+// Tails go to the smallest tile of teams, where packs are not few, if that suits them. Teams ask for one unit after the
+// other and so even out what unlike tails take, in chunks no longer than an even share; warps have a quarter as many
+// rounds or less, and are long at a long one. Beside other packs, tails must not be short: each is a part more, and does
+// not close its request. With like lengths, long ones and nothing else, the last round must be rather full, or one of
+// many. Whether that tile has all packs then.
+inline bool give_tails_to_teams(const Config& config, const Packing& packing, int32_t team, Schedule& out) {
+  constexpr double kLeastBeside = 600, kLeastAlike = 1000;  // tokens in the mean
+  constexpr double kManyRounds = 8, kLastRound = 0.6;
+  const auto is_tail = [&](const RowTile& row) { return row.count == 1 && row.tile == config.tail_tile(); };
+  int64_t count = 0, tokens = 0, longest = 0;
+  for (const RowTile& row : out.rows) {
+    if (!is_tail(row)) continue;
+    const int64_t length = packing.packs[row.pack].length();
+    ++count, tokens += length, longest = std::max(longest, length);
   }
-  return gathered;
+  const bool alone = count == static_cast<int64_t>(out.rows.size());
+  const double rounds = rounds_of(config, team, count);
+  const double mean = static_cast<double>(tokens) / static_cast<double>(std::max<int64_t>(1, count));
+  const bool unlike = static_cast<double>(longest) > 2 * mean;
+  const bool filled = rounds >= kManyRounds || rounds - std::floor(rounds) >= kLastRound;
+  const bool suits = unlike ? alone || mean >= kLeastBeside : alone && filled && mean >= kLeastAlike;
+  if (rounds <= 1 || !suits) return false;
+  for (RowTile& row : out.rows) {
+    if (is_tail(row)) row.tile = team, row.settled = unlike;
+  }
+  return alone;
 }
 
 // A few long packs in a tile of single warps would keep few warps busy for long: they go to the next larger tile, whose
@@ -127,16 +129,23 @@ inline void promote_long(const Config& config, const Packing& packing, std::vect
   }
 }
 
-// The row tiles of all packs, each in its tile.
-inline Gathered make_row_tiles(const Config& config, const Packing& packing, Schedule& out) {
+// The row tiles of all packs, each in its tile. Returns that which all packs share, in chunks that may be short, or
+// kNoTile.
+inline int32_t make_row_tiles(const Config& config, const Packing& packing, Schedule& out) {
   out.rows.clear();
-  const int32_t largest = config.n_tiles() - 1, capacity = config.capacity(largest);
+  const int32_t largest = config.n_tiles() - 1, capacity = config.capacity(largest), team = team_tile(config);
+  bool fixed = false;
   for (size_t pack = 0; pack < packing.packs.size(); ++pack) {
     const Pack& whole = packing.packs[pack];
+    fixed |= whole.chunk != 0;
     add_row_tiles(config, static_cast<int32_t>(pack), whole.first, whole.count, largest, capacity, out.rows);
   }
-  if (config.balances()) promote_long(config, packing, out.rows);
-  return gather(config, packing, out);
+  if (!config.balances()) return kNoTile;
+  promote_long(config, packing, out.rows);
+  if (config[kFanIn] == 0 || team == kNoTile || fixed) return kNoTile;
+  if (gather(config, packing, team, out)) return team;
+  if (config[kSplit] != kSplitRounds || team == config.tail_tile()) return kNoTile;
+  return give_tails_to_teams(config, packing, team, out) ? team : kNoTile;
 }
 
 }  // namespace feather

@@ -175,20 +175,16 @@ inline void cut(const Config& config, const Packing& packing, double widen, Sche
 inline void schedule(const Config& config, const Forest& forest, const Packing& packing, RoundsScratch& scratch,
                      Schedule& out) {
   out.parts.resize(forest.n_requests);
-  const Gathered gathered = make_row_tiles(config, packing, out);
-  auto least = [&](int32_t tile) { return tile == gathered.tile ? config[kMinChunk] : least_chunk(config, tile); };
+  const int32_t shared = make_row_tiles(config, packing, out);
+  auto least = [&](int32_t tile) { return tile == shared ? config[kMinChunk] : least_chunk(config, tile); };
   int64_t limit[kMaxTiles];
   chunk_limits(config, packing, out.rows, least, limit);
-  if (gathered.longest) {
-    int64_t& most = limit[gathered.tile];
-    most = std::min(most, round_up(gathered.longest, config.tile(gathered.tile).n));
-  }
   for (RowTile& row : out.rows) {
     const int32_t fixed = packing.packs[row.pack].chunk;
     row.longest = static_cast<int32_t>(fixed ? fixed : std::min<int64_t>(limit[row.tile], INT32_MAX));
   }
   out.head_pack = choose_head_pack(config);
-  if (config[kSplit] == kSplitRounds && !gathered.longest) Rounds(config, packing, out, scratch).settle(least);
+  if (config[kSplit] == kSplitRounds) Rounds(config, packing, out, scratch).settle(least);
   if (config.balances()) balance_single_warps(config, packing, out);
   out.widened = 0;
   for (double widen = 1;; widen *= 1.25) {

@@ -11,7 +11,7 @@ from feather_kernels.pack import SPLITS, STRATEGIES
 from feather_kernels.plan import CLOSES, MAGIC, make_plan
 from feather_kernels.tiles import TILES
 from feather_kernels.trees import forest_table, random_forest
-from oracles.splitting import gathers, head_pack, least_promoted
+from oracles.splitting import gathers, head_pack, least_promoted, team_and_tail, teams_take_tails
 from oracles.waiting import Unit
 
 HEADS = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64}
@@ -100,8 +100,9 @@ def row_tiles(plan):
     """[(tile, start, stop, members)] of what the plan cuts: a pack's rows in one tile, in the tile that they run in."""
     team = gathered(plan)
     if team is None:
-        rows = uncut_rows(plan)
-        return promoted(plan, rows) if plan.planner.split in ("balanced", "rounds") else rows
+        rows, given = uncut_rows(plan), given_tails(plan)
+        rows = promoted(plan, rows) if plan.planner.split in ("balanced", "rounds") else rows
+        return [(team_and_tail(plan.tiles, plan.group_size)[0], *row[1:]) if row in given else row for row in rows]
     whole = uncut(plan)
     return [
         (team, *item[2:4], frozenset(piece))
@@ -119,11 +120,27 @@ def uncut_rows(plan):
 def gathered(plan):
     """The tile that takes everything; or None."""
     planner, rows = plan.planner, uncut_rows(plan)
-    fixed = planner.strategy == "two-phase" and any(len(members) > 1 for *_, members in rows)
-    if planner.split not in ("balanced", "rounds") or fixed or planner.fan_in == 0:
+    if not may_move(plan, rows):
         return None
-    heads = plan.head_pack if planner.split == "rounds" else None
-    return gathers(promoted(plan, rows), plan.tiles, teams_of(plan), plan.group_size, planner.num_kv_heads, heads)
+    arguments = plan.tiles, teams_of(plan), plan.group_size, planner.num_kv_heads, planner.split == "rounds"
+    return gathers(promoted(plan, rows), *arguments)
+
+
+def given_tails(plan):
+    """Of the row tiles, where not all are gathered, the tails that teams take: as they would be in their own tile."""
+    planner, rows = plan.planner, promoted(plan, uncut_rows(plan))
+    team, tail = team_and_tail(plan.tiles, plan.group_size)
+    if planner.split != "rounds" or team in (None, tail) or not may_move(plan, rows) or gathered(plan) is not None:
+        return []
+    tails = [row for row in rows if row[0] == tail and len(row[3]) == 1]
+    lengths, rounds = [row[2] - row[1] for row in tails], len(tails) * planner.num_kv_heads / teams_of(plan)[team]
+    return tails if teams_take_tails(lengths, len(rows) - len(tails), rounds) else []
+
+
+def may_move(plan, rows):
+    """Whether packs may run in other tiles than the smallest that hold them."""
+    fixed = plan.planner.strategy == "two-phase" and any(len(members) > 1 for *_, members in rows)
+    return plan.planner.split in ("balanced", "rounds") and not fixed and plan.planner.fan_in != 0
 
 
 def teams_of(plan):

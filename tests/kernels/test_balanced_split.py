@@ -15,6 +15,7 @@ from plan_checks import (
     check_tiles,
     forests,
     gathered,
+    given_tails,
     packs_in,
     plan_of,
     row_tiles,
@@ -29,12 +30,11 @@ from feather_kernels.tiles import TILES
 from feather_kernels.trees import tree_forest
 from oracles.splitting import (
     Processors,
-    are_few,
     head_pack,
     least_chunk,
     limits_of_warps,
-    longest_of_unlike,
     pieces,
+    team_and_tail,
     tile_limit,
     unlike,
     up,
@@ -56,14 +56,15 @@ def batches(draw):
     return draw(forests(tokens=2000, tail=draw(st.sampled_from([60, 600, 6000])))), arguments
 
 
-def rule(rows, few, arguments, widen=1.0):
+def rule(rows, few, given, arguments, widen=1.0):
     """How often each (tile, length, its chunks) occurs by the rule, and the head pack.
 
-    `few`: the tile that takes everything, where chunks may be short, or None.
+    `few`: the tile that takes everything, where chunks may be short, or None; `given`: the tails that teams take though
+    packs are not few.
     """
     tiles, kv_heads, n_sm = arguments["tiles"], arguments["num_kv_heads"], arguments["n_sm"]
     group = arguments["num_qo_heads"] // kv_heads
-    tail = next(t for t, (m, _) in enumerate(tiles) if m >= group)
+    team, tail = team_and_tail(tiles, group)
     pack = head_pack(group, kv_heads, HEADS["head_dim"]) if tiles[tail][0] == 8 else 1
     cut, of_warps = [], [tile for tile, (m, _) in enumerate(tiles) if m <= 16]
     alone = {tile for tile, *_ in rows} <= set(of_warps)
@@ -82,32 +83,21 @@ def rule(rows, few, arguments, widen=1.0):
         tile_limit(some, DEFAULT_ALPHA[m], kv_heads, n_sm, least, n)
         for some, least, (m, n) in zip(lengths, leasts, tiles, strict=True)
     ]
-    of_unlike = None
-    if few is not None and all(len(members) == 1 for *_, members in rows):
-        m, step = tiles[few]
-        of_unlike = unlike_limit(lengths[few], kv_heads, n_sm * round(1 / DEFAULT_ALPHA[m]), step)
-    if of_unlike is not None:
-        limits[few] = min(limits[few], of_unlike)
-    wholes = [0] * len(tiles)
-    if of_unlike is None and arguments["split"] == "rounds":
-        settle_rounds(rows, arguments, tail, pack, leasts, limits, wholes)
-    for tile in range(len(tiles)):
-        if tile not in of_warps:
-            longest_first = sorted(lengths[tile], reverse=True)
-            cut += [(tile, n, n if i < wholes[tile] else limits[tile]) for i, n in enumerate(longest_first)]
+    even, wholes = [], [0] * len(tiles)  # tails of even shares
+    if given and unlike([stop - start for _, start, stop, _ in given]):
+        even = [(team, *row[1:]) for row in given]
+        cut += [(team, stop - start, limits[team]) for _, start, stop, _ in given]
+        rows = [row for row in rows if row not in even]
+    if arguments["split"] == "rounds":
+        settle_rounds(rows, even, arguments, tail, pack, leasts, limits, wholes)
+    for tile in set(range(len(tiles))) - set(of_warps):
+        longest_first = sorted((stop - start for of, start, stop, _ in rows if of == tile), reverse=True)
+        cut += [(tile, n, n if i < wholes[tile] else limits[tile]) for i, n in enumerate(longest_first)]
     chunks = [(tile, size, pieces(size, int(longest * widen), tiles[tile][1])) for tile, size, longest in cut]
     return Counter(chunks), pack
 
 
-def unlike_limit(lengths, kv_heads, teams, step):
-    """That of tails of unlike lengths alone, where teams take them though they are not few; else None."""
-    rounds = len(lengths) * kv_heads / teams
-    if rounds <= 1 or are_few(rounds, 1.5, sum(lengths) * kv_heads, teams) or not unlike(lengths):
-        return None
-    return up(longest_of_unlike(lengths, kv_heads, teams), step)
-
-
-def settle_rounds(rows, arguments, tail, pack, leasts, limits, wholes):
+def settle_rounds(rows, even, arguments, tail, pack, leasts, limits, wholes):
     """Change the limits of the tiles of more than 16 rows, the largest first, and how many row tiles stay whole."""
     tiles, kv_heads = arguments["tiles"], arguments["num_kv_heads"]
     group, costs = arguments["num_qo_heads"] // kv_heads, UnitCosts()
@@ -116,7 +106,7 @@ def settle_rounds(rows, arguments, tail, pack, leasts, limits, wholes):
         arguments["n_sm"], tiles, of_tiles[: len(tiles)], of_tiles[len(tiles) :],
         kv_heads * (costs.part + group * costs.part_row), kv_heads, pack * arguments["tail_warps"],
         arguments["merge"] == "fused", tail, [stop - start for tile, start, stop, _ in single if tile == tail],
-        [(tile, stop - start) for tile, start, stop, _ in single if tile != tail],
+        [(tile, stop - start) for tile, start, stop, _ in [*single, *even] if tile != tail],
     )  # fmt: skip
     for tile in reversed(range(len(tiles))):
         mine = [(stop - start, len(members)) for of, start, stop, members in rows if of == tile]
@@ -150,8 +140,9 @@ def test_chunks_are_those_of_the_rule(batch, grow):
     plan = plan_of(forest, **arguments)
     check_tiles(plan)
     rows = row_tiles(plan)
-    few = gathered(plan)
-    expected, pack = rule(rows, few, arguments)
+    given = given_tails(plan)
+    few = team_and_tail(plan.tiles, plan.group_size)[0] if len(given) == len(rows) else gathered(plan)
+    expected, pack = rule(rows, few, given, arguments)
     assert cuts(plan, rows) == expected and plan.head_pack == pack and not plan.widened
     alone = all(arguments["tiles"][tile][0] <= 16 for tile, *_ in rows)
     for tile, length, chunks in expected:
@@ -169,7 +160,7 @@ def test_chunks_are_widened_no_further_than_the_capacity_asks(batch, share):
     limit = len(rows) + int(share * (free.n_items - len(rows)))
     plan = plan_of(forest, **arguments, max_items=limit, max_members=free.n_members)
     steps = accumulate(repeat(1.25), mul, initial=1.0)
-    widened = (rule(rows, gathered(plan), arguments, widen)[0] for widen in steps)
+    widened = (rule(rows, gathered(plan), [], arguments, widen)[0] for widen in steps)
     expected = next(some for some in widened if sum(len(c) * count for (_, _, c), count in some.items()) <= limit)
     assert cuts(plan, rows) == expected and plan.widened == (limit < free.n_items)
 
@@ -416,41 +407,59 @@ def test_tails_alone_in_one_round_of_teams_are_theirs_whatever_their_length():
 @pytest.mark.parametrize(
     ("lengths", "heads", "tile"),
     [
-        ([4000] + [600] * 15, 1, 64),  # four rounds of teams
-        ([4000] + [600] * 14, 1, 8),
-        ([1200] + [600] * 15, 1, 8),  # not unlike enough
-        ([3950] + [270] * 15, 1, 64),  # 500 in the mean
-        ([3949] + [270] * 15, 1, 8),
-        ([4000] + [600] * 15, 2, 64),  # eight rounds, as a single warp takes both heads at once
-        ([4000] + [600] * 14, 2, 8),
+        ([4000] + [600] * 6, 1, 64),  # in more than a round and a half of the four teams they are not few
+        ([200] + [30] * 9, 1, 64),
+        ([1200] + [600] * 8, 1, 8),  # not unlike enough
+        ([4000] + [600] * 6, 2, 64),
     ],
 )
-def test_teams_take_tails_of_unlike_lengths_in_many_rounds(lengths, heads, tile):
+def test_teams_take_tails_of_unlike_lengths(lengths, heads, tile):
     arguments = {"num_qo_heads": 4 * heads, "num_kv_heads": heads}
     assert tiles_of(loose(lengths), split="rounds", **arguments) == {tile}
     assert tiles_of(loose(lengths), split="balanced", **arguments) == {8}
 
 
 @pytest.mark.parametrize(
-    ("requests", "tokens", "tile"),
-    [(7, 4000, 64), (6, 4000, 8), (31, 4000, 64), (35, 4000, 8), (15, 999, 8), (15, 1000, 64)],
+    ("tails", "processors", "tile"),
+    [
+        ([9000] + [75] * 16, 2, 64),  # 600 in the mean
+        ([9000] + [74] * 16, 2, 8),
+        ([9000] + [75] * 16, 8, 64),  # more than a round of 16 teams
+        ([9000] + [75] * 16, 9, 8),
+        ([2000] * 17, 2, 8),  # alike
+    ],
 )
-def test_teams_take_long_tails_of_like_lengths_where_their_last_round_is_full(requests, tokens, tile):
-    """1.75, 1.5, 7.75, 8.75 and 3.75 rounds of four teams."""
-    assert tiles_of(tree_forest((requests,), (tokens,)), split="rounds") == {tile}
+def test_beside_other_packs_teams_take_tails_of_unlike_lengths_that_are_not_short(tails, processors, tile):
+    """What 17 requests share are 68 rows, in the tile of 128."""
+    forest = tree_forest((1, 17), (500, 9000)).with_seq_len([500 + length for length in tails])
+    assert tiles_of(forest, split="rounds", strategy="naive", n_sm=processors) == {tile, 128}
+    assert tiles_of(forest, split="balanced", strategy="naive", n_sm=processors) == {8, 128}
 
 
 @pytest.mark.parametrize(
-    ("short", "longest"),
-    [
-        (79, 1536),  # in six pieces of 1,763 at most
-        (19, 1024),  # the mean, 1,020, is more: in nine
-    ],
+    ("requests", "tokens", "tile"),
+    [(7, 4000, 64), (6, 4000, 8), (29, 4000, 8), (31, 4000, 64), (33, 4000, 64), (15, 999, 8), (15, 1000, 64)],
 )
-def test_unlike_tails_are_cut_to_an_eighth_of_a_teams_share(short, longest):
-    plan = plan_of(loose([9000] + [600] * short), n_sm=2, num_qo_heads=4, num_kv_heads=1, split="rounds")
-    items = plan.items[~without_tokens(plan)]
-    assert (items[:, 3] - items[:, 2]).max() == longest
+def test_teams_take_long_tails_of_like_lengths_where_their_last_round_is_full_or_one_of_many(requests, tokens, tile):
+    """1.75, 1.5, 7.25, 7.75, 8.25 and 3.75 rounds of four teams."""
+    assert tiles_of(tree_forest((requests,), (tokens,)), split="rounds") == {tile}
+
+
+def test_unlike_tails_are_cut_to_a_teams_share():
+    for short, longest in ((7, 2304), (200, 4544), (300, 9000)):  # of 2,432, 7,296 and 9,750 at most, in even pieces
+        plan = plan_of(loose([9000] + [100] * short), n_sm=2, num_qo_heads=4, num_kv_heads=1, split="rounds")
+        items = plan.items[~without_tokens(plan)]
+        assert (items[:, 3] - items[:, 2]).max() == longest
+
+
+def test_other_packs_beside_tails_of_teams_keep_their_least_chunk():
+    """Eight steps of the tile of 64 rows, in which three packs of 800 tokens are, five requests each."""
+    forest = tree_forest((3, 15), (800, 9000)).with_seq_len([8800] + [900] * 14)
+    arguments = {"num_qo_heads": 4, "num_kv_heads": 1, "n_sm": 5, "strategy": "naive", "split": "rounds"}
+    assert tiles_of(forest, **arguments) == {64}
+    plan = plan_of(forest, **arguments)
+    shared = plan.items[plan.items[:, 6] == 5].tolist()
+    assert sorted(item[3] - item[2] for item in shared) == [352] * 3 + [448] * 3
 
 
 def test_few_packs_of_many_rows_are_cut_into_several_tiles():

@@ -96,44 +96,42 @@ def are_few(rounds, most, tokens, teams):
     return rounds <= most and tokens <= 3000 * teams
 
 
-def suits_teams(lengths, rounds, heads):
-    """Whether teams take tails alone, of these lengths, in so many rounds; warps take so many KV heads at once."""
-    if rounds <= 1:
-        return True
-    mean = sum(lengths) / len(lengths)
-    if unlike(lengths):
-        return rounds >= 4 * heads and mean >= 500
-    return rounds <= 8 and rounds % 1 >= 0.6 and mean >= 1000
-
-
 def unlike(lengths):
     """Whether the longest is longer than two of the mean length."""
     return max(lengths) > 2 * (sum(lengths) / len(lengths))
 
 
-def longest_of_unlike(lengths, kv_heads, teams):
-    """The longest chunk of unlike tails that teams take, where they are not few: an eighth of a team's share."""
-    tokens = sum(lengths)
-    return int(max(tokens * kv_heads / teams / 8, tokens / len(lengths)))
-
-
-def gathers(rows, tiles, teams, group, kv_heads, heads):
+def gathers(rows, tiles, teams, group, kv_heads, tails_too):
     """The tile that takes all (tile, start, stop, members) of a batch, or None.
 
     It is the smallest of more than 16 rows; packs of more rows are cut into several. It takes them where they are few
-    and, with `heads`, the KV heads that a single warp takes at once of a tail, tails alone where they suit it.
+    and, with `tails_too`, tails alone in no more than one round.
     """
-    larger = [tile for tile, (m, _) in enumerate(tiles) if m > 16]
-    if not larger:
+    team, tail = team_and_tail(tiles, group)
+    if team is None:
         return None
-    team, tail = larger[0], next(tile for tile, (m, _) in enumerate(tiles) if m >= group)
     capacity = tiles[team][0] // group
     cut = [(stop - start, -(-len(members) // capacity)) for _, start, stop, members in rows]
     rounds = sum(count for _, count in cut) * kv_heads / teams[team]
     tokens, of_tiles = sum(length * count for length, count in cut) * kv_heads, {tile for tile, *_ in rows}
     few = are_few(rounds, most_rounds(of_tiles, team, tail), tokens, teams[team])
-    alone = heads is not None and of_tiles <= {tail} - {team}
-    return team if few or (alone and suits_teams([length for length, _ in cut], rounds, heads)) else None
+    return team if few or (tails_too and of_tiles <= {tail} - {team} and rounds <= 1) else None
+
+
+def team_and_tail(tiles, group):
+    """The smallest tile of more than 16 rows, or None, and that which holds one request."""
+    team = next((tile for tile, (m, _) in enumerate(tiles) if m > 16), None)
+    return team, next(tile for tile, (m, _) in enumerate(tiles) if m >= group)
+
+
+def teams_take_tails(tails, others, rounds):
+    """Whether they take tails of these lengths, where packs are not few: in so many rounds, beside so many others."""
+    if not tails or rounds <= 1:
+        return False
+    mean = sum(tails) / len(tails)
+    if unlike(tails):
+        return not others or mean >= 600
+    return not others and mean >= 1000 and (rounds >= 8 or rounds % 1 >= 0.6)
 
 
 def even_limits(longest, least, step):
