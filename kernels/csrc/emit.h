@@ -29,19 +29,24 @@ struct EmitScratch {
   std::vector<Entry> entries, swap;
   std::vector<int32_t> cursor;     // of each request: its next part
   std::vector<int32_t> first_part;  // of each member of each row tile: its part in the tile's first chunk
+  std::vector<int32_t> last_part;   // of each request: the one that closes it, if any does; kNoParts if it has one only
   std::vector<char> awaited;        // of each request
+  std::vector<char> closes;         // of each row tile: its last item closes a request
 };
+constexpr int32_t kNoParts = -1;
 
-// Orders items by key, keeping the order of equals; 11 bits a pass.
-inline void sort_entries(EmitScratch& scratch, uint32_t highest) {
-  constexpr int kBits = 11;
+// Orders items by keys of so many bits, keeping the order of equals; up to 9 bits a pass, as many in each.
+inline void sort_entries(EmitScratch& scratch, int key_bits) {
+  constexpr int kMostBits = 9;
+  const int passes = (key_bits + kMostBits - 1) / kMostBits, bits = (key_bits + passes - 1) / passes;
+  const uint32_t mask = (1u << bits) - 1;
   scratch.swap.resize(scratch.entries.size());
-  for (int shift = 0; shift < 32 && highest >> shift; shift += kBits) {
-    std::array<int32_t, (1 << kBits) + 1> begin{};
-    constexpr uint32_t kMask = (1 << kBits) - 1;
-    for (const auto& entry : scratch.entries) ++begin[((entry.key >> shift) & kMask) + 1];
-    for (size_t i = 1; i < begin.size(); ++i) begin[i] += begin[i - 1];
-    for (const auto& entry : scratch.entries) scratch.swap[begin[(entry.key >> shift) & kMask]++] = entry;
+  for (int pass = 0; pass < passes; ++pass) {
+    const int shift = pass * bits;
+    std::array<int32_t, (1 << kMostBits) + 1> begin{};
+    for (const auto& entry : scratch.entries) ++begin[((entry.key >> shift) & mask) + 1];
+    for (uint32_t i = 1; i <= mask; ++i) begin[i] += begin[i - 1];
+    for (const auto& entry : scratch.entries) scratch.swap[begin[(entry.key >> shift) & mask]++] = entry;
     scratch.entries.swap(scratch.swap);
   }
 }
@@ -51,12 +56,14 @@ inline void sort_entries(EmitScratch& scratch, uint32_t highest) {
 inline int32_t number_parts(const Config& config, const Packing& packing, const Schedule& schedule,
                             EmitScratch& scratch, int32_t* part_begin) {
   const int32_t n_requests = static_cast<int32_t>(schedule.parts.size());
-  auto& [entries, swap, cursor, first_part, awaited] = scratch;
+  auto& [entries, swap, cursor, first_part, last_part, awaited, closes] = scratch;
   cursor.resize(n_requests);
+  last_part.resize(n_requests);
   int32_t parts = 0;
   for (int32_t r = 0; r < n_requests; ++r) {
     part_begin[r] = cursor[r] = parts;
     parts += config.deposits(schedule.parts[r]);
+    last_part[r] = schedule.parts[r].count == 1 ? kNoParts : parts;
   }
   part_begin[n_requests] = parts;
   first_part.resize(packing.members.size());
@@ -71,11 +78,10 @@ inline int32_t number_parts(const Config& config, const Packing& packing, const 
 }
 
 // What a member's entry says of its part: the only one, closes, or a partial row.
-inline int32_t part_entry(const Config& config, const Schedule& schedule, const int32_t* part_begin, int32_t request,
-                          int32_t part) {
-  const Parts parts = schedule.parts[request];
-  if (parts.count == 1) return -1;
-  return part - part_begin[request] == config.deposits(parts) ? kCloses : part;
+inline int32_t part_entry(const EmitScratch& scratch, int32_t request, int32_t part) {
+  const int32_t last = scratch.last_part[request];
+  if (last == kNoParts) return -1;
+  return part == last ? kCloses : part;
 }
 
 // In place of a row tile: the entry's `chunk` is a request, which an item without tokens closes.
@@ -86,9 +92,9 @@ constexpr int32_t kNoRow = -1;
 // others wait for, then closing items that wait for any of these. Those without tokens come behind all queues. Work is
 // taken in this order, so an item waits only for items that were taken before.
 inline void sort_items(const Config& config, const Packing& packing, const Schedule& schedule,
-                       const int32_t* part_begin, EmitScratch& scratch, int32_t* queue_begin) {
+                       EmitScratch& scratch, int32_t* queue_begin) {
   const int32_t n_tiles = config.n_tiles(), tail = config.tail_tile();
-  auto& [entries, swap, cursor, first_part, awaited] = scratch;
+  auto& [entries, swap, cursor, first_part, last_part, awaited, closes] = scratch;
   int32_t longest = 0;
   for (const RowTile& row : schedule.rows) longest = std::max(longest, row.chunk);
   int length_bits = 0;
@@ -98,14 +104,13 @@ inline void sort_items(const Config& config, const Packing& packing, const Sched
   auto key = [&](int32_t queue, int32_t size) {
     return static_cast<uint32_t>(queue) << queue_shift | static_cast<uint32_t>((longest - size) >> drop);
   };
-  auto closes = [&](const RowTile& row) {
-    const int32_t r = packing.members[row.first];
-    const int32_t last = first_part[row.first] + row.n_chunks - 1;
-    return row.count == 1 && part_entry(config, schedule, part_begin, r, last) == kCloses;
-  };
   awaited.assign(schedule.parts.size(), 0);  // of each request: an item of the tail tile deposits parts of it
-  for (const RowTile& row : schedule.rows) {
-    if (!config.fused() || row.tile != tail || row.n_chunks == closes(row)) continue;
+  closes.resize(schedule.rows.size());
+  for (size_t i = 0; i < schedule.rows.size(); ++i) {
+    const RowTile& row = schedule.rows[i];
+    const int32_t last = first_part[row.first] + row.n_chunks - 1;
+    closes[i] = row.count == 1 && part_entry(scratch, packing.members[row.first], last) == kCloses;
+    if (!config.fused() || row.tile != tail || row.n_chunks == closes[i]) continue;
     for (int32_t j = row.first; j < row.first + row.count; ++j) {
       const int32_t r = packing.members[j];
       awaited[r] = schedule.parts[r].count > 1;
@@ -119,7 +124,6 @@ inline void sort_items(const Config& config, const Packing& packing, const Sched
     const RowTile& row = schedule.rows[i];
     const int32_t length = packing.packs[row.pack].length();
     const int32_t queue = n_tiles - 1 - row.tile;
-    const bool closing = closes(row);
     bool awaits = false;  // it is waited for, or waits, within this queue
     for (int32_t j = row.first; row.tile == tail && j < row.first + row.count; ++j) {
       awaits |= awaited[packing.members[j]] != 0;
@@ -127,7 +131,7 @@ inline void sort_items(const Config& config, const Packing& packing, const Sched
     queue_begin[queue + 1] += row.n_chunks;
     for (int32_t chunk = 0; chunk < row.n_chunks; ++chunk) {
       const int32_t size = std::min(row.chunk, length - chunk * row.chunk);
-      const bool last = closing && chunk + 1 == row.n_chunks;
+      const bool last = closes[i] && chunk + 1 == row.n_chunks;
       entries.push_back({key(!awaits ? queue : last ? waits : deposits, size), static_cast<int32_t>(i), chunk});
     }
   }
@@ -136,7 +140,9 @@ inline void sort_items(const Config& config, const Packing& packing, const Sched
     entries.push_back({key(merges, 0), kNoRow, static_cast<int32_t>(r)});
   }
   for (int32_t q = 0; q < n_tiles; ++q) queue_begin[q + 1] += queue_begin[q];
-  sort_entries(scratch, (static_cast<uint32_t>(n_tiles + 3) << queue_shift) - 1);
+  int queue_bits = 0;
+  while ((n_tiles + 2) >> queue_bits) ++queue_bits;
+  sort_entries(scratch, queue_shift + queue_bits);
 }
 
 struct Taken {
@@ -187,7 +193,7 @@ inline void write_items(const Config& config, const Forest& forest, const Packin
       const int32_t first_member = n_members;
       for (int32_t j = row.first; j < row.first + row.count; ++j) {
         const int32_t r = packing.members[j];
-        add_member(r, part_entry(config, schedule, part_begin, r, scratch.first_part[j] + entry.chunk));
+        add_member(r, part_entry(scratch, r, scratch.first_part[j] + entry.chunk));
       }
       const int32_t* const of_first = member + kMemberSize * first_member;
       const Taken none{part_begin[of_first[0]], 0};
@@ -206,7 +212,7 @@ inline void emit(const Config& config, const Forest& forest, const Packing& pack
   int32_t* part_begin = buffer + layout.part_begin;
   const int32_t parts = number_parts(config, packing, schedule, scratch, part_begin);
   std::array<int32_t, kMaxTiles + 1> queue_begin;
-  sort_items(config, packing, schedule, part_begin, scratch, queue_begin.data());
+  sort_items(config, packing, schedule, scratch, queue_begin.data());
   write_items(config, forest, packing, schedule, scratch, part_begin, buffer + layout.items, buffer + layout.members);
 
   const uint32_t plans = buffer[kHeaderMagic] == kMagic ? static_cast<uint32_t>(buffer[kHeaderSerial]) : 0;

@@ -111,11 +111,17 @@ class Rounds {
     tried = load;
     runs.clear();
     units_ = 0, parts_ = 0;
+    int64_t tokens = -1, pieces = 1;
     for (size_t i = 0; i < rows.size(); ++i) {
-      const int64_t tokens = length(rows[i]), cut = std::max<int64_t>(1, (tokens + limit - 1) / limit);
-      const int64_t pieces = static_cast<int64_t>(i) < whole ? 1 : cut, units = pieces * heads;
-      runs.push_back({chunk_ns(tile, (tokens + pieces - 1) / pieces), units});
-      units_ += units;
+      const int64_t before = tokens;
+      tokens = length(rows[i]);
+      if (tokens != before || static_cast<int64_t>(i) == whole) {
+        pieces = static_cast<int64_t>(i) < whole ? 1 : std::max<int64_t>(1, (tokens + limit - 1) / limit);
+        const double cost = chunk_ns(tile, (tokens + pieces - 1) / pieces);
+        if (runs.empty() || runs.back().cost != cost) runs.push_back({cost, 0});
+      }
+      runs.back().units += pieces * heads;
+      units_ += pieces * heads;
       parts_ += part_ns_ * static_cast<double>((pieces - 1) * out_.rows[rows[i]].count);
     }
     const auto longer = [](const auto& a, const auto& b) { return a.cost > b.cost; };
@@ -130,10 +136,14 @@ class Rounds {
       if (whole) {
         for (double& ns : tried) ns += cost * static_cast<double>(whole * teams);
       }
-      for (int64_t i = whole * round; i < units; ++i) {
-        tried[at] += cost * (team == 0 ? first : other);
-        at = at + 1 == processors ? 0 : at + 1;
-        if (++dealt == processors) dealt = 0, team = team + 1 == teams ? 0 : team + 1;
+      for (int64_t left = units - whole * round; left > 0;) {
+        const int64_t count = std::min({left, processors - at, processors - dealt});
+        const double ns = cost * (team == 0 ? first : other);
+        for (int64_t i = at; i < at + count; ++i) tried[i] += ns;
+        left -= count;
+        at = at + count == processors ? 0 : at + count;
+        dealt += count;
+        if (dealt == processors) dealt = 0, team = team + 1 == teams ? 0 : team + 1;
       }
     }
     next_turn_ = at;

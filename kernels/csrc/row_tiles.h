@@ -133,18 +133,24 @@ inline void promote_long(const Config& config, const Packing& packing, std::vect
 // kNoTile.
 inline int32_t make_row_tiles(const Config& config, const Packing& packing, Schedule& out) {
   out.rows.clear();
-  const int32_t largest = config.n_tiles() - 1, capacity = config.capacity(largest), team = team_tile(config);
+  const int32_t largest = config.n_tiles() - 1, capacity = config.capacity(largest);
+  const int32_t team = team_tile(config), tail = config.tail_tile();
   bool fixed = false;
   for (size_t pack = 0; pack < packing.packs.size(); ++pack) {
     const Pack& whole = packing.packs[pack];
+    const int32_t index = static_cast<int32_t>(pack);
     fixed |= whole.chunk != 0;
-    add_row_tiles(config, static_cast<int32_t>(pack), whole.first, whole.count, largest, capacity, out.rows);
+    if (whole.count == 1) {  // most are tails
+      out.rows.push_back({index, whole.first, 1, tail});
+    } else {
+      add_row_tiles(config, index, whole.first, whole.count, largest, capacity, out.rows);
+    }
   }
   if (!config.balances()) return kNoTile;
   promote_long(config, packing, out.rows);
   if (config[kFanIn] == 0 || team == kNoTile || fixed) return kNoTile;
   if (gather(config, packing, team, out)) return team;
-  if (config[kSplit] != kSplitRounds || team == config.tail_tile()) return kNoTile;
+  if (config[kSplit] != kSplitRounds || team == tail) return kNoTile;
   return give_tails_to_teams(config, packing, team, out) ? team : kNoTile;
 }
 

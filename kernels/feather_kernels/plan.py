@@ -228,20 +228,25 @@ class Planner:
 
     def _fit(self, forest: Forest, buffer: IntArray) -> bool:
         """Plan within the capacity; whether that took a higher price of parts."""
+        try:
+            self._call(forest, buffer)
+            return False
+        except PlanError as error:
+            refused = error
         price = self._reals[_PART_PRICE]
         normal = price.copy()
+        fan_ins = dict.fromkeys((self.fan_in, 0))  # closing items apart take more room
         try:
-            for doublings in range(DOUBLINGS + 1):
-                for fan_in in dict.fromkeys((self.fan_in, 0)):  # closing items apart take more room
-                    self._config[_FAN_IN] = fan_in
-                    try:
-                        self._call(forest, buffer)
-                        return doublings > 0
-                    except PlanError as error:
-                        refused = error
-                if self.strategy != "time":
+            for doublings, fan_in in [(times, fan_in) for times in range(DOUBLINGS + 1) for fan_in in fan_ins][1:]:
+                if doublings and self.strategy != "time":
                     break
-                price *= 2
+                price[:] = normal * 2**doublings
+                self._config[_FAN_IN] = fan_in
+                try:
+                    self._call(forest, buffer)
+                    return doublings > 0
+                except PlanError as error:
+                    refused = error
             raise refused
         finally:
             price[:] = normal
