@@ -2,7 +2,7 @@
 //
 // Units of equal length are dealt out to the processors; 160 of them keep 132 processors busy for two rounds, and most
 // of those idle in the second, but for as many tails as their warps hold at once. So some cuts are tried, and the one of
-// the least modelled time is taken.
+// the least modelled time is taken. Teams that ask for units are modelled as if those were dealt to them.
 #pragma once
 
 #include <algorithm>
