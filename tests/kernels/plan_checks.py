@@ -102,7 +102,8 @@ def row_tiles(plan):
     if team is None:
         rows, given = uncut_rows(plan), given_tails(plan)
         rows = promoted(plan, rows) if plan.planner.split in ("balanced", "rounds") else rows
-        return [(team_and_tail(plan.tiles, plan.group_size)[0], *row[1:]) if row in given else row for row in rows]
+        team, _ = team_and_tail(plan.tiles, plan.group_size)
+        return [(team, *row[1:]) if row in given else row for row in rows]
     whole = uncut(plan)
     return [
         (team, *item[2:4], frozenset(piece))

@@ -225,6 +225,7 @@ def test_long_contexts():
     alone, shared = (round(100 * ratio - 100) for ratio in worst.values())
     text = " ".join(TEXT.split())
     assert f"by up to {alone}% where nothing is shared" in text
+    assert f"one request of 2,000 tokens alone up to {alone}% more" in README
     assert f"With a prompt the largest gap, {shared}%, is 16 requests" in text
     short, long = (
         next(row["systems"] for row in rows if (row["name"], row["heads"]) == (name, "32/8"))
