@@ -337,7 +337,7 @@ def _shared_packs(batch: Batch, plan: PackPlan) -> list[tuple[int, int]]:
 def _queues(plan: PackPlan) -> list[QueueFacts]:
     """The queues that have work, largest m first."""
     path = Path.of(path_of(plan.tiles), plan.planner.head_dim)
-    unit_ns, step_ns = np.split(np.array(UnitCosts().of_tiles(plan.tiles)), 2)
+    unit_ns, step_ns = np.split(np.array(UnitCosts.default(plan.tiles).of_tiles(plan.tiles)), 2)
     tail = next(index for index, (m, _) in enumerate(plan.tiles) if m >= plan.group_size)
     deposits = np.concatenate([[0], np.cumsum(plan.members[:, 1] >= 0)])  # before each member
     found = []

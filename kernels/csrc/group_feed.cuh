@@ -16,7 +16,7 @@ struct GroupRing {
   // One warpgroup alone asks its queue for units beyond the first. One of its two copying warps does, and tells the other,
   // which is fewer units behind than are kept.
   static constexpr bool kAsks = kGroups == 1;
-  static constexpr int kTold = 8;
+  static constexpr int kTold = kStages < 7 ? 8 : 16;
   static_assert(!kAsks || kTold > kStages + 1);
 
   struct Control {
@@ -27,10 +27,11 @@ struct GroupRing {
   };
   static __device__ void init(Control& control, int thread) {
     if (kAsks && thread < kTold) barrier_init(control.told + thread, 1);
-    if (thread >= 2 * kStages) return;
     // Full: every copying thread, once its copies have landed, and who announces the stage. Empty: all that compute.
-    barrier_init(thread < kStages ? control.full + thread : control.empty + thread - kStages,
-                 thread < kStages ? 2 * kGroups * kWarp + 1 : 4 * kGroups * kWarp);
+    for (int i = thread; i < 2 * kStages; i += kWarp) {
+      barrier_init(i < kStages ? control.full + i : control.empty + i - kStages,
+                   i < kStages ? 2 * kGroups * kWarp + 1 : 4 * kGroups * kWarp);
+    }
   }
 };
 
@@ -40,13 +41,14 @@ template <typename T, class Ring>
 struct GroupFeed {
   static constexpr int kHeadDim = Ring::kHeadDim, kTokens = Ring::kTokens, kStages = Ring::kStages;
   static constexpr int kOwn = kTokens / Ring::kGroups;  // tokens of a stage that this warp copies
-  static constexpr int kPerLane = kOwn / kWarp;         // tokens whose slot a lane knows
-  static_assert(kOwn % kWarp == 0);
   static constexpr int kBlock = 16;  // tokens behind the last one that are copied too, or cleared
+  static constexpr int kAtOnce = kOwn < kWarp ? kOwn : kWarp;  // tokens whose slots the warp looks up together
+  static constexpr int kPerLane = kOwn / kAtOnce;              // tokens whose slot a lane knows
+  static_assert(kOwn % kAtOnce == 0 && kAtOnce % kBlock == 0);
   using Copy = RowCopy<kHeadDim * int(sizeof(T))>;
   // So many rows' addresses are worked out before a stage is free, and then those rows copied: with both in turn, each
   // copy would wait for its own address.
-  static constexpr int kBatch = kWarp / Copy::kRowsAtOnce;
+  static constexpr int kBatch = kAtOnce / Copy::kRowsAtOnce;
   static constexpr int kMemberLoads = Ring::kMemberWords / kWarp;
 
   Params<T> const& params;
@@ -77,7 +79,7 @@ struct GroupFeed {
   }
 
   // Of a stage's tokens, those whose slots this lane knows.
-  __device__ int token(int j) const { return own_first + j * kWarp + Copy::template row_known<kWarp>(); }
+  __device__ int token(int j) const { return own_first + j * kAtOnce + Copy::template row_known<kAtOnce>(); }
 
   __device__ void fetch() {
     if (unit < queue.n_work) words = load_item(params, queue.first_item + params.kv_heads_div.div(unit));
@@ -191,7 +193,7 @@ struct GroupFeed {
     barrier_arrive_after_copies(control.full + stage);
   }
 
-  // Where the rows are that this lane copies, of kWarp tokens whose slots the warp knows.
+  // Where the rows are that this lane copies, of kAtOnce tokens whose slots the warp knows.
   __device__ void find(char const* from, int slot, char const* (&rows)[kBatch]) const {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -206,11 +208,11 @@ struct GroupFeed {
                        int n_rows) {
 #pragma unroll
     for (int block = 0; block < kPerLane; ++block) {
-      if (!kWhole && keys && own_first + block * kWarp >= n_rows) break;
+      if (!kWhole && keys && own_first + block * kAtOnce >= n_rows) break;
       if (block) find(from, slots[block], rows);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        int const row = block * kWarp + i * Copy::kRowsAtOnce;
+        int const row = block * kAtOnce + i * Copy::kRowsAtOnce;
         uint32_t const at = Ring::Rows::down(to + down, row);
         if (kWhole) {
           Copy::template copy<kTokens>(at, rows[i]);

@@ -1,4 +1,4 @@
-// One warpgroup's arithmetic: 64 query rows in registers against 64 KV tokens in shared memory (wgmma, sm_90a).
+// One warpgroup's arithmetic: 64 query rows in registers against KV tokens in shared memory (wgmma, sm_90a).
 #pragma once
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
@@ -7,9 +7,9 @@
 
 namespace feather {
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, int kTokens_>
 struct GroupTile : Softmax {
-  static constexpr int kRows = 64, kTokens = 64;
+  static constexpr int kRows = 64, kTokens = kTokens_;
   using Layout = WideLayout<T, kHeadDim>;
   using KLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<T>{}, Shape<Int<kTokens>, Int<kHeadDim>>{}));
   // V as the (head_dim, tokens) operand: the same bytes as a K tile, tokens outermost within 64 columns.

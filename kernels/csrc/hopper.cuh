@@ -11,11 +11,11 @@
 
 namespace feather {
 
-// kGroups warpgroups that share each KV tile, m = 64 kGroups.
-template <typename T, int kHeadDim, int kGroups, int kStages>
+// kGroups warpgroups that share each KV tile, m = 64 kGroups, n = kTokens.
+template <typename T, int kHeadDim, int kGroups, int kTokens, int kStages>
 struct GroupTeam {
-  using Tile = GroupTile<T, kHeadDim>;
-  using Ring = GroupRing<T, kHeadDim, Tile::kTokens, kGroups, kStages>;
+  using Tile = GroupTile<T, kHeadDim, kTokens>;
+  using Ring = GroupRing<T, kHeadDim, kTokens, kGroups, kStages>;
   using Control = typename Ring::Control;
 
   // Copying warp `index` of 2 kGroups.
@@ -125,12 +125,13 @@ struct GroupTeam {
 
 // kGroups warpgroups that compute, and one that copies for them and lends two of them its registers. Queues, largest
 // first: both warpgroups on one KV tile (with two), each on its own, single warps, and tails.
-template <typename T, int kHeadDim, int kStages, int kGroups>
+// kRingTokens: of each group's ring. n of the tiles for both warpgroups and for one: kWideTokens, kGroupTokens.
+template <typename T, int kHeadDim, int kRingTokens, int kGroups, int kWideTokens, int kGroupTokens>
 struct HopperForward {
   static constexpr int kThreads = 128 * (kGroups + 1), kComputing = 128 * kGroups;
   static constexpr bool kHasWide = kGroups == 2;
-  using Wide = GroupTeam<T, kHeadDim, kGroups, kGroups * kStages>;
-  using Group = GroupTeam<T, kHeadDim, 1, kStages>;
+  using Wide = GroupTeam<T, kHeadDim, kGroups, kWideTokens, kGroups * kRingTokens / kWideTokens>;
+  using Group = GroupTeam<T, kHeadDim, 1, kGroupTokens, kRingTokens / kGroupTokens>;
   // Tails are a matter of latency: the warps that copied for a group compute too.
   static constexpr int kTailWarps = 4 + 4 / kGroups;  // of a group
   // Where there are many rounds of tails, fewer warps with longer rings are faster.

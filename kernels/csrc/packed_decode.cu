@@ -27,6 +27,20 @@ using T = cutlass::bfloat16_t;
 #endif
 constexpr int kHeadDim = FEATHER_HEAD_DIM;
 
+// n of the tiles that can be built with another one, by path and m (feather_kernels/tiles.py).
+#ifndef FEATHER_PORTABLE_32
+#define FEATHER_PORTABLE_32 32
+#endif
+#ifndef FEATHER_PORTABLE_64
+#define FEATHER_PORTABLE_64 32
+#endif
+#ifndef FEATHER_HOPPER_64
+#define FEATHER_HOPPER_64 64
+#endif
+#ifndef FEATHER_HOPPER_128
+#define FEATHER_HOPPER_128 64
+#endif
+
 void check(cudaError_t error, char const* what) {
   if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << what << ": " << cudaGetErrorString(error);
 }
@@ -36,10 +50,12 @@ constexpr int kRingBytes = (kHeadDim <= 128 ? 3 * 128 : 2 * 256) * 2 * 16 * 2;
 constexpr int kCtas = kHeadDim <= 128 ? 2 : 1;
 template <int kWarps, int kTokens>
 using Team = feather::WarpTeam<T, kHeadDim, kWarps, kTokens, kRingBytes>;
-using Portable = feather::PortableForward<T, kHeadDim, kRingBytes, Team<4, 32>, Team<2, 32>, Team<1, 16>>;
+using Portable = feather::PortableForward<T, kHeadDim, kRingBytes, Team<4, FEATHER_PORTABLE_64>,
+                                          Team<2, FEATHER_PORTABLE_32>, Team<1, 16>>;
 #if FEATHER_HOPPER
-constexpr int kGroupStages = kHeadDim == 64 ? 6 : kHeadDim == 128 ? 3 : 2, kGroups = kHeadDim <= 128 ? 2 : 1;
-using Hopper = feather::HopperForward<T, kHeadDim, kGroupStages, kGroups>;
+constexpr int kRingTokens = kHeadDim == 64 ? 384 : kHeadDim == 128 ? 192 : 128, kGroups = kHeadDim <= 128 ? 2 : 1;
+using Hopper =
+    feather::HopperForward<T, kHeadDim, kRingTokens, kGroups, FEATHER_HOPPER_128, FEATHER_HOPPER_64>;
 #endif
 
 // Launch so that the kernel may begin while the one before it in the stream ends (sm_90; it waits for its results).

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from feather_kernels.errors import BuildError
+from feather_kernels.tiles import built_tiles, n_choices, parse_tile
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,9 @@ def load_planner() -> Any:
 
 
 @functools.cache
-def load_kernel(dtype: str, head_dim: int, capability: int, soft_cap: bool = False) -> Any:
+def load_kernel(
+    dtype: str, head_dim: int, capability: int, soft_cap: bool = False, tiles: tuple[tuple[str, int, int], ...] = ()
+) -> Any:
     """The forward and merge kernels of one configuration.
 
     Parameters
@@ -76,13 +79,15 @@ def load_kernel(dtype: str, head_dim: int, capability: int, soft_cap: bool = Fal
         Compute capability times ten (90 for an H100 or H200).
     soft_cap : bool
         With a soft cap on the scores.
+    tiles : tuple of (path, m, n)
+        Tiles to build with another n than `feather_kernels.tiles.TILES` has.
 
     Raises
     ------
     BuildError
         Unsupported configuration or GPU, no library built ahead and no nvcc, missing headers, or a failed compilation.
     """
-    return _load(kernel_library(Configuration(dtype, head_dim, capability, soft_cap)))
+    return _load(kernel_library(Configuration(dtype, head_dim, capability, soft_cap, tiles)))
 
 
 @dataclass(frozen=True)
@@ -92,13 +97,14 @@ class Configuration:
     Raises
     ------
     BuildError
-        A dtype, head dimension or GPU that the kernels do not support.
+        A dtype, head dimension, GPU or tile that the kernels do not support.
     """
 
     dtype: str
     head_dim: int
     capability: int
     soft_cap: bool = False
+    tiles: tuple[tuple[str, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -107,11 +113,21 @@ class Configuration:
             known = ", ".join(map(str, HEAD_DIMS))
             raise BuildError(f"head_dim {self.head_dim} is not supported: use one of {known}")
         _target(self.capability)
+        for path, m, n in self.tiles:
+            rows = tuple(other for other, _ in built_tiles(path, self.head_dim))
+            which, have = ("n", n_choices(path, m, self.head_dim)) if m in rows else ("m", rows)
+            if m not in rows or n not in have:
+                *others, last = map(str, have)
+                raise BuildError(
+                    f"no tile {m}x{n} on the path {path!r} at head_dim {self.head_dim}: {which} may be "
+                    f"{', '.join(others) + ' or ' if others else ''}{last}"
+                )
 
     @property
     def name(self) -> str:
         cap = "_cap" if self.soft_cap else ""
-        return f"packed_decode_{self.dtype}_d{self.head_dim}{cap}_sm{_target(self.capability)}"
+        tiles = "".join(f"_{path}{m}x{n}" for path, m, n in self.tiles)
+        return f"packed_decode_{self.dtype}_d{self.head_dim}{cap}{tiles}_sm{_target(self.capability)}"
 
     @property
     def flags(self) -> list[str]:
@@ -124,6 +140,7 @@ class Configuration:
             f"-DFEATHER_DTYPE_{DTYPES[self.dtype].upper()}=1",
             f"-DFEATHER_HEAD_DIM={self.head_dim}",
             f"-DFEATHER_SOFT_CAP={int(self.soft_cap)}",
+            *(f"-DFEATHER_{path.upper()}_{m}={n}" for path, m, n in self.tiles),
         ]
 
     @property
@@ -309,11 +326,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", nargs="+", default=sorted(DTYPES), choices=sorted(DTYPES))
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], choices=HEAD_DIMS)
     parser.add_argument("--soft-cap", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")
+    parser.add_argument(
+        "--tile",
+        nargs="+",
+        type=parse_tile,
+        default=[],
+        metavar="PATH:MxN",
+        help="with another n, such as hopper:64x32",
+    )
     parser.add_argument("--out", type=Path, help="also copy the libraries here, for FEATHER_KERNELS_PREBUILT")
     options = parser.parse_args(arguments)
     try:
         for choice in itertools.product(options.dtype, options.head_dim, options.arch, map(bool, options.soft_cap)):
-            configuration = Configuration(*choice)
+            configuration = Configuration(*choice, tiles=tuple(sorted(options.tile)))
             library = kernel_library(configuration)
             if options.out:
                 library = _copied(library, options.out / configuration.prebuilt)

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from feather_kernels.errors import PlanError
+from feather_kernels.tiles import TILES
 
-# For an H200, tiles of the hopper path, by m; near what benchmarks/measure_unit_costs.py prints.
+# For an H200, tiles of the hopper path, by m; near what benchmarks/measure_unit_costs.py prints. A step is of that tile's
+# n in TILES.
 UNIT_NS = {8: 480.0, 16: 600.0, 64: 1300.0, 128: 3500.0}
 STEP_NS = {8: 170.0, 16: 220.0, 64: 1200.0, 128: 1400.0}
 
@@ -45,6 +47,12 @@ class UnitCosts:
         numbers = (*self.unit.values(), *self.step.values(), self.part, self.part_row)
         if not self.unit or not self.step or not all(math.isfinite(cost) and cost >= 0 for cost in numbers):
             raise PlanError(f"costs are {self}: give finite numbers of at least 0, unit and step for at least one m")
+
+    @classmethod
+    def default(cls, tiles: Sequence[tuple[int, int]]) -> UnitCosts:
+        """The H200's for these tiles (m, n): a step of another n costs in proportion."""
+        usual, given = dict(TILES["hopper"]), dict(tiles)
+        return cls(step={m: ns * given.get(m, usual[m]) / usual[m] for m, ns in STEP_NS.items()})
 
     def of_tiles(self, tiles: Sequence[tuple[int, int]]) -> list[float]:
         """Each tile's cost of a unit, then each tile's cost of a step."""

@@ -198,7 +198,7 @@ class Planner:
             item_overhead, list(MERGES).index(merge), head_pack or 0, self.tail_warps, fan_in, len(self.tiles),
         ]  # fmt: skip
         self._config[_CONFIG_TILES : _CONFIG_TILES + 2 * len(self.tiles)] = np.ravel(self.tiles)
-        costs = UnitCosts() if costs is None else costs
+        costs = UnitCosts.default(self.tiles) if costs is None else costs
         self._reals = np.array([
             profit_factor or 0, compute_split_cost, costs.part, costs.part_row,
             *_alpha(alpha, self.tiles, head_dim > WIDEST_HEAD), *costs.of_tiles(self.tiles),

@@ -1,7 +1,7 @@
 """The tile selector's rule for n (PAT 5.2, "Deriving KV tile n"). Its rule for m, rounding up, is in ``csrc/plan.h``.
 
-Each path is built with one n for each m at present, so that every rule has one piece and nothing is looked up when a
-batch is planned. The rule is kept per GPU all the same, so that a second n needs no other format.
+A library has one n for each m, as all its shapes are one kernel: that which the rule has for long KV. So nothing is
+looked up when a batch is planned; the rule says what another library would have for which lengths.
 """
 
 from __future__ import annotations
@@ -71,14 +71,3 @@ def derive_pieces(
         if n != following:
             pieces.append((kv_len, n))
     return (*pieces, (None, chosen[-1][1]))
-
-
-def derive_rule(
-    tiles: Sequence[tuple[int, int]], time_of: Callable[[int, int, int], float], kv_lens: Sequence[int]
-) -> NRule:
-    """`derive_pieces` for every m of ``tiles``; ``time_of`` takes (m, n, KV length)."""
-    pieces = {}
-    for m in sorted({m for m, _ in tiles}):
-        choices = sorted(n for other, n in tiles if other == m)
-        pieces[m] = derive_pieces(choices, lambda n, kv_len, m=m: time_of(m, n, kv_len), kv_lens)  # type: ignore[misc]
-    return NRule(pieces)

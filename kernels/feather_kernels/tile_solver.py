@@ -181,6 +181,8 @@ def _shape_fails(path: Path, m: int, n: int) -> str:
         return f"3: n = {n} is no power of two from 16 on"
     if m < 8 or m & (m - 1):
         return f"3: m = {m} is no power of two from 8 on"
+    if m <= 16 and n > 16:
+        return f"3: n = {n}, a single warp's step is 16 tokens"
     if path.uses_wgmma(m) and m not in (64, 128):
         return f"3: m = {m}, wgmma has 64 rows, two warpgroups share KV at most, and a single warp has 16"
     if path.teams(m) == 0:

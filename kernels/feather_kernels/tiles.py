@@ -1,4 +1,4 @@
-"""The tile shapes (m query rows, n KV tokens) that the kernels are built with, and what bounds them on a GPU.
+"""The tile shapes (m query rows, n KV tokens) that the kernels can be built with, and what bounds them on a GPU.
 
 ``python -m feather_kernels.tiles`` prints PAT's constraints for these tiles and their neighbours (`tile_solver`);
 ``--measure`` first measures the GPU's memory, ``--profile`` the selector's rule for n (`tile_selector`); both keep the
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from feather_kernels.tile_selector import NRule
     from feather_kernels.tile_solver import Registers
 
-# By ascending m; csrc/packed_decode.cu lists the same, largest first.
+# By ascending m, as they are built unless another n is asked for; csrc/packed_decode.cu has the same.
 TILES = {
     "portable": ((8, 16), (16, 16), (32, 32), (64, 32)),
     "hopper": ((8, 16), (16, 16), (64, 64), (128, 64)),
@@ -33,8 +33,32 @@ def built_tiles(path: str, head_dim: int) -> tuple[tuple[int, int], ...]:
     return tuple(tile for tile in TILES[path] if tile[0] <= 64 or head_dim <= WIDEST_HEAD)
 
 
+def n_choices(path: str, m: int, head_dim: int) -> tuple[int, ...]:
+    """The n with which the tile of m rows can be built: as many tokens as its ring has room for twice, or fewer.
+
+    Up to 16 rows are one warp's, which multiplies 16 tokens at a time. The copying warps of the Hopper path take 16
+    tokens of a stage or more each, and with m = 128 two of them share it.
+    """
+    if m <= 16:
+        return (16,)
+    if path == "portable":
+        least, room = 16, {64: 96, 128: 48, 256: 32}[head_dim] * m // 32
+    else:
+        least, room = m // 4, {64: 192, 128: 96, 256: 64}[head_dim]
+    return tuple(n for n in (16, 32, 64, 128) if least <= n <= room)
+
+
+def parse_tile(text: str) -> tuple[str, int, int]:
+    """(path, m, n) of "hopper:64x32"; for argparse."""
+    path, _, shape = text.partition(":")
+    m, _, n = shape.partition("x")
+    if path not in TILES or not (m.isdecimal() and n.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r}: give {' or '.join(TILES)}, and m x n, such as hopper:64x32")
+    return path, int(m), int(n)
+
+
 CANDIDATES = tuple((m, n) for m in (8, 16, 32, 64, 128) for n in (16, 32, 64, 128, 256))
-KV_LENS = tuple(64 * step for step in range(1, 65))  # PAT 5.2: the sweep behind the rule for n
+LONGEST_KV = 4096  # PAT 5.2: where the sweep behind the rule for n ends
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2}
 
 
@@ -43,7 +67,7 @@ def table(device: Device, head_dim: int, dtype: str, registers: dict[str, Regist
     from feather_kernels.tile_solver import Path, feasible_tiles, least_n, shared_bytes
 
     size = DTYPE_BYTES[dtype]
-    lines = [f"{device.name}, head_dim {head_dim}, {dtype}, rings of {stages} stages; * is built"]
+    lines = [f"{device.name}, head_dim {head_dim}, {dtype}, rings of {stages} stages; * is built, + on demand"]
     for name, built in TILES.items():
         if name == "hopper" and device.capability // 10 != 9:
             continue
@@ -54,7 +78,7 @@ def table(device: Device, head_dim: int, dtype: str, registers: dict[str, Regist
         lines.extend(next((verdict.reason.split("; ") for verdict in verdicts if verdict.ok), []))
         lines.append(f"{'m':>5} {'n':>4} {'teams/SM':>9} {'shared/block':>13} {'least n':>8}  feasible")
         for m, n, ok, reason in verdicts:
-            mark = "*" if (m, n) in built else " "
+            mark = "*" if (m, n) in built else "+" if n in n_choices(name, m, head_dim) else " "
             teams = path.teams_per_processor(m)
             shared = shared_bytes(path, m, n, head_dim, size, stages) if teams else "-"
             least = least_n(device, path, m, head_dim, size) if teams else None
@@ -63,14 +87,30 @@ def table(device: Device, head_dim: int, dtype: str, registers: dict[str, Regist
     return "\n".join(lines)
 
 
-def profile_n(path: str) -> NRule:
-    """The selector's rule for one path. Every m is built with one n, so there is nothing to time yet."""
-    from feather_kernels.tile_selector import derive_rule
+def profile_n(path: str, device: Device, head_dim: int, dtype: str) -> NRule:
+    """The selector's rule for one path on this machine's GPU: every n that is feasible and can be built is timed.
 
-    def time_of(m: int, n: int, kv_len: int) -> float:
-        raise BuildError(f"m = {m} is built with more than one n: PackedDecodeWrapper cannot run {(m, n)} alone")
+    Prints a line for each KV length.
+    """
+    from feather_kernels.tile_selector import NRule, derive_pieces
+    from feather_kernels.tile_solver import feasible_tiles
+    from feather_kernels.tile_timing import UnitTimer
 
-    return derive_rule(TILES[path], time_of, KV_LENS)
+    timer = UnitTimer(path, head_dim, dtype)
+    pieces = {}
+    for m, built in built_tiles(path, head_dim):
+        candidates = [(m, n) for n in n_choices(path, m, head_dim)]
+        verdicts = feasible_tiles(device, head_dim, DTYPE_BYTES[dtype], {}, candidates, path)
+        choices = [n for _, n, ok, _ in verdicts if ok] or [built]
+
+        def time_of(n: int, kv_len: int, m: int = m) -> float:
+            us = timer.time_us(m, n, kv_len)
+            print(f"{path} m {m:>3} n {n:>3} KV {kv_len:>4}: {us:.1f} us", flush=True)
+            return us
+
+        step = min(choices)
+        pieces[m] = derive_pieces(choices, time_of, range(step, LONGEST_KV + 1, step))
+    return NRule(pieces)
 
 
 def _registers(options: argparse.Namespace, device: Device) -> dict[str, Registers]:
@@ -126,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"latency {device.latency_ns} ns, bandwidth {device.bandwidth} bytes/ns")
         if options.profile:
             paths = [path for path in TILES if path == "portable" or device.capability // 10 == 9]
-            rules = {path: profile_n(path) for path in paths}
+            rules = {path: profile_n(path, device, options.head_dim, options.dtype) for path in paths}
             device = replace(device, n_rule=rules)
         if options.measure or options.profile:
             device.save(options.out or device.profile)

@@ -47,7 +47,8 @@ class PackedDecodeWrapper:
     split : str, optional
         How to split long KV ranges. By default "rounds" on the Hopper path, and "balanced" elsewhere.
     tiles : sequence of (m, n), optional
-        The tile shapes to use: the largest one or more of `feather_kernels.tiles.built_tiles`; all by default.
+        The tile shapes to use: the largest one or more of `feather_kernels.tiles.built_tiles`; all by default. Another
+        n of `feather_kernels.tiles.n_choices` is another library.
     launch : {"persistent", "streams", "serial"}
         One launch for all tile shapes; or one launch a shape, on parallel streams (PAT 6) or one after the other.
     merge : {"fused", "kernel"}, optional
@@ -133,11 +134,14 @@ class PackedDecodeWrapper:
         self.logit_soft_cap = logit_soft_cap
         self.path = "portable" if path == "portable" or major < 9 else "hopper"
         self._flags = _PREFETCH * prefetch | _PORTABLE * (self.path == "portable")
-        self._module = load_kernel(str(dtype).removeprefix("torch."), head_dim, 10 * major + minor, logit_soft_cap > 0)
         built = built_tiles(self.path, head_dim)
         self._tiles = tuple(sorted(tiles or built))
-        if self._tiles != built[-len(self._tiles) :]:
+        if [m for m, _ in self._tiles] != [m for m, _ in built[-len(self._tiles) :]]:
             raise ValueError(f"tiles are {self._tiles}: use the largest one or more of {built}")
+        others = tuple((self.path, m, n) for m, n in self._tiles if (m, n) not in built)
+        self._module = load_kernel(
+            str(dtype).removeprefix("torch."), head_dim, 10 * major + minor, logit_soft_cap > 0, others
+        )
         may_fuse = launch == "persistent" and self._tiles[0][0] <= 16
         if merge == "fused" and not may_fuse:
             raise ValueError("merge is 'fused': that needs launch='persistent' and a tile of at most 16 rows")

@@ -25,7 +25,7 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ import torch
 from random_batches import Batch, Choice
 
 from feather_kernels.build import HEAD_DIMS
-from feather_kernels.tiles import TILES
+from feather_kernels.tiles import TILES, built_tiles, parse_tile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -528,10 +528,22 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--sanitize-small", action="store_true", help=f"{SMALL_CASES} tiny cases, for compute-sanitizer"
     )
     parser.add_argument("--path", choices=tuple(TILES), help="only this copy path of the kernel")
+    parser.add_argument(
+        "--tile", nargs="+", type=parse_tile, default=[], metavar="PATH:MxN",
+        help="all cases on that path, with another n for that m (feather_kernels.tiles.n_choices)",
+    )  # fmt: skip
     parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, help="all cases with this head dimension")
     parser.add_argument("--stop", type=int, default=20, help="end after so many failures (default: %(default)s)")
     parser.add_argument("--verbose", action="store_true", help="print every case before it runs")
     return parser.parse_args(argv)
+
+
+def with_tiles(choice: Choice, others: Sequence[tuple[str, int, int]]) -> tuple[tuple[str, Any], ...]:
+    """The wrapper's arguments of a case with these (path, m, n) of one path instead of what is built by default."""
+    path = others[0][0]
+    n_of = {m: n for _, m, n in others}
+    tiles = tuple((m, n_of.get(m, n)) for m, n in built_tiles(path, choice.head_dim))
+    return (*_without(choice.wrapper, "path", "tiles"), ("path", path), ("tiles", tiles))
 
 
 def run_all(
@@ -545,6 +557,8 @@ def run_all(
             choice = replace(choice, wrapper=(*_without(choice.wrapper, "path", "tiles"), ("path", options.path)))
         if options.head_dim:  # not all tiles are built for every head dimension
             choice = replace(choice, head_dim=options.head_dim, wrapper=_without(choice.wrapper, "tiles"))
+        if options.tile:
+            choice = replace(choice, wrapper=with_tiles(choice, options.tile))
         if options.verbose:
             print(f"case {choice.seed}: {choice}", flush=True)
         watchdog.expect(600 if options.sanitize_small else 30, f"{check.__name__}, case {choice.seed}: {choice}")

@@ -1,6 +1,7 @@
 """The decode kernel on a GPU: fewer of the cases of ``check_decode_kernel.py``, which is the full pass."""
 
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,6 +32,19 @@ def test_a_random_forest(seed):
 @pytest.mark.parametrize("seed", range(check.SMALL_CASES))
 def test_a_tiny_batch(seed):
     outcome = check.check_forest(random_batches.small(seed, HOPPER), PackedDecodeWrapper, "cuda")
+    assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
+
+
+@pytest.mark.parametrize("seed", range(10_000, 10_008))
+@pytest.mark.parametrize(
+    "others", [(("hopper", 64, 32), ("hopper", 128, 32)), (("portable", 32, 16), ("portable", 64, 64))]
+)
+def test_tiles_of_another_n(others, seed):
+    if others[0][0] == "hopper" and not HOPPER:
+        pytest.skip("needs an NVIDIA GPU of compute capability 9.0: this one is older")
+    choice = replace(random_batches.draw(seed, HOPPER), head_dim=128, soft_cap=0.0, dtype="float16")
+    choice = replace(choice, wrapper=check.with_tiles(choice, others))
+    outcome = check.check_forest(choice, PackedDecodeWrapper, "cuda")
     assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
 
 

@@ -100,7 +100,7 @@ def rule(rows, few, given, arguments, widen=1.0):
 def settle_rounds(rows, even, arguments, tail, pack, leasts, limits, wholes):
     """Change the limits of the tiles of more than 16 rows, the largest first, and how many row tiles stay whole."""
     tiles, kv_heads = arguments["tiles"], arguments["num_kv_heads"]
-    group, costs = arguments["num_qo_heads"] // kv_heads, UnitCosts()
+    group, costs = arguments["num_qo_heads"] // kv_heads, UnitCosts.default(arguments["tiles"])
     of_tiles, single = costs.of_tiles(tiles), [row for row in rows if tiles[row[0]][0] <= 16]
     processors = Processors(
         arguments["n_sm"], tiles, of_tiles[: len(tiles)], of_tiles[len(tiles) :],

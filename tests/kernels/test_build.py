@@ -14,6 +14,7 @@ import pytest
 from feather_kernels import build
 from feather_kernels.build import Configuration, kernel_library
 from feather_kernels.errors import BuildError
+from feather_kernels.tiles import TILES
 
 COMPILER = """#!{python}
 import os, sys, time
@@ -65,12 +66,18 @@ def test_each_choice_reaches_the_compiler_and_the_file_name():
         Configuration("float16", 64, 90),
         Configuration("float16", 128, 80),
         Configuration("float16", 128, 90, soft_cap=True),
+        Configuration("float16", 128, 90, tiles=(("hopper", 64, 32), ("hopper", 128, 32))),
+        Configuration("float16", 128, 90, tiles=(("portable", 64, 64),)),
     ]
+    assert len({other.name for other in others}) == len({other.prebuilt for other in others}) == len(others)
     for other in others:
         assert other.flags != base.flags
         assert other.name != base.name and other.prebuilt != base.prebuilt
     assert "-DFEATHER_SOFT_CAP=1" in others[3].flags and "-DFEATHER_SOFT_CAP=0" in base.flags
     assert "-gencode=arch=compute_90a,code=sm_90a" in base.flags and "-DFEATHER_HOPPER=1" in base.flags
+    assert {"-DFEATHER_HOPPER_64=32", "-DFEATHER_HOPPER_128=32"} < set(others[4].flags)
+    assert others[4].name == "packed_decode_float16_d128_hopper64x32_hopper128x32_sm90a"
+    assert "-DFEATHER_PORTABLE_64=64" in others[5].flags and not any("_64=" in flag for flag in base.flags)
     assert "-gencode=arch=compute_80,code=sm_80" in others[2].flags and "-DFEATHER_HOPPER=0" in others[2].flags
 
 
@@ -86,6 +93,41 @@ def test_what_is_not_supported_is_said(arguments, message):
     with pytest.raises(BuildError) as error:
         Configuration(*arguments)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("tile", "message"),
+    [
+        (("hopper", 64, 128), "no tile 64x128 on the path 'hopper' at head_dim 128: n may be 16, 32 or 64"),
+        (("hopper", 16, 32), "no tile 16x32 on the path 'hopper' at head_dim 128: n may be 16"),
+        (("hopper", 32, 32), "no tile 32x32 on the path 'hopper' at head_dim 128: m may be 8, 16, 64 or 128"),
+    ],
+)
+def test_a_tile_that_cannot_be_built_is_said(tile, message):
+    with pytest.raises(BuildError) as error:
+        Configuration("float16", 128, 90, tiles=(tile,))
+    assert str(error.value) == message
+
+
+def test_the_macros_that_choose_n_are_those_of_the_source():
+    """What the flags set, the source reads; without them it has what TILES has."""
+    source = (build.source_dir() / "packed_decode.cu").read_text()
+    tiles = [(path, m, n) for path, built in TILES.items() for m, n in built if m > 16]
+    for path, m, n in tiles:
+        macro = f"FEATHER_{path.upper()}_{m}"
+        assert f"#ifndef {macro}\n#define {macro} {n}\n#endif\n" in source and source.count(macro) == 3
+    assert source.count("#ifndef FEATHER_") == len(tiles)
+
+
+def test_the_command_builds_with_another_n(cache, tmp_path, monkeypatch, capsys):
+    install_nvcc(tmp_path, monkeypatch)
+    arguments = ["--dtype", "float16", "--head-dim", "128", "--tile", "hopper:128x32", "hopper:64x32"]
+    assert build.main(arguments) == 0
+    tiles = (("hopper", 64, 32), ("hopper", 128, 32))
+    assert capsys.readouterr().out == f"{kernel_library(Configuration('float16', 128, 90, tiles=tiles))}\n"
+    with pytest.raises(SystemExit):
+        build.main(["--tile", "64x32"])
+    assert "'64x32': give portable or hopper, and m x n, such as hopper:64x32" in capsys.readouterr().err
 
 
 def test_a_library_is_compiled_once_and_again_for_another_toolkit(cache, tmp_path, monkeypatch):

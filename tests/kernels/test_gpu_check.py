@@ -288,3 +288,13 @@ def test_the_summary_names_the_seed_of_a_failure():
     text = check.summary([good, bad], [], None, 1.0)
     assert "FAILED --case 2: error 1" in text and "1 right, 1 wrong" in text
     assert "groups 2:1 3:1" in check.coverage([good, bad])
+
+
+@pytest.mark.parametrize("seed", [3, 8])
+def test_a_case_on_tiles_of_another_n(seed):
+    others = check.arguments(["--tile", "hopper:128x32", "hopper:64x32"]).tile
+    choice = check.replace(host_choice(seed), head_dim=128)
+    choice = check.replace(choice, wrapper=check.with_tiles(choice, others))
+    assert dict(choice.wrapper)["tiles"] == ((8, 16), (16, 16), (64, 32), (128, 32))
+    assert dict(choice.wrapper)["path"] == "hopper"
+    assert not check.check_forest(choice, HostWrapper, "cpu").failure

@@ -3,7 +3,7 @@
 import pytest
 
 from feather_kernels.device import Device
-from feather_kernels.tile_selector import NRule, derive_pieces, derive_rule
+from feather_kernels.tile_selector import NRule, derive_pieces
 from feather_kernels.tiles import TILES, profile_n
 
 LENS = (64, 128, 192, 256, 320, 384, 448, 512)
@@ -48,17 +48,41 @@ def test_the_sweep_ends_once_the_choice_is_stable():
 
 
 def test_one_n_is_never_timed():
-    def time_of(m, n, kv_len):
+    def time_of(n, kv_len):
         raise AssertionError
 
-    assert derive_rule(((16, 16), (64, 32)), time_of, LENS).pieces == {16: ((None, 16),), 64: ((None, 32),)}
+    assert derive_pieces([32], time_of, LENS) == ((None, 32),)
 
 
 @pytest.mark.parametrize("path", sorted(TILES))
-def test_the_rule_of_the_h200_is_that_of_the_tiles_that_are_built(path):
+def test_what_is_built_is_what_the_h200_chose_for_long_kv(path):
     rule = Device.load("h200").n_rule[path]
-    assert rule == profile_n(path)
-    assert [rule.choose_n(m, 4096) for m, _ in TILES[path]] == [n for _, n in TILES[path]]
+    assert {m: rule.choose_n(m, 1 << 20) for m, _ in TILES[path]} == dict(TILES[path])
+
+
+@pytest.mark.parametrize(
+    "path, timed",
+    [("hopper", {(64, 32), (64, 64), (128, 32), (128, 64)}), ("portable", {(32, 16), (32, 32), (64, 64)})],
+)
+def test_every_feasible_n_is_timed_and_nothing_else(path, timed, monkeypatch, capsys):
+    """With whole tiles alone the larger n is as good at its multiples only, so the choice never settles."""
+    pytest.importorskip("torch")
+    asked = set()
+
+    class Timer:
+        def __init__(self, *arguments):
+            assert arguments == (path, 128, "float16")
+
+        def time_us(self, m, n, kv_len):
+            asked.add((m, n))
+            return padded(n, kv_len)
+
+    monkeypatch.setattr("feather_kernels.tile_timing.UnitTimer", Timer)
+    rule = profile_n(path, Device.load("h200"), 128, "float16")
+    assert asked == timed | {(64, 32)}
+    assert set(rule.pieces) == {m for m, _ in TILES[path]} and rule.pieces[8] == rule.pieces[16] == ((None, 16),)
+    assert [rule.choose_n(64, kv_len) for kv_len in (32, 64, 96, 128)] == [32, 64, 32, 64]
+    assert f"{path} m  64 n  64 KV   96: 128.0 us" in capsys.readouterr().out
 
 
 def test_an_unknown_m_is_said():

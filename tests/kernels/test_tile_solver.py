@@ -118,6 +118,27 @@ def test_every_tile_that_is_built_is_feasible_on_an_h200(path, head_dim):
     assert [(v.m, v.n, v.reason) for v in verdicts if not v.ok] == []
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("path", sorted(tiles.TILES))
+def test_every_tile_that_is_feasible_on_an_h200_can_be_built(path, head_dim):
+    verdicts = feasible_tiles(H200, head_dim, 2, {}, tiles.CANDIDATES, path)
+    can = {(m, n) for m, _ in tiles.built_tiles(path, head_dim) for n in tiles.n_choices(path, m, head_dim)}
+    assert {(v.m, v.n) for v in verdicts if v.ok} <= can
+    assert set(tiles.built_tiles(path, head_dim)) <= can
+
+
+def test_a_tiles_n_by_hand():
+    """Two stages fit into a ring: of 192 tokens at head_dim 128 on the Hopper path, of 96 for 64 rows elsewhere."""
+    assert tiles.n_choices("hopper", 64, 128) == (16, 32, 64) and tiles.n_choices("hopper", 128, 128) == (32, 64)
+    assert tiles.n_choices("hopper", 128, 64) == (32, 64, 128)
+    assert tiles.n_choices("portable", 32, 128) == (16, 32) and tiles.n_choices("portable", 64, 256) == (16, 32, 64)
+    assert tiles.n_choices("hopper", 16, 64) == tiles.n_choices("portable", 8, 128) == (16,)
+
+
+def test_a_single_warps_step_is_16_tokens():
+    assert verdict((16, 32), head_dim=64) == (False, "3: n = 32, a single warp's step is 16 tokens")
+
+
 def test_the_command_prints_a_table(capsys):
     assert tiles.main(["--device", "h200", "--log", str(LOG)]) == 0
     shown = capsys.readouterr().out
@@ -127,6 +148,8 @@ def test_the_command_prints_a_table(capsys):
     assert line.split()[3:5] == ["2", "131072"] and line.endswith("yes")
     (line,) = (line for line in hopper if line.split()[:3] == ["*", "128", "64"])
     assert line.split()[3:5] == ["1", "131072"] and line.endswith("yes")
+    (line,) = (line for line in hopper if line.split()[:3] == ["+", "64", "32"])
+    assert line.endswith("yes")
 
 
 @pytest.mark.parametrize("wrong", [["--device", "h300"], ["--device", "h200", "--measure"], ["--stages", "1"]])
@@ -146,7 +169,7 @@ def test_a_profile_is_read_back_as_it_was_saved(tmp_path):
 
 def test_a_profile_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Device, "of", lambda: H200)
-    monkeypatch.setattr(tiles, "profile_n", lambda path: H200.n_rule[path])
+    monkeypatch.setattr(tiles, "profile_n", lambda path, *_: H200.n_rule[path])
     assert tiles.main(["--profile", "--out", str(tmp_path / "no" / "such.json")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"feather_kernels.tiles: error: cannot write {tmp_path}/no/such.json: No such file")

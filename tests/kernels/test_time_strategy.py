@@ -158,6 +158,14 @@ def test_costs_of_tiles_that_are_missing():
     assert costs.of_tiles(tiles) == [100, 100, 200, 500, 1000, 10, 10, 20, 30, 60]
 
 
+def test_a_step_of_another_n_costs_in_proportion_by_default():
+    usual, other = ((8, 16), (16, 16), (64, 64), (128, 64)), ((8, 16), (16, 16), (64, 32), (128, 128))
+    assert UnitCosts.default(usual) == UnitCosts()
+    steps = UnitCosts().of_tiles(usual)[4:]
+    assert UnitCosts.default(other).of_tiles(other)[4:] == [steps[0], steps[1], steps[2] / 2, 2 * steps[3]]
+    assert UnitCosts.default(other).unit == UnitCosts().unit
+
+
 @pytest.mark.parametrize(
     "costs",
     [

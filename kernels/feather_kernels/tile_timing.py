@@ -1,0 +1,80 @@
+"""How long a tile shape takes for units of one KV length: what the selector's rule for n is made of (PAT 5.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from feather_kernels.forest import Forest
+from feather_kernels.tiles import LONGEST_KV, built_tiles
+from feather_kernels.wrapper import PackedDecodeWrapper
+
+KV_HEADS, GROUP = 32, 4  # a pack is 32 units; four query heads to a KV head
+PACKS_PER_SM = 4  # divides the processors, and makes whole rounds of every tile's teams: eight units a processor
+RUNS, ROUNDS = 10, 5
+
+
+class UnitTimer:
+    """Times one tile's queue alone, with packs that fill the tile and whole rounds of units.
+
+    Parameters
+    ----------
+    path : {"portable", "hopper"}
+    head_dim : int
+    dtype : {"float16", "bfloat16"}
+    """
+
+    def __init__(self, path: str, head_dim: int, dtype: str) -> None:
+        self.path, self.head_dim, self.dtype = path, head_dim, getattr(torch, dtype)
+        self.packs = max(1, torch.cuda.get_device_properties("cuda").multi_processor_count // PACKS_PER_SM)
+        shape = (self.packs * LONGEST_KV, KV_HEADS, head_dim)
+        draw = torch.Generator("cuda").manual_seed(0)
+        self.k, self.v = (torch.empty(shape, dtype=self.dtype, device="cuda").normal_(generator=draw) for _ in range(2))
+        self._wrappers: dict[tuple[int, int], PackedDecodeWrapper] = {}
+
+    def time_us(self, m: int, n: int, kv_len: int) -> float:
+        """Microseconds of a launch, the median of several."""
+        decode = self._wrapper(m, n)
+        requests = self.packs * (m // GROUP)
+        own = np.repeat(np.arange(self.packs), m // GROUP)
+        table = torch.arange(self.packs * kv_len, dtype=torch.int32, device="cuda").view(self.packs, kv_len)
+        forest = Forest.from_nodes(
+            np.arange(self.packs), np.full(self.packs, -1), np.full(self.packs, kv_len),
+            own, np.full(requests, kv_len), own * kv_len,
+        )  # fmt: skip
+        plan = decode.plan(forest, table)
+        queue = len(plan.tiles) - 1 - [rows for rows, _ in plan.tiles].index(m)
+        q = torch.zeros(requests, KV_HEADS * GROUP, self.head_dim, dtype=self.dtype, device="cuda")
+        out = torch.empty_like(q)
+        return _microseconds(lambda: decode.run_queue(queue, q, self.k, self.v, out))
+
+    def _wrapper(self, m: int, n: int) -> PackedDecodeWrapper:
+        if (m, n) not in self._wrappers:
+            tiles = tuple((rows, n if rows == m else other) for rows, other in built_tiles(self.path, self.head_dim))
+            self._wrappers[m, n] = PackedDecodeWrapper(
+                KV_HEADS * GROUP, KV_HEADS, self.head_dim, dtype=self.dtype, path=self.path, tiles=tiles,
+                max_requests=self.packs * (m // GROUP), strategy="naive", split="none", merge="kernel",
+            )  # fmt: skip
+        return self._wrappers[m, n]
+
+
+def _microseconds(call: Any) -> float:
+    """Of one call, in a CUDA graph of several, so that the host's launches do not count."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(RUNS):
+            call()
+    times = []
+    for _ in range(ROUNDS + 1):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / RUNS)
+    return sorted(times[1:])[ROUNDS // 2]
