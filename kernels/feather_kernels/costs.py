@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from feather_kernels.errors import PlanError
 from feather_kernels.tiles import TILES
 
-# For an H200, tiles of the hopper path, by m; near what benchmarks/measure_unit_costs.py prints. A step is of that tile's
-# n in TILES.
+# For an H200, tiles of the hopper path, by m; near what benchmarks/measure_unit_costs.py prints. A step is of the n in
+# TILES.
 UNIT_NS = {8: 480.0, 16: 600.0, 64: 1300.0, 128: 3500.0}
 STEP_NS = {8: 170.0, 16: 220.0, 64: 1200.0, 128: 1400.0}
 

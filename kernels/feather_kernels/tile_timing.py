@@ -12,8 +12,16 @@ from feather_kernels.tiles import LONGEST_KV, built_tiles
 from feather_kernels.wrapper import PackedDecodeWrapper
 
 KV_HEADS, GROUP = 32, 4  # a pack is 32 units; four query heads to a KV head
-PACKS_PER_SM = 4  # divides the processors, and makes whole rounds of every tile's teams: eight units a processor
+SMS_PER_PACK = 4  # so that a processor has eight units, which are whole rounds of every tile's teams
+PLANNER = {"strategy": "naive", "split": "none", "merge": "kernel", "grow": False}
 RUNS, ROUNDS = 10, 5
+
+
+def full_packs(packs: int, m: int, kv_len: int) -> Forest:
+    """As many packs, each of the requests whose rows fill a tile, with nothing but what they share."""
+    of_request = np.repeat(np.arange(packs), m // GROUP)
+    none, lengths = np.full(packs, -1), np.full(packs, kv_len)
+    return Forest(none, lengths, of_request, np.full(len(of_request), kv_len), of_request * kv_len)
 
 
 class UnitTimer:
@@ -28,7 +36,7 @@ class UnitTimer:
 
     def __init__(self, path: str, head_dim: int, dtype: str) -> None:
         self.path, self.head_dim, self.dtype = path, head_dim, getattr(torch, dtype)
-        self.packs = max(1, torch.cuda.get_device_properties("cuda").multi_processor_count // PACKS_PER_SM)
+        self.packs = max(1, torch.cuda.get_device_properties("cuda").multi_processor_count // SMS_PER_PACK)
         shape = (self.packs * LONGEST_KV, KV_HEADS, head_dim)
         draw = torch.Generator("cuda").manual_seed(0)
         self.k, self.v = (torch.empty(shape, dtype=self.dtype, device="cuda").normal_(generator=draw) for _ in range(2))
@@ -37,16 +45,11 @@ class UnitTimer:
     def time_us(self, m: int, n: int, kv_len: int) -> float:
         """Microseconds of a launch, the median of several."""
         decode = self._wrapper(m, n)
-        requests = self.packs * (m // GROUP)
-        own = np.repeat(np.arange(self.packs), m // GROUP)
-        table = torch.arange(self.packs * kv_len, dtype=torch.int32, device="cuda").view(self.packs, kv_len)
-        forest = Forest.from_nodes(
-            np.arange(self.packs), np.full(self.packs, -1), np.full(self.packs, kv_len),
-            own, np.full(requests, kv_len), own * kv_len,
-        )  # fmt: skip
-        plan = decode.plan(forest, table)
+        plan = decode.plan(
+            full_packs(self.packs, m, kv_len), torch.arange(self.packs * kv_len, dtype=torch.int32, device="cuda")
+        )
         queue = len(plan.tiles) - 1 - [rows for rows, _ in plan.tiles].index(m)
-        q = torch.zeros(requests, KV_HEADS * GROUP, self.head_dim, dtype=self.dtype, device="cuda")
+        q = torch.zeros(plan.n_requests, KV_HEADS * GROUP, self.head_dim, dtype=self.dtype, device="cuda")
         out = torch.empty_like(q)
         return _microseconds(lambda: decode.run_queue(queue, q, self.k, self.v, out))
 
@@ -55,7 +58,7 @@ class UnitTimer:
             tiles = tuple((rows, n if rows == m else other) for rows, other in built_tiles(self.path, self.head_dim))
             self._wrappers[m, n] = PackedDecodeWrapper(
                 KV_HEADS * GROUP, KV_HEADS, self.head_dim, dtype=self.dtype, path=self.path, tiles=tiles,
-                max_requests=self.packs * (m // GROUP), strategy="naive", split="none", merge="kernel",
+                max_requests=self.packs * (m // GROUP), **PLANNER,
             )  # fmt: skip
         return self._wrappers[m, n]
 

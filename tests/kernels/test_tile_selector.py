@@ -1,9 +1,13 @@
 """The rule for n: the largest within 2% of the best, by KV length."""
 
+from itertools import pairwise
+
 import pytest
 
+from feather_kernels import Planner
 from feather_kernels.device import Device
 from feather_kernels.tile_selector import NRule, derive_pieces
+from feather_kernels.tile_solver import Path
 from feather_kernels.tiles import TILES, profile_n
 
 LENS = (64, 128, 192, 256, 320, 384, 448, 512)
@@ -83,6 +87,28 @@ def test_every_feasible_n_is_timed_and_nothing_else(path, timed, monkeypatch, ca
     assert set(rule.pieces) == {m for m, _ in TILES[path]} and rule.pieces[8] == rule.pieces[16] == ((None, 16),)
     assert [rule.choose_n(64, kv_len) for kv_len in (32, 64, 96, 128)] == [32, 64, 32, 64]
     assert f"{path} m  64 n  64 KV   96: 128.0 us" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("m", [32, 64, 128])
+@pytest.mark.parametrize("path", sorted(TILES))
+def test_what_is_timed_is_one_tile_in_whole_rounds(path, m):
+    """Its queue has a unit for every pack and KV head, full tiles, and no other queue has any; nobody leaves parts."""
+    pytest.importorskip("torch")
+    from feather_kernels.tile_timing import GROUP, KV_HEADS, PLANNER, full_packs
+
+    rows = [rows for rows, _ in TILES[path]]
+    if m not in rows:
+        return
+    arguments = {"tiles": TILES[path], "max_requests": 33 * m // GROUP, "n_sm": 132, **PLANNER}
+    plan = Planner(GROUP * KV_HEADS, KV_HEADS, 128, **arguments).plan(full_packs(33, m, 96))
+    queue = len(rows) - 1 - rows.index(m)
+    assert plan.n_items == 33 and plan.n_parts == 0
+    assert [end - begin for begin, end in pairwise(plan.queue_begin.tolist())] == [
+        33 * (index == queue) for index in range(len(rows))
+    ]
+    assert (plan.items[:, 3] - plan.items[:, 2]).tolist() == [96] * 33
+    teams = 132 * Path.of(path, 128).teams_per_processor(m)
+    assert 33 * KV_HEADS % teams == 0
 
 
 def test_an_unknown_m_is_said():
