@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from feather_kernels.errors import PlanError
-from feather_kernels.tiles import TILES
 
 # For an H200, tiles of the hopper path, by m; near what benchmarks/measure_unit_costs.py prints. A step is of the n in
-# TILES.
+# `tiles.TILES`.
 UNIT_NS = {8: 480.0, 16: 600.0, 64: 1300.0, 128: 3500.0}
 STEP_NS = {8: 170.0, 16: 220.0, 64: 1200.0, 128: 1400.0}
 
@@ -51,6 +50,8 @@ class UnitCosts:
     @classmethod
     def default(cls, tiles: Sequence[tuple[int, int]]) -> UnitCosts:
         """The H200's for these tiles (m, n): a step of another n costs in proportion."""
+        from feather_kernels.tiles import TILES  # here: `python -m feather_kernels.tiles` imports this module first
+
         usual, given = dict(TILES["hopper"]), dict(tiles)
         return cls(step={m: ns * given.get(m, usual[m]) / usual[m] for m, ns in STEP_NS.items()})
 

@@ -78,7 +78,8 @@ def table(device: Device, head_dim: int, dtype: str, registers: dict[str, Regist
         lines.extend(next((verdict.reason.split("; ") for verdict in verdicts if verdict.ok), []))
         lines.append(f"{'m':>5} {'n':>4} {'teams/SM':>9} {'shared/block':>13} {'least n':>8}  feasible")
         for m, n, ok, reason in verdicts:
-            mark = "*" if (m, n) in built else "+" if n in n_choices(name, m, head_dim) else " "
+            on_demand = m in dict(built) and n in n_choices(name, m, head_dim)
+            mark = "*" if (m, n) in built else "+" if on_demand else " "
             teams = path.teams_per_processor(m)
             shared = shared_bytes(path, m, n, head_dim, size, stages) if teams else "-"
             least = least_n(device, path, m, head_dim, size) if teams else None

@@ -94,6 +94,31 @@ def test_the_ablations_are_the_measured_ones():
     assert [float(number) for number in said.split(", ")] == [round(value, 2) for value in measured]
 
 
+@pytest.mark.parametrize("name", ["n", "n_portable"])
+def test_another_n_over_whole_batches(name):
+    rows = [list(row["systems"].values()) for row in records(f"decode_h200_{name}.json")]
+    assert len(rows) == 80
+    ratios = [other["warm_us"] / usual["warm_us"] for usual, other in rows]
+    mean_of_all = 100 * geometric_mean(ratios) - 100
+    least, most = 100 - 100 * min(ratios), 100 * max(ratios) - 100
+    said = {
+        "n": f"PAT's 80 take {mean_of_all:.1f}% longer in the mean, up to {most:.0f}%, and "
+        f"{sum(ratio < 1 for ratio in ratios)} of them up to {least:.1f}% less",
+        "n_portable": f"takes {-mean_of_all:.1f}% less in the mean over the 80 batches, {least:.0f}% at best and "
+        f"{most:.0f}% more at worst",
+    }
+    assert said[name] in " ".join(TEXT.split())
+
+
+def test_what_a_unit_of_64_tokens_takes_with_another_n():
+    printed = (DOCS / "measured" / "tile_times_h200.txt").read_text()
+    longer = []
+    for m in (64, 128):
+        small, large = (float(re.search(rf"hopper m +{m} n +{n} KV +64: ([\d.]+) us", printed)[1]) for n in (32, 64))
+        longer.append(f"{100 * small / large - 100:.0f}")
+    assert f"with n = 32 a unit of 64 tokens takes {longer[0]} and {longer[1]}% longer" in " ".join(TEXT.split())
+
+
 def test_batches_as_servers_have_them():
     rows = records("decode_h200_serving.json")
     assert len(rows) == 54

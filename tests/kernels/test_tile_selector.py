@@ -1,13 +1,15 @@
 """The rule for n: the largest within 2% of the best, by KV length."""
 
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from feather_kernels import Planner
 from feather_kernels.device import Device
 from feather_kernels.tile_selector import NRule, derive_pieces
-from feather_kernels.tile_solver import Path
+from feather_kernels.tile_solver import Path as KernelPath
 from feather_kernels.tiles import TILES, profile_n
 
 LENS = (64, 128, 192, 256, 320, 384, 448, 512)
@@ -58,10 +60,30 @@ def test_one_n_is_never_timed():
     assert derive_pieces([32], time_of, LENS) == ((None, 32),)
 
 
-@pytest.mark.parametrize("path", sorted(TILES))
-def test_what_is_built_is_what_the_h200_chose_for_long_kv(path):
-    rule = Device.load("h200").n_rule[path]
-    assert {m: rule.choose_n(m, 1 << 20) for m, _ in TILES[path]} == dict(TILES[path])
+def test_what_is_built_for_hopper_is_what_the_h200_chose_at_all_lengths():
+    """The portable path is for other GPUs."""
+    assert Device.load("h200").n_rule["hopper"].pieces == {m: ((None, n),) for m, n in TILES["hopper"]}
+
+
+def test_the_h200s_rule_is_that_of_its_times(monkeypatch):
+    """docs/measured has what `tiles --profile` printed, each n at each length that it asked for."""
+    pytest.importorskip("torch")
+    printed = (Path(__file__).parents[2] / "docs" / "measured" / "tile_times_h200.txt").read_text()
+    pattern = r"(\w+) m +(\d+) n +(\d+) KV +(\d+): ([\d.]+) us\n"
+    times = {(path, *map(int, figures)): float(us) for path, *figures, us in re.findall(pattern, printed)}
+    assert len(times) == len(printed.splitlines()) == 26
+
+    class Timer:
+        def __init__(self, path, *_):
+            self.path = path
+
+        def time_us(self, *figures):
+            return times.pop((self.path, *figures))
+
+    monkeypatch.setattr("feather_kernels.tile_timing.UnitTimer", Timer)
+    device = Device.load("h200")
+    assert {path: profile_n(path, device, 128, "float16") for path in TILES} == device.n_rule
+    assert not times
 
 
 @pytest.mark.parametrize(
@@ -107,7 +129,7 @@ def test_what_is_timed_is_one_tile_in_whole_rounds(path, m):
         33 * (index == queue) for index in range(len(rows))
     ]
     assert (plan.items[:, 3] - plan.items[:, 2]).tolist() == [96] * 33
-    teams = 132 * Path.of(path, 128).teams_per_processor(m)
+    teams = 132 * KernelPath.of(path, 128).teams_per_processor(m)
     assert 33 * KV_HEADS % teams == 0
 
 

@@ -1,5 +1,7 @@
 """PAT's constraints on tile shapes, against numbers worked out by hand; and the compiler's report that they need."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,6 +152,12 @@ def test_the_command_prints_a_table(capsys):
     assert line.split()[3:5] == ["1", "131072"] and line.endswith("yes")
     (line,) = (line for line in hopper if line.split()[:3] == ["+", "64", "32"])
     assert line.endswith("yes")
+
+
+def test_the_command_warns_of_nothing():
+    command = [sys.executable, "-W", "error", "-m", "feather_kernels.tiles", "--device", "h200", "--log", str(LOG)]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    assert (answer.returncode, answer.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("wrong", [["--device", "h300"], ["--device", "h200", "--measure"], ["--stages", "1"]])
