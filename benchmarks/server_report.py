@@ -208,7 +208,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
 
     records = [record for record in records if not (record.get("overall") or {}).get("unfinished")]
     servers, cases = _in_order(records, "server"), _in_order(records, "case")
-    figure, axis = pyplot.subplots(figsize=(2 + 0.6 * len(servers) * len(cases), 3.6), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(min(12.0, 2 + 0.6 * len(servers) * len(cases)), 3.6), layout="constrained")
     width = 0.8 / len(servers)
     for number, server in enumerate(servers):
         rates = [_mean(map(tok_s, _measured(records, server, case))) or 0.0 for case in cases]

@@ -1,0 +1,138 @@
+"""Runs of real servers in docs/measured, and the lines that docs/results.md has of them."""
+
+import json
+from pathlib import Path
+from statistics import mean
+
+ROOT = Path(__file__).parents[2]
+MEASURED = ROOT / "docs" / "measured"
+RESULTS = (ROOT / "docs" / "results.md").read_text()
+POLICIES = ("fcfs", "lpm", "dfs-weight", "feather-order", "feather-bandit", "feather-qlearning")
+
+
+def read(name):
+    return json.loads((MEASURED / f"policies_h200_{name}.json").read_text())
+
+
+class Run:
+    """The records of one server by (case, policy), each a list of rounds; what was cut off is left out."""
+
+    def __init__(self, name):
+        self.name, self.content, self.records = name, read(name), {}
+        for record in self.content["records"]:
+            assert not record["overall"]["failed"]
+            if not record["overall"]["unfinished"]:
+                self.backend, _, policy = record["server"].replace("-paced", "+paced").partition("+")
+                self.records.setdefault((record["case"], policy or "fcfs"), []).append(record)
+
+    @property
+    def cases(self):
+        return list(dict.fromkeys(case for case, _ in self.records))
+
+    def values(self, case, policy, *keys):
+        """A figure of every round."""
+        found = []
+        for record in self.records[case, policy]:
+            for key in keys:
+                record = record[key]
+            found.append(record)
+        return found
+
+    def value(self, *where):
+        return mean(self.values(*where))
+
+    def tok_s(self, case, policy):
+        return self.value(case, policy, "overall", "tok_s")
+
+    def gain(self, case, policy, over="fcfs"):
+        return self.tok_s(case, policy) / self.tok_s(case, over)
+
+    def ttft(self, case, policy, key="mean"):
+        return self.value(case, policy, "overall", "ttft_s", key)
+
+    def e2e(self, case, policy):
+        return self.value(case, policy, "overall", "e2e_s", "mean")
+
+    def hit(self, case, policy):
+        return self.value(case, policy, "overall", "cache_hit")
+
+    def busy(self, case, policy):
+        return self.value(case, policy, "activity", "busy")
+
+    def retractions(self, case, policy):
+        return sum(self.values(case, policy, "log", "retractions"))
+
+    def round_ms(self, case, policy):
+        """Processor time of an admission round."""
+        return mean(1e3 * one["seconds"] / one["rounds"] for one in self.values(case, policy, "admission"))
+
+    def share(self, case, policy):
+        """Admission's processor time, percent of the run."""
+        return mean(
+            100 * record["admission"]["seconds"] / record["overall"]["seconds"] for record in self.records[case, policy]
+        )
+
+    def lines(self, cases=None, policies=None):
+        """Table lines, a case and a policy each."""
+        return [
+            self._line(case, policy)
+            for case, policy in self.records
+            if case in (cases or self.cases) and (policies is None or policy in policies)
+        ]
+
+    def _line(self, case, policy):
+        over = [
+            f"{self.gain(case, policy, other):.3f}x" if other != policy and (case, other) in self.records else ""
+            for other in ("fcfs", "dfs-weight")
+        ]
+        cells = [
+            label(case), policy, ", ".join(f"{rate:,.0f}" for rate in self.values(case, policy, "overall", "tok_s")),
+            *over, f"{self.hit(case, policy):.3f}",
+            *(f"{value:.2f} s" for value in (self.ttft(case, policy), self.ttft(case, policy, "p99"))),
+            f"{self.e2e(case, policy):.2f} s", f"{self.retractions(case, policy)}",
+            f"{self.round_ms(case, policy):.1f} ms, {self.share(case, policy):.1f}%", self._activity(case, policy),
+        ]  # fmt: skip
+        return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+
+    def _activity(self, case, policy):
+        if "activity" not in self.records[case, policy][0]:
+            return ""
+        return ", ".join(f"{self.value(case, policy, 'activity', key):.0f}%" for key in ("busy", "dram"))
+
+
+def label(case):
+    """A case in words: ``open:5,1000,300,100,20@1`` is 5 x 1K, 100/s, 20 output tokens, draw 1."""
+    case, at, draw = case.partition("@")
+    if case.startswith("open:"):
+        groups, tokens, _, rate, *rest = (int(part) for part in case.removeprefix("open:").split(","))
+        case = f"{groups} x {tokens / 1000:g}K, {rate}/s"
+        if rest and rest[0] != 200:
+            case += f", {rest[0]} output token{'s' if rest[0] > 1 else ''}"
+        if len(rest) > 1:
+            case += f", {rest[1]} levels"
+    return case + at + draw
+
+
+def percent(ratio):
+    return f"{100 * ratio - 100:+.1f}%"
+
+
+def span(ratios):
+    """The least and the most of some ratios, in percent."""
+    low, high = percent(min(ratios)), percent(max(ratios))
+    return f"{low[:-1]} to {high}"
+
+
+def times(ratios):
+    return " and ".join(f"{ratio:.2f}x" for ratio in ratios)
+
+
+class Page:
+    """A page's text without its line ends: ``says(part, ...)`` wants every part in it."""
+
+    def __init__(self, path):
+        self.text = " ".join((ROOT / path).read_text().split())
+
+    def says(self, *parts):
+        for part in parts:
+            assert part in self.text, part
