@@ -81,7 +81,8 @@ def test_queues(case):
         now["rows"] += count * group * pair
         now["longest"] = max(now["longest"], stop - start)
         if m in UNIT_NS:
-            now["ns"] += kv * (UNIT_NS[m] + -(-(stop - start) // n) * STEP_NS[m] + deposited * 60 * group)
+            step_ns = STEP_NS[m] * n / dict(TILES["hopper"])[m]  # priced with the Hopper path's n
+            now["ns"] += kv * (UNIT_NS[m] + -(-(stop - start) // n) * step_ns + deposited * 60 * group)
     report = explain(Batch("", forest, given))
     assert report.plan.merges == plan.n_items - len(queued)
     assert [queue.m for queue in report.queues] == sorted(counted, reverse=True)

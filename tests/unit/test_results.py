@@ -531,3 +531,31 @@ def test_every_run_is_on_one_kind_of_chip_and_release():
 def test_cases_in_words():
     assert label("open:5,1000,300,100,20@1") == "5 x 1K, 100/s, 20 output tokens@1"
     assert label("open:5,5000,300,100,200,4") == "5 x 5K, 100/s, 4 levels" and label("W5:1200") == "W5:1200"
+
+
+def test_the_page_on_step_times_has_the_servers_figures():
+    """Beside what the replay says, which is quoted; its command stands below the table."""
+    page, policies, off = (ROOT / "docs" / "step_time.md").read_text(), ("fcfs", DFS, ORDER, BANDIT), {}
+    runs = {"W1": "pat_1", "W2": "pat_1", "W3": "pat_1", "W4": "pat_1", "W6": "pat_2", "W7": "pat_2"}
+    for case, name in runs.items():
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| {case}: ") and " / " in line)
+        for policy, cell in zip(policies, line.split(" | ")[1:], strict=True):
+            server, replay, said = re.fullmatch(r"([\d,]+) / ([\d,]+) \((.\d+)%\)(?: \|)?", cell).groups()
+            assert server == f"{RUNS[name].tok_s(case, policy):,.0f}"
+            off[case, policy] = 100 * int(replay.replace(",", "")) / RUNS[name].tok_s(case, policy) - 100
+            assert said == f"{off[case, policy]:+.0f}"
+    others = [value for (_, policy), value in off.items() if policy != DFS]
+    dfs = [value for (_, policy), value in off.items() if policy == DFS]
+    clocks = [RUNS[name].value(case, policy, "clocks", "sm_mhz", "mean") / 1e3 for case, name in runs.items()
+              for policy in policies]  # fmt: skip
+    short = [(RUNS["pat_2"].hit(case, DFS), RUNS["pat_2"].retractions(case, DFS), RUNS["pat_2"].round_ms(case, DFS))
+             for case in ("W6", "W7")]  # fmt: skip
+    Page("docs/step_time.md").says(
+        f"between {-min(others):.0f}% below and {max(others):.0f}% above the servers but for dfs-weight",
+        f"up to {100 - 100 * RUNS['pat_1'].gain('W4', DFS):.0f}% apart (dfs-weight on W4)",
+        f"{min(clocks):.2f} to {max(clocks):.2f} GHz in the mean of these runs",
+        f"dfs-weight is predicted {min(dfs):.0f} to {max(dfs):.0f}% too fast",
+        f"{short[0][0]:.3f} of the prompt tokens on W6, in the replay 0.946; on W7 {short[1][0]:.3f} and 0.959",
+        f"what its admission costs, {short[0][2]:.0f} and {short[1][2]:.0f} ms a round",
+        f"had to retract requests {short[0][1]} and {short[1][1]} times",
+    )
