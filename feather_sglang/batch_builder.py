@@ -365,16 +365,8 @@ class BatchBuilder:
     # Row order ------------------------------------------------------------------------------------------------
 
     def row_order(self, request_ids: Sequence[Hashable]) -> list[int] | None:
-        """The permutation that puts rows into depth-first prefix order, or None if they are in one already.
-
-        Rows of one prefix become neighbours at every level of the tree, because the key is the packed vector of
-        cumulative chunk hashes. Which branch comes first does not matter, so a row that joins its group at the end of
-        the batch stays there. Unknown ids sort first.
-        """
-        if self.cht.keeps_together(request_ids):
-            return None
-        keys = [self.cht.order_key(r) if r in self.cht else b"" for r in request_ids]
-        return sorted(range(len(keys)), key=keys.__getitem__)
+        """The permutation that puts rows into depth-first prefix order, or None if they are in one already."""
+        return self.cht.row_order(request_ids)
 
     # Figures --------------------------------------------------------------------------------------------------
 

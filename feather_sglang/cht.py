@@ -57,7 +57,7 @@ class ChunkedHashTree:
     chunk_size : int
         Tokens per chunk (K in the paper).
     seed : int, optional
-        Hash seed, 0 .. 2**64 - 1. None: random per process. Only ``order_key`` depends on its value, so ranks that
+        Hash seed, 0 .. 2**64 - 1. None: random per process. Only ``row_order`` depends on its value, so ranks that
         must agree on row order share a seed.
 
     Notes
@@ -273,36 +273,23 @@ class ChunkedHashTree:
         """Return the length of a request's prompt in chunks."""
         return self._get(request_id, self._waiting, self._active, self._held).depth
 
-    def order_key(self, request_id: Hashable) -> bytes:
-        """Return the packed hash vector: sorting by it brings requests into a depth-first prefix order."""
-        return self._get(request_id, self._active, self._waiting, self._held).vector
+    def row_order(self, request_ids: Iterable[Hashable]) -> list[int] | None:
+        """Return the permutation that brings requests into a depth-first prefix order; None if they are in one.
 
-    def keeps_together(self, request_ids: Iterable[Hashable]) -> bool:
-        """Return whether requests are in a depth-first order: at every level, those that share a prefix are neighbours.
-
-        Which branch comes first does not matter. Unknown requests share nothing.
+        At every level of the tree those that share a prefix become neighbours. Which branch comes first does not
+        matter, so a request that joins its group at the end stays there. Unknown ones share nothing, and go first.
         """
-        path: list[Node] = [self._root]  # from the root to the node above the last request
-        places = {self._root: 0}  # in the path
-        left: set[Node] = set()  # no request below these may follow
-        for request in map(self._find, request_ids):
-            node = self._root if request is None else request.parent
-            if node is path[-1]:
-                continue
-            entered = []
-            while node not in places:
-                if node in left:
-                    return False
-                entered.append(node)
-                node = node.parent
-            for passed in path[places[node] + 1 :]:
-                del places[passed]
-                left.add(passed)
-            del path[places[node] + 1 :]
-            for inner in reversed(entered):
-                places[inner] = len(path)
-                path.append(inner)
-        return True
+        active, root = self._active, self._root
+        nodes = []  # above each request; those below one node may stand in any order
+        for request_id in request_ids:
+            request = active.get(request_id) or self._find(request_id)  # most who ask have active ones
+            nodes.append(root if request is None else request.parent)
+        if _together(nodes, root):
+            return None
+        # A node's path begins those of the nodes below it: sorted by their paths they follow it.
+        by_path = sorted(dict.fromkeys(nodes), key=lambda node: node.vector[: DIGEST * node.depth])
+        ranks = {node: rank for rank, node in enumerate(by_path)}
+        return sorted(range(len(nodes)), key=[ranks[node] for node in nodes].__getitem__)
 
     def oldest(self) -> Hashable | None:
         """Return the waiting request that was inserted first; None when nothing waits."""
@@ -449,11 +436,8 @@ class ChunkedHashTree:
         return "waiting" if request_id in self._waiting else "active" if request_id in self._active else "held"
 
     def _find(self, request_id: Hashable) -> Request | None:
-        """Return the request, whatever its state; most who ask have active ones."""
-        request = self._active.get(request_id)
-        if request is None:
-            request = self._waiting.get(request_id) or self._held.get(request_id)
-        return request
+        """Return the request, whatever its state."""
+        return self._active.get(request_id) or self._waiting.get(request_id) or self._held.get(request_id)
 
     def _get(self, request_id: Hashable, *states: dict[Hashable, Request]) -> Request:
         """Return the request if it is in one of the states; raise otherwise."""
@@ -485,3 +469,27 @@ class ChunkedHashTree:
         best = self.find_best()
         assert (best and best.request_id) == (min(order)[3] if order else None), "find_best is not the best"
         assert best is None or best == self.candidate(best.request_id), "the cached candidate is stale"
+
+
+def _together(nodes: Iterable[Node], root: Node) -> bool:
+    """Whether these are in a depth-first order, of branches in any order."""
+    path: list[Node] = [root]  # from the root to the last node
+    places = {root: 0}  # in the path
+    left: set[Node] = set()  # none of these, nor any below them, may follow
+    for node in nodes:
+        if node is path[-1]:
+            continue
+        entered = []
+        while node not in places:
+            if node in left:
+                return False
+            entered.append(node)
+            node = node.parent
+        for passed in path[places[node] + 1 :]:
+            del places[passed]
+            left.add(passed)
+        del path[places[node] + 1 :]
+        for inner in reversed(entered):
+            places[inner] = len(path)
+            path.append(inner)
+    return True

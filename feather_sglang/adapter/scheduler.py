@@ -157,9 +157,10 @@ class FeatherScheduler:
             (scheduler, "_add_request_to_queue", self._add_request_to_queue),
             (scheduler, "_get_new_batch_prefill_raw", self._get_new_batch_prefill_raw),
             (scheduler, "update_running_batch", self._update_running_batch),
-            (scheduler, "process_batch_result", self._process_batch_result),
         ):
             self._wrappings.wrap(owner, method, wrapper)
+        if self.policy is not None:  # else nobody learns from what is measured
+            self._wrappings.wrap(scheduler, "process_batch_result", self._process_batch_result)
         if os.environ.get(DEBUG_CHECK) == "1":
             self._wrappings.wrap(scheduler, "get_next_batch_to_run", self._checked)
         if (file := _decision_file(scheduler)) is not None:

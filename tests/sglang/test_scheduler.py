@@ -44,6 +44,11 @@ def test_under_a_stock_policy_nothing_is_wrapped_on_the_hot_path(server):
     assert "calc_priority" not in vars(one.scheduler.policy)
 
 
+def test_without_a_policy_to_learn_nothing_is_measured(server):
+    assert "process_batch_result" not in vars(server("feather-order").scheduler)
+    assert "process_batch_result" in vars(server("feather").scheduler)
+
+
 def test_the_plugin_alone_adds_the_policies_and_changes_no_per_step_function():
     """In a process of its own: without it no feather policy; with it every per-step function as SGLang defined it."""
     code = """

@@ -10,7 +10,7 @@ from feather_sglang.cht import ChunkedHashTree, RequestStateError, UnknownReques
 
 def snapshot(tree):
     ids = [*tree.waiting, *tree.active, *tree.held]
-    figures = {i: (tree.missing_count(i), tree.order_key(i)) for i in ids}
+    figures = {i: (tree.missing_count(i), tree.depth(i)) for i in ids}
     candidates = {i: tree.candidate(i) for i in tree.waiting}
     return set(tree.waiting), set(tree.active), set(tree.held), figures, candidates, tree.tip, tree.find_best()
 
@@ -35,7 +35,7 @@ def assert_refused(tree, error, message, operation, *arguments):
 
 
 @pytest.mark.parametrize(
-    "operation", ["add_to_batch", "finish", "remove", "requeue", "hold", "candidate", "missing_count", "order_key"]
+    "operation", ["add_to_batch", "finish", "remove", "requeue", "hold", "candidate", "missing_count", "depth"]
 )
 def test_unknown_id(tree, operation):
     assert_refused(tree, UnknownRequestError, "^request 'nobody' is not in the tree$", operation, "nobody")
