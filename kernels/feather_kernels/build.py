@@ -80,7 +80,7 @@ def load_kernel(
     soft_cap : bool
         With a soft cap on the scores.
     tiles : tuple of (path, m, n)
-        Tiles to build with another n than `feather_kernels.tiles.TILES` has.
+        Tiles of one path to build with another n than `feather_kernels.tiles.TILES` has.
 
     Raises
     ------
@@ -113,7 +113,11 @@ class Configuration:
             known = ", ".join(map(str, HEAD_DIMS))
             raise BuildError(f"head_dim {self.head_dim} is not supported: use one of {known}")
         _target(self.capability)
+        if len({path for path, *_ in self.tiles}) > 1 or len({m for _, m, _ in self.tiles}) < len(self.tiles):
+            raise BuildError(f"tiles are {self.tiles}: give those of one path, and one n for each m")
         for path, m, n in self.tiles:
+            if path == "hopper" and self.capability != 90:
+                raise BuildError(f"tile {m}x{n}: compute capability {self.capability / 10:.1f} has no path 'hopper'")
             rows = tuple(other for other, _ in built_tiles(path, self.head_dim))
             which, have = ("n", n_choices(path, m, self.head_dim)) if m in rows else ("m", rows)
             if m not in rows or n not in have:
@@ -124,9 +128,14 @@ class Configuration:
                 )
 
     @property
+    def others(self) -> list[tuple[str, int, int]]:
+        """The tiles with another n than they are built with by default."""
+        return sorted((path, m, n) for path, m, n in self.tiles if (m, n) not in built_tiles(path, self.head_dim))
+
+    @property
     def name(self) -> str:
         cap = "_cap" if self.soft_cap else ""
-        tiles = "".join(f"_{path}{m}x{n}" for path, m, n in self.tiles)
+        tiles = "".join(f"_{path}{m}x{n}" for path, m, n in self.others)
         return f"packed_decode_{self.dtype}_d{self.head_dim}{cap}{tiles}_sm{_target(self.capability)}"
 
     @property
@@ -140,7 +149,7 @@ class Configuration:
             f"-DFEATHER_DTYPE_{DTYPES[self.dtype].upper()}=1",
             f"-DFEATHER_HEAD_DIM={self.head_dim}",
             f"-DFEATHER_SOFT_CAP={int(self.soft_cap)}",
-            *(f"-DFEATHER_{path.upper()}_{m}={n}" for path, m, n in self.tiles),
+            *(f"-DFEATHER_{path.upper()}_{m}={n}" for path, m, n in self.others),
         ]
 
     @property
@@ -338,7 +347,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         for choice in itertools.product(options.dtype, options.head_dim, options.arch, map(bool, options.soft_cap)):
-            configuration = Configuration(*choice, tiles=tuple(sorted(options.tile)))
+            configuration = Configuration(*choice, tiles=tuple(options.tile))
             library = kernel_library(configuration)
             if options.out:
                 library = _copied(library, options.out / configuration.prebuilt)

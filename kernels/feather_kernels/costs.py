@@ -52,8 +52,11 @@ class UnitCosts:
         """The H200's for these tiles (m, n): a step of another n costs in proportion."""
         from feather_kernels.tiles import TILES  # here: `python -m feather_kernels.tiles` imports this module first
 
-        usual, given = dict(TILES["hopper"]), dict(tiles)
-        return cls(step={m: ns * given.get(m, usual[m]) / usual[m] for m, ns in STEP_NS.items()})
+        usual, steps = dict(TILES["hopper"]), {}
+        for m, n in tiles:
+            known = max((rows for rows in STEP_NS if rows <= m), default=min(STEP_NS))
+            steps[m] = _of_rows(STEP_NS, m) * n / usual[known]
+        return cls(step=steps)
 
     def of_tiles(self, tiles: Sequence[tuple[int, int]]) -> list[float]:
         """Each tile's cost of a unit, then each tile's cost of a step."""

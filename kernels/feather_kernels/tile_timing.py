@@ -12,7 +12,7 @@ from feather_kernels.tiles import LONGEST_KV, built_tiles
 from feather_kernels.wrapper import PackedDecodeWrapper
 
 KV_HEADS, GROUP = 32, 4  # a pack is 32 units; four query heads to a KV head
-SMS_PER_PACK = 4  # so that a processor has eight units, which are whole rounds of every tile's teams
+SMS_PER_PACK = 4  # a processor has eight units, whole rounds of every tile's teams (where four divides the processors)
 PLANNER: dict[str, Any] = {"strategy": "naive", "split": "none", "merge": "kernel", "grow": False}
 RUNS, ROUNDS = 10, 5
 

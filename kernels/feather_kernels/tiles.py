@@ -34,18 +34,18 @@ def built_tiles(path: str, head_dim: int) -> tuple[tuple[int, int], ...]:
 
 
 def n_choices(path: str, m: int, head_dim: int) -> tuple[int, ...]:
-    """The n with which the tile of m rows can be built: as many tokens as its ring has room for twice, or fewer.
+    """The n with which the tile of m rows can be built: a ring has at least two stages, on the Hopper path at most 12.
 
-    Up to 16 rows are one warp's, which multiplies 16 tokens at a time. The copying warps of the Hopper path take 16
-    tokens of a stage or more each, and with m = 128 two of them share it.
+    Up to 16 rows are one warp's, which multiplies 16 tokens at a time.
     """
     if m <= 16:
         return (16,)
     if path == "portable":
-        least, room = 16, {64: 96, 128: 48, 256: 32}[head_dim] * m // 32
-    else:
-        least, room = m // 4, {64: 192, 128: 96, 256: 64}[head_dim]
-    return tuple(n for n in (16, 32, 64, 128) if least <= n <= room)
+        least, ring = 16, {64: 192, 128: 96, 256: 64}[head_dim] * m // 32
+    else:  # a stage's members and barriers have their place beside the rings; with m = 128 two rings are one
+        ring = {64: 384, 128: 192, 256: 128}[head_dim]
+        least = max(16, ring * m // 64 // MOST_STAGES)
+    return tuple(n for n in (16, 32, 64, 128) if least <= n <= ring // 2)
 
 
 def parse_tile(text: str) -> tuple[str, int, int]:
@@ -58,6 +58,7 @@ def parse_tile(text: str) -> tuple[str, int, int]:
 
 
 CANDIDATES = tuple((m, n) for m in (8, 16, 32, 64, 128) for n in (16, 32, 64, 128, 256))
+MOST_STAGES = 12
 LONGEST_KV = 4096  # PAT 5.2: where the sweep behind the rule for n ends
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2}
 
@@ -154,6 +155,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.stages < 2:
             raise BuildError(f"--stages {options.stages}: a ring has at least 2")
+        if options.profile and not options.out and (options.head_dim, options.dtype) != (128, "float16"):
+            raise BuildError("a GPU's profile holds the rule of head_dim 128, float16: name another file with --out")
         if options.device and (options.measure or options.profile):
             raise BuildError("--measure and --profile are about this machine's GPU: leave out --device")
         device = Device.load(options.device) if options.device else Device.of()

@@ -11,7 +11,7 @@ from feather_kernels.build import load_kernel
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.plan import PackPlan, Planner, default_parts, tail_warps_of
-from feather_kernels.tiles import built_tiles
+from feather_kernels.tiles import built_tiles, n_choices
 
 LAUNCHES = ("persistent", "streams", "serial")
 PATHS = ("auto", "portable", "hopper")
@@ -135,9 +135,12 @@ class PackedDecodeWrapper:
         self.path = "portable" if path == "portable" or major < 9 else "hopper"
         self._flags = _PREFETCH * prefetch | _PORTABLE * (self.path == "portable")
         built = built_tiles(self.path, head_dim)
-        self._tiles = tuple(sorted(tiles or built))
+        self._tiles = tuple(sorted((m, n) for m, n in tiles or built))
         if [m for m, _ in self._tiles] != [m for m, _ in built[-len(self._tiles) :]]:
             raise ValueError(f"tiles are {self._tiles}: use the largest one or more of {built}")
+        for m, n in self._tiles:
+            if n not in n_choices(self.path, m, head_dim):
+                raise ValueError(f"tiles are {self._tiles}: for m = {m} n may be {n_choices(self.path, m, head_dim)}")
         others = tuple((self.path, m, n) for m, n in self._tiles if (m, n) not in built)
         self._module = load_kernel(
             str(dtype).removeprefix("torch."), head_dim, 10 * major + minor, logit_soft_cap > 0, others

@@ -36,6 +36,7 @@ import torch
 from random_batches import Batch, Choice
 
 from feather_kernels.build import HEAD_DIMS
+from feather_kernels.errors import BuildError
 from feather_kernels.tiles import TILES, built_tiles, parse_tile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -506,7 +507,7 @@ def device_alive() -> bool:
         return False
 
 
-def build(watchdog: Watchdog, head_dims: tuple[int, ...]) -> bool:
+def build(watchdog: Watchdog, head_dims: tuple[int, ...], tiles: tuple[tuple[str, int, int], ...] = ()) -> bool:
     """Load the kernels, compiling what is not built yet; whether this is a Hopper GPU."""
     from feather_kernels.build import load_kernel
 
@@ -514,7 +515,8 @@ def build(watchdog: Watchdog, head_dims: tuple[int, ...]) -> bool:
     for dtype in ("float16", "bfloat16"):
         for head_dim in head_dims:
             watchdog.expect(900, f"building the kernels for {dtype}, head_dim {head_dim}")
-            load_kernel(dtype, head_dim, 10 * major + minor)
+            for soft_cap in (False, True) if tiles else (False,):
+                load_kernel(dtype, head_dim, 10 * major + minor, soft_cap, tiles)
     return major >= 9
 
 
@@ -535,7 +537,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, help="all cases with this head dimension")
     parser.add_argument("--stop", type=int, default=20, help="end after so many failures (default: %(default)s)")
     parser.add_argument("--verbose", action="store_true", help="print every case before it runs")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.tile and options.path:
+        parser.error("--tile names the path: leave out --path")
+    return options
 
 
 def with_tiles(choice: Choice, others: Sequence[tuple[str, int, int]]) -> tuple[tuple[str, Any], ...]:
@@ -583,7 +588,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     torch.backends.cuda.matmul.allow_tf32 = False
     watchdog, begun = Watchdog(), time.monotonic()
-    hopper = build(watchdog, (options.head_dim,) if options.head_dim else (64, 128))
+    try:
+        hopper = build(watchdog, (options.head_dim,) if options.head_dim else (64, 128), tuple(options.tile))
+    except BuildError as error:
+        print(f"check_decode_kernel.py: error: {error}", file=sys.stderr)
+        return 2
     print(f"{torch.cuda.get_device_name()}; kernels loaded in {time.monotonic() - begun:.0f} s", flush=True)
     begun = time.monotonic()
     captures: list[Outcome] = []

@@ -96,6 +96,31 @@ def test_what_is_not_supported_is_said(arguments, message):
 
 
 @pytest.mark.parametrize(
+    "tiles",
+    [
+        (("hopper", 64, 16), ("hopper", 64, 32)),
+        (("hopper", 64, 32), ("portable", 64, 64)),
+    ],
+)
+def test_tiles_that_contradict_each_other_are_said(tiles):
+    with pytest.raises(BuildError, match=r"^tiles are .*: give those of one path, and one n for each m$"):
+        Configuration("float16", 128, 90, tiles=tiles)
+
+
+def test_a_tile_that_is_built_anyhow_is_no_other_library():
+    base = Configuration("float16", 128, 90)
+    same = Configuration("float16", 128, 90, tiles=(("hopper", 128, 64), ("hopper", 64, 64)))
+    assert (same.name, same.flags) == (base.name, base.flags)
+    pair = (("hopper", 128, 32), ("hopper", 64, 32))
+    assert len({Configuration("float16", 128, 90, tiles=tiles).prebuilt for tiles in (pair, pair[::-1])}) == 1
+
+
+def test_a_hopper_tile_needs_a_hopper_gpu():
+    with pytest.raises(BuildError, match=r"^tile 64x32: compute capability 8\.0 has no path 'hopper'$"):
+        Configuration("float16", 128, 80, tiles=(("hopper", 64, 32),))
+
+
+@pytest.mark.parametrize(
     ("tile", "message"),
     [
         (("hopper", 64, 128), "no tile 64x128 on the path 'hopper' at head_dim 128: n may be 16, 32 or 64"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from feather_kernels import tiles
+from feather_kernels.build import source_dir
 from feather_kernels.device import Device
 from feather_kernels.errors import BuildError
 from feather_kernels.tile_solver import Path as KernelPath
@@ -15,6 +16,7 @@ from feather_kernels.tile_solver import Registers, feasible_tiles, least_n, regi
 
 LOG = Path(__file__).parents[1] / "data" / "packed_decode_sm90a.log"
 H200 = Device.load("h200")
+SOURCE = (source_dir() / "packed_decode.cu").read_text()
 
 
 def verdict(tile, path="portable", device=H200, head_dim=128, report=None, stages=2):
@@ -132,9 +134,19 @@ def test_every_tile_that_is_feasible_on_an_h200_can_be_built(path, head_dim):
 def test_a_tiles_n_by_hand():
     """Two stages fit into a ring: of 192 tokens at head_dim 128 on the Hopper path, of 96 for 64 rows elsewhere."""
     assert tiles.n_choices("hopper", 64, 128) == (16, 32, 64) and tiles.n_choices("hopper", 128, 128) == (32, 64)
-    assert tiles.n_choices("hopper", 128, 64) == (32, 64, 128)
+    assert tiles.n_choices("hopper", 64, 64) == (32, 64, 128) and tiles.n_choices("hopper", 128, 64) == (64, 128)
     assert tiles.n_choices("portable", 32, 128) == (16, 32) and tiles.n_choices("portable", 64, 256) == (16, 32, 64)
     assert tiles.n_choices("hopper", 16, 64) == tiles.n_choices("portable", 8, 128) == (16,)
+
+
+@pytest.mark.parametrize("head_dim, ring", [(64, 384), (128, 192), (256, 128)])
+def test_every_ring_of_the_hopper_path_has_its_barriers(head_dim, ring):
+    """What csrc/group_feed.cuh asserts: more places for units that were told than the ring has stages, and one."""
+    assert f"kHeadDim == {head_dim} ? {ring}" in SOURCE or f": {ring}, kGroups" in SOURCE
+    for m, _ in tiles.built_tiles("hopper", head_dim):
+        for n in tiles.n_choices("hopper", m, head_dim) if m > 16 else ():
+            stages = ring * m // 64 // n
+            assert 2 <= stages <= 12 and (8 if stages < 7 else 16) > stages + 1
 
 
 def test_a_single_warps_step_is_16_tokens():
@@ -160,7 +172,13 @@ def test_the_command_warns_of_nothing():
     assert (answer.returncode, answer.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("wrong", [["--device", "h300"], ["--device", "h200", "--measure"], ["--stages", "1"]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--device", "h300"], ["--device", "h200", "--measure"], ["--stages", "1"],
+        ["--profile", "--head-dim", "64"], ["--profile", "--dtype", "bfloat16"],
+    ],
+)  # fmt: skip
 def test_a_mistake_is_one_line_and_status_2(wrong, capsys):
     assert tiles.main(wrong) == 2
     (line,) = capsys.readouterr().err.splitlines()

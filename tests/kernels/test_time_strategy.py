@@ -164,6 +164,8 @@ def test_a_step_of_another_n_costs_in_proportion_by_default():
     steps = UnitCosts().of_tiles(usual)[4:]
     assert UnitCosts.default(other).of_tiles(other)[4:] == [steps[0], steps[1], steps[2] / 2, 2 * steps[3]]
     assert UnitCosts.default(other).unit == UnitCosts().unit
+    rows, twice = UnitCosts.default([(32, 16)]), UnitCosts.default([(32, 32)])  # from m = 16, 16 tokens
+    assert rows.of_tiles([(32, 16)])[1] == 2 * steps[1] and twice.of_tiles([(32, 32)])[1] == 4 * steps[1]
 
 
 @pytest.mark.parametrize(

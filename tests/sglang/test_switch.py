@@ -116,6 +116,10 @@ def test_nothing_of_a_feather_policy_stays(server):
     learner = one.feather
     order(one, "feather")
     assert one.feather is not learner  # what it learned is dropped
+    order(one, "feather-order")
+    assert "process_batch_result" not in wrapped(one)  # nobody learns
+    order(one, "feather")
+    assert "process_batch_result" in wrapped(one)
     order(one, "lpm")
     assert wrapped(one) == before and PrefillAdder.add_one_req is add_one_req
     assert not hasattr(one.scheduler, "feather")
