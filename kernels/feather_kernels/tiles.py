@@ -34,17 +34,17 @@ def built_tiles(path: str, head_dim: int) -> tuple[tuple[int, int], ...]:
 
 
 def n_choices(path: str, m: int, head_dim: int) -> tuple[int, ...]:
-    """The n with which the tile of m rows can be built: a ring has at least two stages, on the Hopper path at most 12.
+    """The n with which the tile of m rows can be built: a ring has at least two stages.
 
-    Up to 16 rows are one warp's, which multiplies 16 tokens at a time.
+    Up to 16 rows are one warp's, which multiplies 16 tokens at a time. On the Hopper path a stage has 8 KB of K or
+    more: what must be known of each has its place beside the rings, and there is room for 12 of them.
     """
     if m <= 16:
         return (16,)
     if path == "portable":
         least, ring = 16, {64: 192, 128: 96, 256: 64}[head_dim] * m // 32
-    else:  # a stage's members and barriers have their place beside the rings; with m = 128 two rings are one
-        ring = {64: 384, 128: 192, 256: 128}[head_dim]
-        least = max(16, ring * m // 64 // MOST_STAGES)
+    else:
+        least, ring = 4096 // head_dim, {64: 384, 128: 192, 256: 128}[head_dim]
     return tuple(n for n in (16, 32, 64, 128) if least <= n <= ring // 2)
 
 
@@ -58,7 +58,6 @@ def parse_tile(text: str) -> tuple[str, int, int]:
 
 
 CANDIDATES = tuple((m, n) for m in (8, 16, 32, 64, 128) for n in (16, 32, 64, 128, 256))
-MOST_STAGES = 12
 LONGEST_KV = 4096  # PAT 5.2: where the sweep behind the rule for n ends
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2}
 

@@ -48,6 +48,11 @@ def test_tiles_of_another_n(others, seed):
     assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
 
 
+def test_a_tile_that_cannot_be_built_is_said():
+    with pytest.raises(ValueError, match=r"^tiles are .*: for m = 32 n may be \(16, 32, 64\)$"):
+        PackedDecodeWrapper(8, 1, 64, path="portable", tiles=((8, 16), (16, 16), (32, 128), (64, 32)))
+
+
 @pytest.mark.parametrize("seed", range(10_000, 10_004))
 def test_a_graph_is_replayed_for_another_batch(seed):
     outcome = check.check_capture(random_batches.draw(seed, HOPPER), PackedDecodeWrapper, "cuda")

@@ -98,7 +98,7 @@ def test_what_is_not_supported_is_said(arguments, message):
 @pytest.mark.parametrize(
     "tiles",
     [
-        (("hopper", 64, 16), ("hopper", 64, 32)),
+        (("hopper", 64, 64), ("hopper", 64, 32)),
         (("hopper", 64, 32), ("portable", 64, 64)),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_hopper_tile_needs_a_hopper_gpu():
 @pytest.mark.parametrize(
     ("tile", "message"),
     [
-        (("hopper", 64, 128), "no tile 64x128 on the path 'hopper' at head_dim 128: n may be 16, 32 or 64"),
+        (("hopper", 64, 128), "no tile 64x128 on the path 'hopper' at head_dim 128: n may be 32 or 64"),
         (("hopper", 16, 32), "no tile 16x32 on the path 'hopper' at head_dim 128: n may be 16"),
         (("hopper", 32, 32), "no tile 32x32 on the path 'hopper' at head_dim 128: m may be 8, 16, 64 or 128"),
     ],
