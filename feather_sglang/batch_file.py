@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from feather_kernels.build import HEAD_DIMS
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.plan import PackPlan
-from feather_kernels.tiles import TILES
+from feather_kernels.tiles import TILES, are_tiles
 from feather_kernels.trees import parse_tree, tree_forest
 from feather_sglang.errors import FeatherError
 
@@ -57,7 +58,10 @@ class Batch:
 
 
 def path_of(tiles: Any) -> str:
-    """The kernel's path that is built with these tiles; every set of them has the path's largest for its head_dim."""
+    """The kernel's path with these tiles: m = 32 is of one alone, m = 128 of the other; else the largest one tells."""
+    rows = {m for m, _ in tiles}
+    if rows & {32, 128}:
+        return "portable" if 32 in rows else "hopper"
     return "portable" if tuple(tiles[-1]) in TILES["portable"] else "hopper"
 
 
@@ -137,8 +141,10 @@ def _batch(path: Path, found: dict[str, Any]) -> Batch:
     arguments: dict[str, Any] = {name: _whole(name, planner[name]) for name in _NUMBERS}
     arguments |= {name: str(planner[name]) for name in _NAMES}
     arguments["tiles"] = tuple((_whole("tiles", m), _whole("tiles", n)) for m, n in planner["tiles"])
-    if not arguments["tiles"] or not any(set(arguments["tiles"]) <= set(tiles) for tiles in TILES.values()):
-        raise ValueError(f"the kernels have no tiles {arguments['tiles']}")
+    tiles, head_dim = arguments["tiles"], arguments["head_dim"]
+    known = any(set(tiles) <= set(TILES[path]) for path in TILES)  # on a machine without a GPU, at any head_dim
+    if not tiles or not (known or head_dim in HEAD_DIMS and any(are_tiles(path, head_dim, tiles) for path in TILES)):
+        raise ValueError(f"the kernels have no tiles {tiles} at head_dim {head_dim}")
     if planner["head_pack"] is not None:
         arguments["head_pack"] = _whole("head_pack", planner["head_pack"])
     nowhere = np.zeros(len(arrays["seq_len"]), np.int64)  # where rows lie in memory changes nothing in a plan

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,6 +49,19 @@ def n_choices(path: str, m: int, head_dim: int) -> tuple[int, ...]:
     return tuple(n for n in (16, 32, 64, 128) if least <= n <= ring // 2)
 
 
+def chosen_tiles(path: str, head_dim: int, rules: Mapping[str, NRule]) -> tuple[tuple[int, int], ...]:
+    """`built_tiles` with the n that a GPU's rule has for long KV, where it has a rule for these: it was timed once."""
+    rule = rules.get(path) if head_dim == PROFILED_HEAD else None
+    built = built_tiles(path, head_dim)
+    return built if rule is None else tuple((m, rule.choose_n(m, LONGEST_KV)) for m, _ in built)
+
+
+def are_tiles(path: str, head_dim: int, tiles: Sequence[tuple[int, int]]) -> bool:
+    """Whether the path can be built with all of these."""
+    rows = [m for m, _ in built_tiles(path, head_dim)]
+    return all(m in rows and n in n_choices(path, m, head_dim) for m, n in tiles)
+
+
 def parse_tile(text: str) -> tuple[str, int, int]:
     """(path, m, n) of "hopper:64x32"; for argparse."""
     path, _, shape = text.partition(":")
@@ -59,6 +73,7 @@ def parse_tile(text: str) -> tuple[str, int, int]:
 
 CANDIDATES = tuple((m, n) for m in (8, 16, 32, 64, 128) for n in (16, 32, 64, 128, 256))
 LONGEST_KV = 4096  # PAT 5.2: where the sweep behind the rule for n ends
+PROFILED_HEAD, PROFILED_DTYPE = 128, "float16"  # what the rule in a GPU's profile was timed with
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2}
 
 
@@ -154,8 +169,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.stages < 2:
             raise BuildError(f"--stages {options.stages}: a ring has at least 2")
-        if options.profile and not options.out and (options.head_dim, options.dtype) != (128, "float16"):
-            raise BuildError("a GPU's profile holds the rule of head_dim 128, float16: name another file with --out")
+        if options.profile and not options.out and (options.head_dim, options.dtype) != (PROFILED_HEAD, PROFILED_DTYPE):
+            raise BuildError(
+                f"a GPU's profile holds the rule of head_dim {PROFILED_HEAD}, {PROFILED_DTYPE}: name another file with "
+                "--out"
+            )
         if options.device and (options.measure or options.profile):
             raise BuildError("--measure and --profile are about this machine's GPU: leave out --device")
         device = Device.load(options.device) if options.device else Device.of()

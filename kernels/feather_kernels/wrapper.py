@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from feather_kernels.build import load_kernel
+from feather_kernels.device import Device
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.plan import PackPlan, Planner, default_parts, tail_warps_of
-from feather_kernels.tiles import built_tiles, n_choices
+from feather_kernels.tiles import built_tiles, chosen_tiles, n_choices
 
 LAUNCHES = ("persistent", "streams", "serial")
 PATHS = ("auto", "portable", "hopper")
@@ -47,8 +48,9 @@ class PackedDecodeWrapper:
     split : str, optional
         How to split long KV ranges. By default "rounds" on the Hopper path, and "balanced" elsewhere.
     tiles : sequence of (m, n), optional
-        The tile shapes to use: the largest one or more of `feather_kernels.tiles.built_tiles`; all by default. Another
-        n of `feather_kernels.tiles.n_choices` is another library.
+        The tile shapes to use: the largest one or more of `feather_kernels.tiles.built_tiles`; another n of
+        `feather_kernels.tiles.n_choices` is another library. By default all, with the n that the GPU's profile has for
+        long KV (`feather_kernels.tiles.chosen_tiles`), if the path is the one for this GPU.
     launch : {"persistent", "streams", "serial"}
         One launch for all tile shapes; or one launch a shape, on parallel streams (PAT 6) or one after the other.
     merge : {"fused", "kernel"}, optional
@@ -134,8 +136,9 @@ class PackedDecodeWrapper:
         self.logit_soft_cap = logit_soft_cap
         self.path = "portable" if path == "portable" or major < 9 else "hopper"
         self._flags = _PREFETCH * prefetch | _PORTABLE * (self.path == "portable")
-        built = built_tiles(self.path, head_dim)
-        self._tiles = tuple(sorted((m, n) for m, n in tiles or built))
+        built, own = built_tiles(self.path, head_dim), "hopper" if major >= 9 else "portable"
+        rules = Device.of(self.device).n_rule if self.path == own else {}
+        self._tiles = tuple(sorted((m, n) for m, n in tiles or chosen_tiles(self.path, head_dim, rules)))
         if [m for m, _ in self._tiles] != [m for m, _ in built[-len(self._tiles) :]]:
             raise ValueError(f"tiles are {self._tiles}: use the largest one or more of {built}")
         for m, n in self._tiles:

@@ -10,7 +10,7 @@ from feather_kernels import Planner
 from feather_kernels.device import Device
 from feather_kernels.tile_selector import NRule, derive_pieces
 from feather_kernels.tile_solver import Path as KernelPath
-from feather_kernels.tiles import TILES, profile_n
+from feather_kernels.tiles import TILES, chosen_tiles, profile_n
 
 LENS = (64, 128, 192, 256, 320, 384, 448, 512)
 
@@ -63,6 +63,14 @@ def test_one_n_is_never_timed():
 def test_what_is_built_for_hopper_is_what_the_h200_chose_at_all_lengths():
     """The portable path is for other GPUs."""
     assert Device.load("h200").n_rule["hopper"].pieces == {m: ((None, n),) for m, n in TILES["hopper"]}
+
+
+def test_a_gpu_runs_with_the_n_of_its_rule_for_long_kv():
+    rules = {"hopper": NRule({8: ((None, 16),), 16: ((None, 16),), 64: ((96, 64), (None, 32)), 128: ((None, 64),)})}
+    assert chosen_tiles("hopper", 128, rules) == ((8, 16), (16, 16), (64, 32), (128, 64))
+    assert chosen_tiles("portable", 128, rules) == TILES["portable"]  # no rule
+    assert chosen_tiles("hopper", 64, rules) == TILES["hopper"]  # not timed
+    assert chosen_tiles("hopper", 128, Device.load("h200").n_rule) == TILES["hopper"]
 
 
 def test_the_h200s_rule_is_that_of_its_times(monkeypatch):

@@ -11,10 +11,10 @@ from feather_kernels.costs import STEP_NS, UNIT_NS
 from feather_kernels.forest import Forest
 from feather_kernels.pack import STRATEGIES
 from feather_kernels.plan import CLOSES, make_plan
-from feather_kernels.tiles import TILES
+from feather_kernels.tiles import TILES, built_tiles, n_choices
 from feather_kernels.trees import forest_table, parse_tree, random_forest, tree_forest
 from feather_sglang import explain as explain_module
-from feather_sglang.batch_file import LATEST, Batch, batch_text, load_batch
+from feather_sglang.batch_file import LATEST, Batch, batch_text, load_batch, path_of
 from feather_sglang.cli import main
 from feather_sglang.errors import FeatherError
 from feather_sglang.explain import Spread, explain
@@ -281,7 +281,8 @@ def changed(**fields):
         (changed(forest__seq_len=[-1] * 40), "request 0"),
         (changed(planner__n_sm="many"), "n_sm is 'many': expected a whole number from 1"),
         (changed(planner__head_dim=2**40), "head_dim is 1099511627776: expected a whole number from 1"),
-        (changed(planner__tiles=[[7, 7]]), "the kernels have no tiles ((7, 7),)"),
+        (changed(planner__tiles=[[7, 7]]), "the kernels have no tiles ((7, 7),) at head_dim 128"),
+        (changed(planner__tiles=[[64, 128]]), "the kernels have no tiles ((64, 128),) at head_dim 128"),
         (changed(planner__strategy="magic"), "strategy is 'magic': use one of query"),
         (changed(planner__max_items=1), "items"),
         (changed(padding=41), "padding is 41, and there are 40 rows"),
@@ -295,6 +296,15 @@ def test_a_file_that_is_wrong_is_one_clear_line(recorded, capsys, change, says):
     assert main(["explain-plan", str(file)]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("feather: error: ") and LATEST in line and says in line
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("path", sorted(TILES))
+def test_the_path_of_a_batch_is_known_by_its_tiles(path, head_dim):
+    built = built_tiles(path, head_dim)
+    assert path_of(built) == path
+    for n in n_choices(path, 64, head_dim) if head_dim < 256 else ():  # a GPU's own choice
+        assert path_of([(m, n if m == 64 else other) for m, other in built]) == path
 
 
 # The command ----------------------------------------------------------------------------------------------------
