@@ -142,8 +142,10 @@ def _batch(path: Path, found: dict[str, Any]) -> Batch:
     arguments |= {name: str(planner[name]) for name in _NAMES}
     arguments["tiles"] = tuple((_whole("tiles", m), _whole("tiles", n)) for m, n in planner["tiles"])
     tiles, head_dim = arguments["tiles"], arguments["head_dim"]
-    known = any(set(tiles) <= set(TILES[path]) for path in TILES)  # on a machine without a GPU, at any head_dim
-    if not tiles or not (known or head_dim in HEAD_DIMS and any(are_tiles(path, head_dim, tiles) for path in TILES)):
+    known = any(set(tiles) <= set(built) for built in TILES.values())  # without a GPU at any head_dim
+    if not known and head_dim in HEAD_DIMS:
+        known = any(are_tiles(path, head_dim, tiles) for path in TILES)
+    if not tiles or not known:
         raise ValueError(f"the kernels have no tiles {tiles} at head_dim {head_dim}")
     if planner["head_pack"] is not None:
         arguments["head_pack"] = _whole("head_pack", planner["head_pack"])
