@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +13,13 @@ pytest.importorskip("torch")
 import torch
 from plan_checks import HEADS
 
+import feather_kernels.wrapper as wrapper_module
+from feather_kernels.device import Device
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.plan import Planner
+from feather_kernels.tile_selector import NRule
+from feather_kernels.tiles import TILES
 from feather_kernels.wrapper import PackedDecodeWrapper
 
 
@@ -70,3 +75,71 @@ def test_rows_of_requests_without_tokens_may_lie_behind_the_table(wrapper):
 def test_a_copy_is_recorded_on_the_wrappers_device(wrapper):
     wrapper.plan(alone([1], [0]), torch.arange(1))
     assert wrapper.recorded == ["the stream of cpu"]
+
+
+# Which library a wrapper asks for --------------------------------------------------------------------------------
+
+
+class Asked(Exception):
+    """Raised in place of loading a library: ``args`` are what was asked for."""
+
+
+@pytest.fixture
+def asks(monkeypatch):
+    """What a wrapper for 8 / 2 heads of 128 asks for on a GPU of this name."""
+
+    def ask(name="NVIDIA H200", capability=(9, 0), **arguments):
+        major, minor = capability
+        properties = SimpleNamespace(
+            name=name, major=major, minor=minor, multi_processor_count=132, shared_memory_per_multiprocessor=233472,
+            shared_memory_per_block_optin=232448, regs_per_multiprocessor=65536,
+        )  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+        monkeypatch.setattr(wrapper_module, "load_kernel", lambda *asked: (_ for _ in ()).throw(Asked(*asked)))
+        with pytest.raises(Asked) as error:
+            PackedDecodeWrapper(8, 2, 128, **arguments)
+        return error.value.args
+
+    return ask
+
+
+N_32 = ((8, 16), (16, 16), (64, 32), (128, 32))
+
+
+def test_by_default_and_for_the_default_tiles_it_is_the_same_library(asks):
+    usual = ("float16", 128, 90, False, ())
+    assert asks() == asks(tiles=TILES["hopper"]) == asks(tiles=[[64, 64], [128, 64]]) == usual
+    assert asks(path="portable") == asks(name="NVIDIA H100 80GB HBM3") == usual
+    assert asks(name="NVIDIA A100", capability=(8, 0), logit_soft_cap=3.0) == ("float16", 128, 80, True, ())
+
+
+def test_another_n_is_another_library(asks):
+    others = (("hopper", 64, 32), ("hopper", 128, 32))
+    assert asks(tiles=N_32)[4] == asks(tiles=N_32[::-1])[4] == others
+    assert asks(tiles=N_32[2:], merge="kernel")[4] == others
+    assert asks(path="portable", tiles=((32, 32), (64, 64)))[4] == (("portable", 64, 64),)
+
+
+def test_a_gpus_rule_chooses_its_library_on_its_own_path_alone(asks, monkeypatch):
+    rule = NRule({8: ((None, 16),), 16: ((None, 16),), 32: ((None, 32),), 64: ((None, 32),), 128: ((None, 32),)})
+    known = replace(Device.load("h200"), n_rule={"hopper": rule, "portable": NRule({**rule.pieces, 64: ((None, 64),)})})
+    monkeypatch.setattr(Device, "of", lambda device: known)
+    assert asks()[4] == (("hopper", 64, 32), ("hopper", 128, 32))
+    assert asks(path="portable")[4] == ()
+    assert asks(name="NVIDIA A100", capability=(8, 0))[4] == (("portable", 64, 64),)
+    assert asks(tiles=TILES["hopper"])[4] == ()  # what is asked for comes first
+
+
+@pytest.mark.parametrize(
+    "tiles, message",
+    [
+        (((64, 128),), "use the largest one or more of"),
+        (((64, 64), (128, 128)), r"for m = 128 n may be \(32, 64\)$"),
+    ],
+)
+def test_tiles_that_are_not_there_are_said(asks, tiles, message):
+    with pytest.raises(ValueError, match=message):
+        asks(tiles=tiles)
