@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from feather_kernels.build import HEAD_DIMS
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.plan import PackPlan
@@ -142,10 +141,8 @@ def _batch(path: Path, found: dict[str, Any]) -> Batch:
     arguments |= {name: str(planner[name]) for name in _NAMES}
     arguments["tiles"] = tuple((_whole("tiles", m), _whole("tiles", n)) for m, n in planner["tiles"])
     tiles, head_dim = arguments["tiles"], arguments["head_dim"]
-    known = any(set(tiles) <= set(built) for built in TILES.values())  # without a GPU at any head_dim
-    if not known and head_dim in HEAD_DIMS:
-        known = any(are_tiles(path, head_dim, tiles) for path in TILES)
-    if not tiles or not known:
+    # Without a GPU a server has those that are built by default, at any head_dim.
+    if not tiles or not any(set(tiles) <= set(TILES[path]) or are_tiles(path, head_dim, tiles) for path in TILES):
         raise ValueError(f"the kernels have no tiles {tiles} at head_dim {head_dim}")
     if planner["head_pack"] is not None:
         arguments["head_pack"] = _whole("head_pack", planner["head_pack"])

@@ -279,12 +279,10 @@ class ChunkedHashTree:
         At every level of the tree those that share a prefix become neighbours. Which branch comes first does not
         matter, so a request that joins its group at the end stays there. Unknown ones share nothing, and go first.
         """
-        active, root = self._active, self._root
-        nodes = []  # above each request; those below one node may stand in any order
-        for request_id in request_ids:
-            request = active.get(request_id) or self._find(request_id)  # most who ask have active ones
-            nodes.append(root if request is None else request.parent)
-        if _together(nodes, root):
+        requests = map(self._find, request_ids)
+        # Those below one node may stand in any order.
+        nodes = [self._root if request is None else request.parent for request in requests]
+        if _together(nodes, self._root):
             return None
         # A node's path begins those of the nodes below it: sorted by their paths they follow it.
         by_path = sorted(dict.fromkeys(nodes), key=lambda node: node.vector[: DIGEST * node.depth])
@@ -436,7 +434,7 @@ class ChunkedHashTree:
         return "waiting" if request_id in self._waiting else "active" if request_id in self._active else "held"
 
     def _find(self, request_id: Hashable) -> Request | None:
-        """Return the request, whatever its state."""
+        """Return the request, whatever its state; most who ask have active ones."""
         return self._active.get(request_id) or self._waiting.get(request_id) or self._held.get(request_id)
 
     def _get(self, request_id: Hashable, *states: dict[Hashable, Request]) -> Request:

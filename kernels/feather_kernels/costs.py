@@ -54,8 +54,7 @@ class UnitCosts:
 
         usual, steps = dict(TILES["hopper"]), {}
         for m, n in tiles:
-            known = max((rows for rows in STEP_NS if rows <= m), default=min(STEP_NS))
-            steps[m] = _of_rows(STEP_NS, m) * n / usual[known]
+            steps[m] = _of_rows(STEP_NS, m) * n / usual[_nearest(STEP_NS, m)]
         return cls(step=steps)
 
     def of_tiles(self, tiles: Sequence[tuple[int, int]]) -> list[float]:
@@ -63,6 +62,11 @@ class UnitCosts:
         return [_of_rows(costs, m) for costs in (self.unit, self.step) for m, _ in tiles]
 
 
+def _nearest(costs: Mapping[int, float], m: int) -> int:
+    """The largest m that has a cost, up to this one; the smallest, if all are larger."""
+    return max((rows for rows in costs if rows <= m), default=min(costs))
+
+
 def _of_rows(costs: Mapping[int, float], m: int) -> float:
-    known = max((rows for rows in costs if rows <= m), default=None)
-    return float(costs[min(costs)] if known is None else costs[known] * m / known)
+    known = _nearest(costs, m)
+    return float(costs[known] * max(m, known) / known)

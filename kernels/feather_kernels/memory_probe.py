@@ -30,7 +30,7 @@ def measure_latency(device: Any = "cuda") -> tuple[float, dict[int, float]]:
     capability = torch.cuda.get_device_capability(device)
     module = load_memory_probe(10 * capability[0] + capability[1])
     buffer = torch.zeros(BUFFER, dtype=torch.uint8, device=device)
-    times = {size: _nanoseconds(lambda size=size: module.probe(buffer, size, COPIES), 5) / COPIES for size in SIZES}
+    times = {size: nanoseconds(lambda size=size: module.probe(buffer, size, COPIES), 5) / COPIES for size in SIZES}
     return flat_part(list(times.values())), times
 
 
@@ -38,10 +38,10 @@ def measure_bandwidth(device: Any = "cuda") -> float:
     """B in bytes per ns: a device-to-device copy, read and written bytes both counted."""
     source = torch.zeros(BUFFER, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * BUFFER / _nanoseconds(lambda: target.copy_(source), 20)
+    return 2 * BUFFER / nanoseconds(lambda: target.copy_(source), 20)
 
 
-def _nanoseconds(work: Any, repeats: int) -> float:
+def nanoseconds(work: Any, repeats: int) -> float:
     """Median over repeats, after one run that is not counted."""
     times = []
     for _ in range(repeats + 1):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from feather_kernels.forest import Forest
+from feather_kernels.memory_probe import nanoseconds
 from feather_kernels.tiles import LONGEST_KV, built_tiles
 from feather_kernels.wrapper import PackedDecodeWrapper
 
@@ -72,12 +73,4 @@ def _microseconds(call: Any) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(RUNS):
             call()
-    times = []
-    for _ in range(ROUNDS + 1):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / RUNS)
-    return sorted(times[1:])[ROUNDS // 2]
+    return nanoseconds(graph.replay, ROUNDS) / RUNS / 1e3

@@ -38,14 +38,15 @@ def n_choices(path: str, m: int, head_dim: int) -> tuple[int, ...]:
     """The n with which the tile of m rows can be built: a ring has at least two stages.
 
     Up to 16 rows are one warp's, which multiplies 16 tokens at a time. On the Hopper path a stage has 8 KB of K or
-    more: what must be known of each has its place beside the rings, and there is room for 12 of them.
+    more: what must be known of each has its place beside the rings, and there is room for 12 of them. None of more
+    rows at a head dimension that the kernels do not have.
     """
     if m <= 16:
         return (16,)
     if path == "portable":
-        least, ring = 16, {64: 192, 128: 96, 256: 64}[head_dim] * m // 32
+        least, ring = 16, {64: 192, 128: 96, 256: 64}.get(head_dim, 0) * m // 32
     else:
-        least, ring = 4096 // head_dim, {64: 384, 128: 192, 256: 128}[head_dim]
+        least, ring = 4096 // head_dim, {64: 384, 128: 192, 256: 128}.get(head_dim, 0)
     return tuple(n for n in (16, 32, 64, 128) if least <= n <= ring // 2)
 
 

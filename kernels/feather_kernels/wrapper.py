@@ -141,10 +141,10 @@ class PackedDecodeWrapper:
         self._tiles = tuple(sorted((m, n) for m, n in tiles or chosen_tiles(self.path, head_dim, rules)))
         if [m for m, _ in self._tiles] != [m for m, _ in built[-len(self._tiles) :]]:
             raise ValueError(f"tiles are {self._tiles}: use the largest one or more of {built}")
-        for m, n in self._tiles:
+        others = tuple((self.path, m, n) for m, n in self._tiles if (m, n) not in built)
+        for _, m, n in others:
             if n not in n_choices(self.path, m, head_dim):
                 raise ValueError(f"tiles are {self._tiles}: for m = {m} n may be {n_choices(self.path, m, head_dim)}")
-        others = tuple((self.path, m, n) for m, n in self._tiles if (m, n) not in built)
         self._module = load_kernel(
             str(dtype).removeprefix("torch."), head_dim, 10 * major + minor, logit_soft_cap > 0, others
         )

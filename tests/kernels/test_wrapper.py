@@ -86,9 +86,9 @@ class Asked(Exception):
 
 @pytest.fixture
 def asks(monkeypatch):
-    """What a wrapper for 8 / 2 heads of 128 asks for on a GPU of this name."""
+    """What a wrapper for 8 / 2 heads asks for on a GPU of this name."""
 
-    def ask(name="NVIDIA H200", capability=(9, 0), **arguments):
+    def ask(name="NVIDIA H200", capability=(9, 0), head_dim=128, **arguments):
         major, minor = capability
         properties = SimpleNamespace(
             name=name, major=major, minor=minor, multi_processor_count=132, shared_memory_per_multiprocessor=233472,
@@ -100,7 +100,7 @@ def asks(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
         monkeypatch.setattr(wrapper_module, "load_kernel", lambda *asked: (_ for _ in ()).throw(Asked(*asked)))
         with pytest.raises(Asked) as error:
-            PackedDecodeWrapper(8, 2, 128, **arguments)
+            PackedDecodeWrapper(8, 2, head_dim, **arguments)
         return error.value.args
 
     return ask
@@ -113,6 +113,7 @@ def test_by_default_and_for_the_default_tiles_it_is_the_same_library(asks):
     usual = ("float16", 128, 90, False, ())
     assert asks() == asks(tiles=TILES["hopper"]) == asks(tiles=[[64, 64], [128, 64]]) == usual
     assert asks(path="portable") == asks(name="NVIDIA H100 80GB HBM3") == usual
+    assert asks(head_dim=96) == ("float16", 96, 90, False, ())  # which says that there is none
     assert asks(name="NVIDIA A100", capability=(8, 0), logit_soft_cap=3.0) == ("float16", 128, 80, True, ())
 
 
