@@ -7,7 +7,9 @@ from statistics import mean
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "docs" / "measured"
 RESULTS = (ROOT / "docs" / "results.md").read_text()
-POLICIES = ("fcfs", "lpm", "dfs-weight", "feather-order", "feather-bandit", "feather-qlearning")
+POLICIES = (
+    "fcfs", "lpm", "dfs-weight", "feather-order", "feather-bandit", "feather-qlearning", "feather-heuristic",
+)  # fmt: skip
 
 
 def read(name):
@@ -15,14 +17,15 @@ def read(name):
 
 
 class Run:
-    """The records of one server by (case, policy), each a list of rounds; what was cut off is left out."""
+    """The records of files by (case, policy), each a list of rounds; what was cut off is left out."""
 
-    def __init__(self, name):
-        self.name, self.content, self.records = name, read(name), {}
-        for record in self.content["records"]:
+    def __init__(self, *names):
+        self.records = {}
+        for record in (record for name in names for record in read(name)["records"]):
             assert not record["overall"]["failed"]
             if not record["overall"]["unfinished"]:
-                self.backend, _, policy = record["server"].replace("-paced", "+paced").partition("+")
+                server = record["server"].replace("-paced", "+paced")
+                self.backend, _, policy = (f"pat+{server}" if server.endswith("-off") else server).partition("+")
                 self.records.setdefault((record["case"], policy or "fcfs"), []).append(record)
 
     @property
@@ -72,12 +75,13 @@ class Run:
             100 * record["admission"]["seconds"] / record["overall"]["seconds"] for record in self.records[case, policy]
         )
 
-    def lines(self, cases=None, policies=None):
+    def lines(self, cases=None):
         """Table lines, a case and a policy each."""
         return [
             self._line(case, policy)
+            for wanted in cases or self.cases
             for case, policy in self.records
-            if case in (cases or self.cases) and (policies is None or policy in policies)
+            if case == wanted
         ]
 
     def _line(self, case, policy):
@@ -93,6 +97,12 @@ class Run:
             f"{self.round_ms(case, policy):.1f} ms, {self.share(case, policy):.1f}%", self._activity(case, policy),
         ]  # fmt: skip
         return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+
+    def over_fcfs(self, case, policy):
+        """A cell of the overview: tok/s of fcfs, another policy's gain over it, nothing if not both ran."""
+        if not {(case, policy), (case, "fcfs")} <= self.records.keys():
+            return None
+        return f"{self.tok_s(case, policy):,.0f}" if policy == "fcfs" else f"{self.gain(case, policy):.3f}x"
 
     def _activity(self, case, policy):
         if "activity" not in self.records[case, policy][0]:
@@ -111,6 +121,21 @@ def label(case):
         if len(rest) > 1:
             case += f", {rest[1]} levels"
     return case + at + draw
+
+
+def overview(runs, cases):
+    """Lines of backends and policies with a cell for each case; several runs of one stand in it together."""
+    lines = []
+    for backend in dict.fromkeys(run.backend for run in runs):
+        for policy in POLICIES:
+            found = [
+                [cell for run in runs if run.backend == backend and (cell := run.over_fcfs(case, policy))]
+                for case in cases
+            ]
+            if any(found):
+                cells = "".join(f" {', '.join(cell)} |" if cell else " |" for cell in found)
+                lines.append(f"| `{backend}` | {policy} |{cells}")
+    return lines
 
 
 def percent(ratio):
