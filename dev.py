@@ -91,10 +91,21 @@ def run(command: list[str], mistake: str, **extra: str) -> None:
 
 
 def pip_install(*arguments: str) -> None:
+    """Install without compiling: of all that is installed a small part is ever imported, and compiled then."""
     quiet = [] if sys.stdout.isatty() else ["-qq"]
     what = " ".join(word for word in arguments if not word.startswith("--"))
     run(
-        [str(python()), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", *quiet, *arguments],
+        [
+            str(python()),
+            "-m",
+            "pip",
+            "install",
+            "--no-input",
+            "--disable-pip-version-check",
+            "--no-compile",
+            *quiet,
+            *arguments,
+        ],
         f"pip could not install {what}: see above; check the network or pip's own configuration, then run again",
     )
 
@@ -132,12 +143,6 @@ def make_venv(base: str, *options: str) -> None:
     run([base, "-m", "venv", "--clear", *options, str(VENV)], f"{base} could not make a virtual environment in {VENV}")
 
 
-def compile_all(*folders: Path) -> None:
-    # Beside some packages lie templates that are no Python; nobody imports them, so the exit status says nothing.
-    command = [str(python()), "-m", "compileall", "-qq", "-j", "0", *map(str, folders)]
-    subprocess.run(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
 def set_up_without_gpu(releases: tuple[str, ...]) -> None:
     """The pinned packages and the first release in ``.venv``; the other releases as overlays."""
     files = [REQUIREMENTS / "cpu.txt", REQUIREMENTS / "dev.txt"]
@@ -145,9 +150,8 @@ def set_up_without_gpu(releases: tuple[str, ...]) -> None:
 
     def install() -> None:
         make_venv(cpu_python())
-        pip_install("--no-compile", *(word for file in files for word in ("-r", str(file))))
-        pip_install("--no-compile", "--no-deps", "-r", str(first))
-        compile_all(VENV / "lib")
+        pip_install(*(word for file in files for word in ("-r", str(file))))
+        pip_install("--no-deps", "-r", str(first))
 
     key = key_of("cpu", str(ROOT), *files, first)
     step("environment", key, install, f"no GPU: installing SGLang {RELEASES[0]} for the CPU into .venv (2.6 GB)")
@@ -158,8 +162,7 @@ def set_up_without_gpu(releases: tuple[str, ...]) -> None:
 
         def add(release: str = release, pins: Path = pins) -> None:
             shutil.rmtree(overlay(release), ignore_errors=True)
-            pip_install("--no-compile", "--no-deps", "--target", str(overlay(release)), "-r", str(pins))
-            compile_all(overlay(release))
+            pip_install("--no-deps", "--target", str(overlay(release)), "-r", str(pins))
 
         step(f"sglang-{release}", key + key_of(pins), add, f"adding SGLang {release} beside it (0.3 GB)")
 

@@ -4,7 +4,9 @@ Whatever goes wrong here goes wrong again in the replay's own process, which rep
 """
 
 import contextlib
+import gc
 import os
+from importlib import import_module
 
 from feather_sglang.adapter import cpu_shims
 
@@ -14,7 +16,11 @@ with open(os.devnull, "w") as silence, contextlib.suppress(Exception):
     os.dup2(silence.fileno(), 1)
     os.dup2(silence.fileno(), 2)
     cpu_shims.install()
-    import feather_sglang.adapter.replay_engine  # noqa: F401
+    import_module("feather_sglang.adapter.replay_engine")
+    # What a scheduler that starts imports besides takes two seconds.
+    import_module("sglang.srt.managers.tp_worker")
+    import_module("sglang.srt.models.registry")
+gc.freeze()  # what is imported stays: no process that starts from here needs to look through it
 os.dup2(_kept[0], 1)
 os.dup2(_kept[1], 2)
 os.close(_kept[0])

@@ -11,6 +11,7 @@ import pytest
 from server.sglang_server import SGLangServer
 from server.workload import Answer, Request, stream_all
 
+KEY = "only-the-admin-knows"
 NEWEST = "0.5.23"
 newest_only = pytest.mark.skipif(metadata.version("sglang") != NEWEST, reason=f"runs on SGLang {NEWEST}")
 ROOMY = ("--max-total-tokens", "8192", "--max-running-requests", "32")
@@ -36,11 +37,12 @@ class Case:
     retracts: bool = False
     priorities: bool = False
     pat: bool = False
+    switches: bool = False
 
 
 # feather-bandit, which is feather by another name, serves on two ranks and in sglang.Engine.
 _NEWEST = {
-    "plain": Case("feather"),
+    "plain": Case("feather", (*ROOMY, "--feather-allow-switch", "--admin-api-key", KEY), switches=True),
     "chunks-priorities": Case(
         "feather-heuristic",
         (

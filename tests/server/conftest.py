@@ -9,15 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from server.cases import CASES, ROOMY, FeatherServer
+from server.cases import CASES, KEY, ROOMY, FeatherServer
 from server.sglang_server import SGLangServer
 from server.tiny_model import write_model
 from server.workload import Answer, Request, grouped_requests, stream_all
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "of_cases(trait): runs on the servers whose case has that trait, not on all")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "feather_server" in metafunc.fixturenames:
-        metafunc.parametrize("feather_server", list(CASES), indirect=True, scope="module")
+        marker = metafunc.definition.get_closest_marker("of_cases")
+        names = [name for name, case in CASES.items() if marker is None or getattr(case, marker.args[0])]
+        metafunc.parametrize("feather_server", names, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +68,8 @@ def feather_server(request: pytest.FixtureRequest, model: Path, logs: Path, fcfs
     case = CASES[request.param]
     flags = ("--schedule-policy", case.policy, *case.flags)
     environment = {"FEATHER_DEBUG_CHECK": "1", **case.environment}
-    with SGLangServer(model, logs / f"{request.param}.txt", *flags, serve=case.serve, **environment) as server:
+    key = KEY if case.switches else None
+    with SGLangServer(model, logs / f"{request.param}.txt", *flags, key=key, serve=case.serve, **environment) as server:
         yield FeatherServer(case, server)
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +58,11 @@ class SGLangServer:
     The log file holds what the server printed. Leaving the block ends every process of the server.
     """
 
-    def __init__(self, model: Path, log: Path, *flags: str, serve: bool = False, **environment: str) -> None:
+    def __init__(
+        self, model: Path, log: Path, *flags: str, key: str | None = None, serve: bool = False, **environment: str
+    ) -> None:
+        """``key``: the admin key that is in the flags, if one is."""
+        self.key = key
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
@@ -108,12 +113,20 @@ class SGLangServer:
             content = response.read()
         return json.loads(content) if content.startswith((b"{", b"[")) else content.decode()
 
-    def post(self, path: str, body: dict[str, Any]) -> int:
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
-        )
-        with urllib.request.urlopen(request, timeout=30) as response:
-            return int(response.status)
+    def post(self, path: str, body: dict[str, Any]) -> None:
+        """With the server's own key; fails if the server refuses."""
+        status, text = self.answer(path, body, self.key)
+        assert status == 200, f"{path}: {status} {text}"
+
+    def answer(self, path: str, body: dict[str, Any], key: str | None) -> tuple[int, str]:
+        """Status and text of what the server answers to whoever has that key; a refusal is an answer too."""
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers, method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=30) as response:
+                return int(response.status), response.read().decode()
+        except urllib.error.HTTPError as refusal:
+            return refusal.code, refusal.read().decode()
 
     def load(self) -> tuple[int, int, int]:
         """Running requests, waiting requests, and KV tokens in use that no cache entry could give back."""

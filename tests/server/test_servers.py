@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from feather_sglang.adapter.decision_log import compare
 from feather_sglang.adapter.ports import free_port
-from server.cases import LOSES_FIRST_LOGPROB, REFERENCE, ROOMY, FeatherServer, newest_only
+from feather_sglang.policy_names import SWITCH_PATH
+from server.cases import KEY, LOSES_FIRST_LOGPROB, REFERENCE, ROOMY, FeatherServer, newest_only
 from server.sglang_server import SGLangServer, run_to_end
 from server.workload import Answer, Request, stream_all
 
@@ -60,9 +62,8 @@ def test_prefixes_are_reused(feather_server: FeatherServer, served: dict[str, An
     assert cached > (0.6 if feather_server.case.retracts else 0.85) * prompts
 
 
+@pytest.mark.of_cases("pat")
 def test_decoding_reads_shared_tokens_once(feather_server: FeatherServer, served: dict[str, Answer]) -> None:
-    if not feather_server.case.pat:
-        pytest.skip("decodes with another backend")
     lines = [line for line in feather_server.server.get("/metrics").splitlines() if line.startswith("feather_pat_")]
     counts = {line.split("{")[0].split(" ")[0]: float(line.split(" ")[-1]) for line in lines}
     assert counts["feather_pat_plans_total"] > 0 and counts["feather_pat_plans_kept_total"] > 0
@@ -108,6 +109,48 @@ def test_pause_and_resume(
     assert {name: answer.text for name, answer in answers.items()} == {
         request.name: fcfs[0][request.name].text for request in requests[:50]
     }
+
+
+@newest_only
+@pytest.mark.of_cases("switches")
+def test_a_policy_is_switched_under_the_admin_key_alone(
+    feather_server: FeatherServer, fcfs: list[dict[str, Answer]], requests: list[Request]
+) -> None:
+    server = feather_server.server
+    chosen = [request for request in requests if "regex" not in request.body][:20]
+
+    def switch(name: str, key: str | None = KEY) -> tuple[int, Any]:
+        status, text = server.answer(SWITCH_PATH, {"schedule_policy": name}, key)
+        return status, json.loads(text)
+
+    def state() -> dict[str, Any]:
+        (found,) = server.get("/server_info")["internal_states"]
+        return {"reported": found["schedule_policy"], **found["feather"]}
+
+    message = {"server_args": {'{"schedule_policy": "lpm"}': 1}}  # what the endpoint sends to the schedulers
+    for key in (None, "guessed"):
+        assert switch("lpm", key)[0] == server.answer("/set_internal_state", message, key)[0] == 401
+    for name in ("fcfs", "lpm", "feather", "fcfs"):
+        server.wait_until_idle()
+        assert switch(name) == (200, {"schedule_policy": name})
+        before = state()
+        assert before["schedule_policy"] == before["reported"] == name and before["rounds"] == 0
+        answers = stream_all(server.url, chosen)
+        assert {name: answer.text for name, answer in answers.items()} == {
+            request.name: fcfs[0][request.name].text for request in chosen
+        }
+        after = state()
+        assert after["rounds"] > 0 and after["admission_seconds"] > 0
+
+    thread = threading.Thread(target=stream_all, args=(server.url, chosen))
+    thread.start()
+    server.wait_until_busy()
+    status, answer = switch("lpm")
+    thread.join(60)
+    assert status == 409 and "running or waiting: switch when idle" in answer["error"]
+    assert state()["schedule_policy"] == "fcfs"
+    status, answer = switch("fifo")
+    assert status == 400 and answer["error"].startswith("unknown schedule policy 'fifo'")
 
 
 def test_the_log_tells_of_no_failure(feather_server: FeatherServer) -> None:
