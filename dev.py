@@ -92,20 +92,11 @@ def run(command: list[str], mistake: str, **extra: str) -> None:
 
 def pip_install(*arguments: str) -> None:
     """Install without compiling: of all that is installed a small part is ever imported, and compiled then."""
+    options = ["--no-input", "--disable-pip-version-check", "--no-compile"]
     quiet = [] if sys.stdout.isatty() else ["-qq"]
     what = " ".join(word for word in arguments if not word.startswith("--"))
     run(
-        [
-            str(python()),
-            "-m",
-            "pip",
-            "install",
-            "--no-input",
-            "--disable-pip-version-check",
-            "--no-compile",
-            *quiet,
-            *arguments,
-        ],
+        [str(python()), "-m", "pip", "install", *options, *quiet, *arguments],
         f"pip could not install {what}: see above; check the network or pip's own configuration, then run again",
     )
 
