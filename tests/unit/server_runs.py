@@ -69,6 +69,10 @@ class Run:
         """Processor time of an admission round."""
         return mean(1e3 * one["seconds"] / one["rounds"] for one in self.values(case, policy, "admission"))
 
+    def request_us(self, case, policy):
+        """Processor time of admission for each request that was served."""
+        return mean(1e6 * r["admission"]["seconds"] / r["overall"]["finished"] for r in self.records[case, policy])
+
     def share(self, case, policy):
         """Admission's processor time, percent of the run."""
         return mean(
@@ -135,6 +139,19 @@ def overview(runs, cases):
             if any(found):
                 cells = "".join(f" {', '.join(cell)} |" if cell else " |" for cell in found)
                 lines.append(f"| `{backend}` | {policy} |{cells}")
+    return lines
+
+
+def admission_costs(columns):
+    """Lines of policies: milliseconds a round and microseconds a request for each (run, case)."""
+    lines = []
+    for policy in POLICIES:
+        cells = [
+            f" {run.round_ms(case, policy):.1f} ms, {run.request_us(case, policy):,.0f} us |"
+            if (case, policy) in run.records else " |"
+            for run, case in columns
+        ]  # fmt: skip
+        lines.append(f"| {policy} |{''.join(cells)}")
     return lines
 
 

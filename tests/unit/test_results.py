@@ -12,6 +12,7 @@ from server_runs import (
     ROOT,
     Page,
     Run,
+    admission_costs,
     label,
     overview,
     percent,
@@ -42,7 +43,12 @@ SHARING = ("W1", "W4", "W5:1200", "W7")
 BANDIT, DFS, ORDER, LPM, HEURISTIC = "feather-bandit", "dfs-weight", "feather-order", "lpm", "feather-heuristic"
 TABLES = {backend: run.lines(sorted(run.cases)) for backend, run in TODAY.items()}
 TABLES |= {name: RUNS[name].lines() for name in ("fa3_sweeps", *ELSE) if name not in ("draws_1", "pat_sweeps_before")}
+ADMISSION = [
+    *((RUNS["pat_sweeps"], f"open:5,{tokens}000,300,100") for tokens in (1, 20)),
+    *((TODAY["pat"], case) for case in ("W1", "W5:1200", "W2", "W6")),
+]  # prefixes of 1K and 20K; a short queue and a long one; short memory
 TABLES |= {
+    "admission": admission_costs(ADMISSION),
     "pat_sweeps": RUNS["pat_sweeps"].lines([case for case in RUNS["pat_sweeps"].cases if case.startswith("open:")]),
     "fa3_sweeps_unpaced": RUNS["fa3_sweeps_unpaced"].lines(),
     "second draw": RUNS["pat_sweeps"].lines(["W2@1"]),
@@ -74,7 +80,7 @@ def test_the_tables_hold_what_was_measured(name):
 
 
 def test_no_other_table_line_names_a_policy():
-    cell = re.compile(rf"^\| [^|]+ \| ({'|'.join((*POLICIES, 'paced', 'order-off', 'bandit-off'))}) \|")
+    cell = re.compile(rf"^\| ([^|]+ \| )?({'|'.join((*POLICIES, 'paced', 'order-off', 'bandit-off'))}) \|")
     found = [line for line in RESULTS.splitlines() if cell.match(line)]
     assert sorted(found) == sorted(line for lines in TABLES.values() for line in lines)
 
@@ -521,6 +527,17 @@ def test_what_admission_costs():
     def ms(policy, *cases):
         return least_to_most([run.round_ms(case, policy) for case in cases for run in TODAY.values()], 1)
 
+    costs = {
+        policy: [run.request_us(case, policy) / run.request_us(case, "fcfs") for run, case in ADMISSION]
+        for policy in (DFS, ORDER, BANDIT)
+    }
+    w2 = [TODAY["pat"].values("W2", policy, "admission", "rounds")[0] for policy in (BANDIT, "fcfs")]
+    PAGE.says(
+        f"dfs-weight takes {least_to_most(costs[DFS], 1)} times fcfs's time, feather-order "
+        f"{least_to_most(costs[ORDER], 1)} times",
+        f"feather-bandit {least_to_most(costs[BANDIT][:4] + costs[BANDIT][5:], 1)} times, but {costs[BANDIT][4]:.1f} "
+        f"times on W2, where it opens {w2[0]} rounds for fcfs's {w2[1]}",
+    )
     idle = [f"{100 - RUNS[name].busy('W2', policy):.1f}%" for policy in (BANDIT, DFS) for name in ("fa3", "pat")]
     PAGE.says(
         f"feather-bandit takes {ms(BANDIT, 'W2')} ms a round on W2 for dfs-weight's {ms(DFS, 'W2')} ms, "
