@@ -183,6 +183,18 @@ def test_where_they_fit_nothing_is_lost():
     )
     bare = {name: text.replace("+", "") for name, text in spans.items()}
     README.says(f"is ahead of fcfs by {bare['pat']} on `pat`, {bare['fa3']} on `fa3` and {bare['flashinfer']}")
+    alike = [
+        gain for policy in (BANDIT, "feather-qlearning", HEURISTIC)
+        for gain in gains(policy, cases=("W3", "W3@1"), runs=[*TODAY.values(), *(RUNS[name] for name in EARLIER)])
+    ]  # fmt: skip
+    assert not sum(sum(run.values(case, policy, "admission", "stops")) for run in TODAY.values()
+                   for case, policy in run.records if case.startswith("W3"))  # fmt: skip
+    PAGE.says(
+        f"None of the learned policies nor feather-heuristic stopped on W3, so they admit alike: {span(alike)} in "
+        f"{len(alike)} runs on all backends, {percent(mean(alike))} in the mean",
+        f"{percent(mean(alike))} in the mean of {len(alike)} runs that [admit alike]",
+    )
+    assert mean(alike) > 1
     first = [TODAY["pat"].ttft("W3", policy) for policy in (BANDIT, "fcfs", "feather-qlearning")]
     peaks = [TODAY["pat"].value("W3", policy, "overall", "peak_running") for policy in (BANDIT, "feather-qlearning")]
     PAGE.says(
