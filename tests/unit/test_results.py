@@ -248,6 +248,9 @@ def test_what_order_costs_on_pat():
         f"single runs by default have {once['W1']}, {once['W5:1200']} and {once['W7']}; the mean of all three rounds "
         f"is {percent(all_three[0])}, {percent(all_three[1])} and {percent(all_three[2])}",
         f"For feather-bandit order brings {learnt['W1']}, {learnt['W5:1200']} and {learnt['W7']}",
+        f"busy for {run.busy('W5:1200', BANDIT):.0f}% of the time with it and {run.busy('W5:1200', 'bandit-off'):.0f}% "
+        f"without, but in the single run by default for {TODAY['pat'].busy('W5:1200', BANDIT):.0f}%, at "
+        f"{TODAY['pat'].tok_s('W5:1200', BANDIT):,.0f} tok/s",
         f"feather-order has {percent(all_three[0])}, {percent(all_three[1])} and {percent(all_three[2])} on W1, W5 and "
         "W7 with `pat` in the mean of three rounds",
     )
