@@ -15,6 +15,7 @@ from feather_sglang.adapter.hooks import SUPPORTED, installed_version
 from feather_sglang.cli import main
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import ab as replay_ab
+from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 from feather_sglang.replay.traces import save_trace
 from feather_sglang.replay.workloads import shared_prefix
 
@@ -289,3 +290,16 @@ def test_who_is_ended_early_leaves_no_temporary_files(tmp_path, monkeypatch):
         replay_ab.run_jobs(jobs, 2, logs, Console(quiet=True), _dawdle)
     made = Path(str(error.value))
     assert made.parent.parent == tmp_path and not made.parent.exists()
+
+
+def _models_imported(job, tell):
+    before = set(sys.modules)
+    replay_ab.replay(job, tell)
+    return [name for name in set(sys.modules) - before if name.startswith("sglang.srt.models.")]
+
+
+def test_the_process_that_replays_start_from_has_imported_all_models(tmp_path):
+    """SGLang imports them when it builds a scheduler, and every replay would take two seconds longer."""
+    model = StepTimeModel(load_profile("h200"), load_model("qwen3-8b"))
+    job = replay_ab.Job("fcfs", shared_prefix(1, 40, output_tokens=2, requests=2), model, {"kv_tokens": 4000}, {})
+    assert replay_ab.run_jobs([job], 1, tmp_path, Console(quiet=True), _models_imported) == {"fcfs": []}
