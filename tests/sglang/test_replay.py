@@ -253,7 +253,6 @@ def test_brackets_in_the_name_of_a_trace_are_text(tmp_path, monkeypatch, capsys,
     assert f"notice: {trace}: 9 of 10" in shown
 
 
-@newest_only
 def test_a_replay_of_a_trace_leaves_nothing_among_the_temporary_files(tmp_path):
     command = [sys.executable, "-m", "feather_sglang.cli", "ab", *SMALL, "--policies", "fcfs"]
     command += ["--out", str(tmp_path / "out")]
