@@ -21,7 +21,11 @@ class Run:
 
     def __init__(self, *names):
         self.records = {}
-        for record in (record for name in names for record in read(name)["records"]):
+        contents = [read(name) for name in names]
+        self.kv_tokens = max(
+            server["kv_tokens"] for content in contents for server in content["servers"].values() if "command" in server
+        )
+        for record in (record for content in contents for record in content["records"]):
             assert not record["overall"]["failed"]
             if not record["overall"]["unfinished"]:
                 server = record["server"].replace("-paced", "+paced")
@@ -152,6 +156,24 @@ def admission_costs(columns):
             for run, case in columns
         ]  # fmt: skip
         lines.append(f"| {policy} |{''.join(cells)}")
+    return lines
+
+
+def clocks(columns):
+    """Lines of what row order alone gives (run, cases), and how much of it is a higher clock of the GPU."""
+    lines = []
+    for run, cases in columns:
+        for case in cases:
+            ghz, watt, dram = (
+                [run.value(case, policy, *keys) for policy in ("fcfs", "feather-order")]
+                for keys in (("clocks", "sm_mhz", "mean"), ("clocks", "watt", "mean"), ("activity", "dram"))
+            )
+            gain, clock = run.gain(case, "feather-order"), ghz[1] / ghz[0]
+            lines.append(
+                f"| {case} | {run.kv_tokens // 1000}K | {gain:.3f}x | {ghz[0] / 1e3:.2f}, {ghz[1] / 1e3:.2f} GHz | "
+                f"{clock:.3f}x | {gain / clock:.3f}x | {watt[0]:.0f}, {watt[1]:.0f} W | {dram[0]:.0f}%, "
+                f"{dram[1]:.0f}% |"
+            )
     return lines
 
 
