@@ -1,5 +1,7 @@
 """Puts this folder on the import path, so that tests import their oracles as ``oracles.<name>``."""
 
+import atexit
+import gc
 import os
 
 import pytest
@@ -9,6 +11,10 @@ from hypothesis import HealthCheck, settings
 # other cost more than they bring, and several times the work where other tests keep the cores busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What is imported while tests are collected stays: nobody needs to look through it for garbage, which takes seconds
+# then, and again whenever SGLang collects garbage, as it does for every scheduler.
+gc.disable()
+
 # A busy machine makes single examples slow; that says nothing about the code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
@@ -17,3 +23,11 @@ settings.load_profile("patient")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Servers first: where files are dealt to several processes, the longest one must not start last."""
     items.sort(key=lambda item: "server" not in item.path.parts)
+
+
+def pytest_collection_finish() -> None:
+    """From here on there is garbage, but not among what was imported."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # or nanobind reports what lies there as leaked

@@ -3,6 +3,7 @@
 Whatever goes wrong here goes wrong again in the replay's own process, which reports it.
 """
 
+import atexit
 import contextlib
 import gc
 import os
@@ -12,6 +13,7 @@ from feather_sglang.adapter import cpu_shims
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a replay runs on the CPU; a process forked after CUDA started cannot use it
 _kept = os.dup(1), os.dup(2)
+gc.disable()  # looking for garbage takes a sixth of the time of importing
 with open(os.devnull, "w") as silence, contextlib.suppress(Exception):
     os.dup2(silence.fileno(), 1)
     os.dup2(silence.fileno(), 2)
@@ -21,6 +23,8 @@ with open(os.devnull, "w") as silence, contextlib.suppress(Exception):
     import_module("sglang.srt.managers.tp_worker")
     import_module("sglang.srt.models.registry")
 gc.freeze()  # what is imported stays: no process that starts from here needs to look through it
+gc.enable()
+atexit.register(gc.unfreeze)  # or nanobind reports what lies there as leaked
 os.dup2(_kept[0], 1)
 os.dup2(_kept[1], 2)
 os.close(_kept[0])

@@ -6,7 +6,6 @@ process. A test submits requests, steps the scheduler, and looks at it between s
 
 from __future__ import annotations
 
-import atexit
 import gc
 import inspect
 import json
@@ -49,12 +48,6 @@ try:
     from sglang.srt.distributed import bootstrap
 except ImportError:  # before 0.5.21
     bootstrap = None
-
-# SGLang collects garbage for every scheduler, and so does take_down; most of the time would go through what the imports
-# above have left for good.
-gc.collect()
-gc.freeze()
-atexit.register(gc.unfreeze)  # or nanobind reports what lies there as leaked
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
