@@ -132,7 +132,8 @@ def details(records: Sequence[Record]) -> str:
     """A line a case and server: latencies, cache hits, and how far the rounds lie apart."""
     rows = [[
         "case", "server", "TTFT s", "p99", "e2e s", "p99", "TPOT p50", "p99", "hit", "done", "failed", "peak",
-        "retracted", "client", "admission ms/round", "of run", "stops", "GPU busy", "SMs", "DRAM", "rounds +-",
+        "retracted", "client", "admission ms/round", "of run", "stops", "GPU busy", "SMs", "DRAM", "GHz", "W",
+        "rounds +-",
     ]]  # fmt: skip
     for case in _in_order(records, "case"):
         for server in _in_order(records, "server"):
@@ -151,6 +152,7 @@ def details(records: Sequence[Record]) -> str:
             row.append(f"{max(r['client_cpu'] for r in found):.0%}")
             row += _admission([(a, r["overall"]["seconds"]) for r in found if (a := r.get("admission"))])
             row += _activity([a for r in found if (a := r.get("activity"))])
+            row += _clocks([c for r in found if (c := r.get("clocks"))])
             row.append(_apart([rate for r in found if (rate := tok_s(r))]))
             rows.append(row)
     return grid(rows)
@@ -266,6 +268,12 @@ def _activity(found: Sequence[dict[str, Any]]) -> list[str]:
     """Percent of the time that anything ran on the GPU, of its multiprocessors, and of its DRAM's bandwidth."""
     means = [_mean(activity.get(name) for activity in found) for name in ("busy", "sm", "dram")]
     return ["-" if mean is None else f"{mean:.1f}%" for mean in means]
+
+
+def _clocks(found: Sequence[dict[str, Any]]) -> list[str]:
+    """What the multiprocessors' clock was in the mean, in GHz, and what the GPU drew, in watts."""
+    mhz, watt = (_mean(clocks[name]["mean"] for clocks in found) for name in ("sm_mhz", "watt"))
+    return ["-" if mhz is None else f"{mhz / 1e3:.2f}", _figure(watt, 0)]
 
 
 def _apart(values: Sequence[float]) -> str:

@@ -291,7 +291,14 @@ class Comparison:
             errors = [stream.error for stream in driven.streams if stream.error]
             raise ServerFailed(f"no request finished{': ' + errors[0] if errors else ' in time'}")
         seen = summarize(
-            choice.name, driven, watch.lines, watch.scheduler_seconds, watch.retractions, admission, activity.summary
+            choice.name,
+            driven,
+            watch.lines,
+            watch.scheduler_seconds,
+            watch.retractions,
+            admission,
+            activity.summary,
+            clocks.summary,
         )
         self.seen.setdefault(choice.name, []).append(seen)
         record |= {

@@ -25,6 +25,7 @@ _FIXED = {
     "driver": "driver_version",
     "memory_mib": "memory.total",
     "max_sm_mhz": "clocks.max.sm",
+    "power_limit_watt": "power.limit",
 }
 _VERSIONS = """
 import json, sys

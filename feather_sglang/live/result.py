@@ -73,6 +73,7 @@ def summarize(
     retractions: int,
     admission: Admission | None = None,
     activity: Mapping[str, Any] | None = None,
+    clocks: Mapping[str, Any] | None = None,
 ) -> Seen:
     """Figures of a run in which some request finished.
 
@@ -115,6 +116,8 @@ def summarize(
         "admission_us": admission.seconds / admission.rounds * 1e6 if admission and admission.rounds else None,
         "gpu_busy": worked["busy"] / 100 if "busy" in worked else None,
         "dram_use": worked["dram"] / 100 if "dram" in worked else None,
+        "sm_ghz": clocks["sm_mhz"]["mean"] / 1e3 if clocks else None,
+        "watt": clocks["watt"]["mean"] if clocks else None,
     }
     if not len(gaps):
         figures |= dict.fromkeys(("tbt_mean_ms", "tbt_p50_ms", "tbt_p99_ms"))

@@ -15,7 +15,8 @@ class RunSummary:
 
     `kv_mean` and `kv_peak` are shares of the KV pool that running requests hold, `admission_share` is admission's
     processor time over the run's time, `admission_us` that of one admission round; `gpu_busy` is the share of the run
-    in which anything ran on the GPU, `dram_use` the share of its DRAM's bandwidth that was used.
+    in which anything ran on the GPU, `dram_use` the share of its DRAM's bandwidth that was used, `sm_ghz` the clock of
+    its multiprocessors and `watt` what it drew, in the mean.
     """
 
     policy: str
@@ -43,6 +44,8 @@ class RunSummary:
     admission_us: float | None = None
     gpu_busy: float | None = None
     dram_use: float | None = None
+    sm_ghz: float | None = None
+    watt: float | None = None
 
     @classmethod
     def from_times(

@@ -50,6 +50,8 @@ SERVER_FIGURES = (
     Figure("kv_peak", "KV use peak", "{:.0%}", None),
     Figure("gpu_busy", "GPU busy", "{:.1%}", None),
     Figure("dram_use", "DRAM bandwidth used", "{:.0%}", None),
+    Figure("sm_ghz", "GPU clock GHz", "{:.2f}", None),
+    Figure("watt", "GPU power W", "{:.0f}", None),
     *FIGURES[-2:],
 )
 

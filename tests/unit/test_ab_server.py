@@ -261,9 +261,16 @@ class TestFigures:
         assert (one.admission_share, one.admission_us, one.stops) == (0.0, None, 0)
         assert Admission.between(None, after) is Admission.between(before, None) is None
 
+    def test_what_the_gpu_did(self):
+        driven = Driven([stream((1.0, 1), (2.0, 11))], 2.0, 0.2, False)
+        clocks = {"samples": 9, "sm_mhz": {"mean": 1720.0, "min": 1260.0}, "watt": {"mean": 690.5, "min": 300.0}}
+        one = summarize("a", driven, [], 0.5, 0, None, {"busy": 99.0, "dram": 21.0}, clocks).summary
+        assert (one.gpu_busy, one.dram_use, one.sm_ghz, one.watt) == (0.99, 0.21, 1.72, 690.5)
+
     def test_what_was_not_seen_is_none(self):
         one = self.run(stream((1.0, 1)), lines=[], cpu=None).summary
         assert (one.admission_share, one.admission_us, one.stops) == (None,) * 3
+        assert (one.gpu_busy, one.dram_use, one.sm_ghz, one.watt) == (None,) * 4
         assert (one.mean_batch, one.kv_mean, one.kv_peak, one.retractions, one.scheduler_share) == (None,) * 5
         assert one.tbt_mean_ms is None and one.ttft_mean == 1.0
 

@@ -372,15 +372,17 @@ class TestReport:
     def test_what_admission_took(self):
         counted = {"rounds": 200, "seconds": 0.05, "stops": 1234}
         (row,) = report.details([record("fa3", "W1", 100.0, admission=counted)]).splitlines()[1:]
-        assert row.split()[-6:-3] == ["0.250", "2.5%", "1,234"]  # 50 ms of a run of 2 s
+        assert row.split()[-8:-5] == ["0.250", "2.5%", "1,234"]  # 50 ms of a run of 2 s
         (row,) = report.details([record("fa3", "W1", 100.0)]).splitlines()[1:]
-        assert row.split()[-6:-3] == ["-", "-", "-"]
+        assert row.split()[-8:-5] == ["-", "-", "-"]
 
     def test_what_the_gpu_did(self):
         rounds = [{"samples": 2, "seconds": 2.0, "busy": 99.0, "dram": dram} for dram in (40.0, 50.0)]
-        records = [record("fa3", "W1", 100.0, round=i, activity=a) for i, a in enumerate([*rounds, None])]
+        clocks = summarize_clocks("1700, 3201, 690, 60\n1740, 3201, 700, 62")
+        seen = [{"activity": rounds[0], "clocks": clocks}, {"activity": rounds[1]}, {}]
+        records = [record("fa3", "W1", 100.0, round=i, **one) for i, one in enumerate(seen)]
         (row,) = report.details(records).splitlines()[1:]
-        assert row.split()[-4:] == ["99.0%", "-", "45.0%", "0.0%"]
+        assert row.split()[-6:] == ["99.0%", "-", "45.0%", "1.72", "695", "0.0%"]
 
 
 class TestClocks:

@@ -263,7 +263,7 @@ def test_what_order_brings():
     again = {case: percent(RUNS["order_200k"].gain(case, ORDER)) for case in ("W1", "W7")}
     PAGE.says(
         f"with 200,000 {gained['W1'][0]}, {gained['W1'][1]} and {again['W1']} on W1, {gained['W7'][0]}, "
-        f"{gained['W7'][1]} and {again['W7']} on W7 on three",
+        f"{gained['W7'][1]} and {again['W7']} on W7 in three runs",
         f"{' and '.join(gained['W1'])} on W1, {' and '.join(gained['W7'])} on W7 in this run and an earlier one, where "
         f"fcfs had {fa3.tok_s('W1', 'fcfs'):,.0f} and {before.tok_s('W1', 'fcfs'):,.0f} tok/s on W1, "
         f"{fa3.tok_s('W7', 'fcfs'):,.0f} and {before.tok_s('W7', 'fcfs'):,.0f} on W7, and feather-order nearly the "
@@ -513,17 +513,17 @@ def test_what_disorder_costs_is_clock():
         if case == "W1":
             assert gained[-1] / clock[-1] == pytest.approx(1, abs=0.017)
     rest = [gain / ratio for gain, ratio in zip(gained, clock, strict=True)]
-    (low, low_gain), (_, low_gain_2), (mid, gain), *others, (high, _) = sorted(on_w7)
-    gain = [gain, *(one for _, one in others), sorted(on_w7)[-1][1]]
+    on_w7.sort()
+    low, high = ([gain for _, gain in some] for some in (on_w7[:2], on_w7[2:]))
     used = [run.value("W1", "fcfs", "activity", "dram") for run, _ in runs]
     PAGE.says(
         f"draws {min(watts):.0f} to {max(watts):.0f} W in the mean",
         f"**Row order raises the clock by {span(clock).replace('+', '')}**, with about the same power; what remains is "
         f"{span(rest)}",
         f"On W1, where DRAM is used to {min(used):.0f} to {max(used):.0f}%",
-        f"On W7 two had {low:.2f} GHz under fcfs and gained {min(low_gain, low_gain_2):.1f} and "
-        f"{max(low_gain, low_gain_2):.1f}%, three had {mid:.2f} to {high:.2f} GHz and gained {min(gain):.1f} to "
-        f"{max(gain):.1f}%",
+        f"On W7 it had {on_w7[0][0]:.2f} GHz under fcfs in two runs, and order gained {min(low):.1f} and "
+        f"{max(low):.1f}%; in the three others it had {on_w7[2][0]:.2f} to {on_w7[-1][0]:.2f} GHz, and order gained "
+        f"{min(high):.1f} to {max(high):.1f}%",
     )
 
 
