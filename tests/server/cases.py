@@ -12,7 +12,6 @@ from server.sglang_server import SGLangServer
 from server.workload import Answer, Request, stream_all
 
 KEY = "only-the-admin-knows"
-SWITCHABLE = ("--feather-allow-switch", "--admin-api-key", KEY)
 NEWEST = "0.5.23"
 newest_only = pytest.mark.skipif(metadata.version("sglang") != NEWEST, reason=f"runs on SGLang {NEWEST}")
 ROOMY = ("--max-total-tokens", "8192", "--max-running-requests", "32")
@@ -29,10 +28,7 @@ REFERENCE = {"FEATHER_PAT_REFERENCE": "1"}
 
 @dataclass(frozen=True)
 class Case:
-    """One policy on a server, in a setting that takes it through another part of a request's life.
-
-    ``after``: the case whose server this one goes on with, switched to its own policy.
-    """
+    """One server: a policy, and a setting that takes it through another part of a request's life."""
 
     policy: str
     flags: tuple[str, ...] = ROOMY
@@ -42,12 +38,11 @@ class Case:
     priorities: bool = False
     pat: bool = False
     switches: bool = False
-    after: str | None = None
 
 
 # feather-bandit, which is feather by another name, serves on two ranks and in sglang.Engine.
 _NEWEST = {
-    "plain": Case("feather", (*ROOMY, *SWITCHABLE), switches=True),
+    "plain": Case("feather", (*ROOMY, "--feather-allow-switch", "--admin-api-key", KEY), switches=True),
     "chunks-priorities": Case(
         "feather-heuristic",
         (
@@ -59,10 +54,8 @@ _NEWEST = {
         priorities=True,
         pat=True,
     ),
-    "retraction": Case(
-        "feather-qlearning", (*TIGHT, *PAT, *SWITCHABLE), OVERCOMMIT | REFERENCE, retracts=True, pat=True
-    ),
-    "order-retraction": Case("feather-order", retracts=True, after="retraction"),
+    "retraction": Case("feather-qlearning", TIGHT, OVERCOMMIT, retracts=True),
+    "order-retraction": Case("feather-order", (*TIGHT, *PAT), OVERCOMMIT | REFERENCE, retracts=True, pat=True),
 }
 # What differs in an older release is where the policies and pat are hooked in: one server of both, with a full pool.
 _OLDER = {
@@ -73,15 +66,10 @@ CASES = _NEWEST if metadata.version("sglang") == NEWEST else _OLDER
 
 @dataclass
 class FeatherServer:
-    """A running server, the case that it serves, and how much it had printed before."""
+    """A running server and the case that it was started for."""
 
     case: Case
     server: SGLangServer
-    printed: int = 0
-
-    def log(self) -> str:
-        """What the server has printed under this case."""
-        return self.server.text()[self.printed :]
 
     def answers(self, requests: list[Request], **options: Any) -> dict[str, Answer]:
         """Stream all requests, with three levels of priority where the server knows priorities."""

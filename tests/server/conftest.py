@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from feather_sglang.policy_names import SWITCH_PATH
 from server.cases import CASES, KEY, ROOMY, FeatherServer
 from server.sglang_server import SGLangServer
 from server.tiny_model import write_model
@@ -63,43 +62,15 @@ def fcfs(model: Path, logs: Path, requests: list[Request]) -> list[dict[str, Ans
         return [stream_all(server.url, requests), stream_all(server.url, requests[::-1], concurrency=8)]
 
 
-@pytest.fixture(scope="session")
-def handed_on() -> Iterator[dict[str, SGLangServer]]:
-    """The servers of cases that another case goes on with."""
-    servers: dict[str, SGLangServer] = {}
-    yield servers
-    for server in servers.values():
-        server.stop()
-
-
 @pytest.fixture(scope="module")
-def feather_server(
-    request: pytest.FixtureRequest, model: Path, logs: Path, fcfs: object, handed_on: dict[str, SGLangServer]
-) -> Iterator[FeatherServer]:
+def feather_server(request: pytest.FixtureRequest, model: Path, logs: Path, fcfs: object) -> Iterator[FeatherServer]:
     """The server of one case; after every scheduling step it checks its tree against SGLang's queues."""
-    name, case = request.param, CASES[request.param]
-    server = handed_on.pop(case.after or name, None) or _start(case.after or name, model, logs)
-    try:
-        printed = 0
-        if case.after is not None:
-            server.wait_until_idle()
-            server.post("/flush_cache", {})
-            printed = len(server.text())
-            server.post(SWITCH_PATH, {"schedule_policy": case.policy})
-        yield FeatherServer(case, server, printed)
-    finally:
-        if any(other.after == name for other in CASES.values()):
-            handed_on[name] = server
-        else:
-            server.stop()
-
-
-def _start(name: str, model: Path, logs: Path) -> SGLangServer:
-    case = CASES[name]
+    case = CASES[request.param]
     flags = ("--schedule-policy", case.policy, *case.flags)
     environment = {"FEATHER_DEBUG_CHECK": "1", **case.environment}
-    key = KEY if KEY in case.flags else None
-    return SGLangServer(model, logs / f"{name}.txt", *flags, key=key, serve=case.serve, **environment).__enter__()
+    key = KEY if case.switches else None
+    with SGLangServer(model, logs / f"{request.param}.txt", *flags, key=key, serve=case.serve, **environment) as server:
+        yield FeatherServer(case, server)
 
 
 @pytest.fixture(scope="module")
