@@ -159,22 +159,29 @@ def admission_costs(columns):
     return lines
 
 
-def clocks(columns):
-    """Lines of what row order alone gives (run, cases), and how much of it is a higher clock of the GPU."""
-    lines = []
-    for run, cases in columns:
-        for case in cases:
-            ghz, watt, dram = (
-                [run.value(case, policy, *keys) for policy in ("fcfs", "feather-order")]
-                for keys in (("clocks", "sm_mhz", "mean"), ("clocks", "watt", "mean"), ("activity", "dram"))
+class Ordering:
+    """What row order alone gave in a case: its gain, and figures of the GPU under fcfs and under feather-order."""
+
+    def __init__(self, run, case):
+        self.case, self.kv_tokens, self.gain = case, run.kv_tokens, run.gain(case, "feather-order")
+        self.ghz, self.watt, self.dram = (
+            [run.value(case, policy, *keys) / unit for policy in ("fcfs", "feather-order")]
+            for *keys, unit in (
+                ("clocks", "sm_mhz", "mean", 1e3),
+                ("clocks", "watt", "mean", 1),
+                ("activity", "dram", 1),
             )
-            gain, clock = run.gain(case, "feather-order"), ghz[1] / ghz[0]
-            lines.append(
-                f"| {case} | {run.kv_tokens // 1000}K | {gain:.3f}x | {ghz[0] / 1e3:.2f}, {ghz[1] / 1e3:.2f} GHz | "
-                f"{clock:.3f}x | {gain / clock:.3f}x | {watt[0]:.0f}, {watt[1]:.0f} W | {dram[0]:.0f}%, "
-                f"{dram[1]:.0f}% |"
-            )
-    return lines
+        )
+        self.clock = self.ghz[1] / self.ghz[0]
+        self.rest = self.gain / self.clock
+
+    def line(self):
+        cells = (
+            self.case, f"{self.kv_tokens // 1000}K", f"{self.gain:.3f}x",
+            f"{self.ghz[0]:.2f}, {self.ghz[1]:.2f} GHz", f"{self.clock:.3f}x", f"{self.rest:.3f}x",
+            f"{self.watt[0]:.0f}, {self.watt[1]:.0f} W", f"{self.dram[0]:.0f}%, {self.dram[1]:.0f}%",
+        )  # fmt: skip
+        return f"| {' | '.join(cells)} |"
 
 
 def percent(ratio):

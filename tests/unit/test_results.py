@@ -10,10 +10,10 @@ from server_runs import (
     POLICIES,
     RESULTS,
     ROOT,
+    Ordering,
     Page,
     Run,
     admission_costs,
-    clocks,
     label,
     overview,
     percent,
@@ -85,6 +85,12 @@ def gains_of_rounds(name, case, policy):
 
 def earlier(backend):
     return [run for run in EVERY if run.backend == backend and run is not TODAY[backend]]
+
+
+def w6_on_fa3():
+    """feather-bandit's gains on W6 in single runs, today's first, and in rounds."""
+    single = gains(BANDIT, cases=("W6",), runs=[TODAY["fa3"], *earlier("fa3")])
+    return single, gains_of_rounds("rounds_fa3_w6", "W6", BANDIT)
 
 
 def least_to_most(values, digits=2):
@@ -166,8 +172,7 @@ def test_where_prefixes_exceed_the_pool():
     )
     assert TODAY["fa3"].gain("W2", BANDIT, DFS) > 1.2
     assert all(run.ttft("W2", BANDIT, "p99") < run.ttft("W2", DFS, "p99") for run in TODAY.values())
-    w6 = [run.gain("W6", BANDIT) for run in (TODAY["fa3"], *earlier("fa3")) if ("W6", BANDIT) in run.records]
-    rounds = gains_of_rounds("rounds_fa3_w6", "W6", BANDIT)
+    w6, rounds = w6_on_fa3()
     assert len(w6) == 3 and len(rounds) == 2 and mean([*w6, *rounds]) > 1.8
     w6 = [f"{gain:.3f}x" for gain in (*w6, mean(rounds))]
     PAGE.says(
@@ -475,9 +480,7 @@ def test_order_alone():
     alone = [{case: percent(run.gain(case, ORDER)) for case in run.cases} for run in (first, second, third)]
     cases = [(run, case) for run in (first, second) for case in ("W7", "W6", "W1")]
     shorter = [run.ttft(case, "fcfs", "p99") - run.ttft(case, ORDER, "p99") for run, case in cases]
-    dram = [
-        run.value(case, ORDER, "activity", "dram") / run.value(case, "fcfs", "activity", "dram") for run, case in cases
-    ]
+    dram = [ordered / arrived for arrived, ordered in (Ordering(*one).dram for one in cases)]
     rates = [run.values(*key, "overall", "tok_s") for run in (first, second, third) for key in run.records]
     apart = max(max(rounds) / min(rounds) - 1 for rounds in rates)
     PAGE.says(
@@ -499,30 +502,22 @@ def test_order_alone():
 def test_what_disorder_costs_is_clock():
     runs = [(RUNS["order"], ORDERED), (RUNS["order_again"], ORDERED)]
     runs += [(run, ORDERED[:2]) for run in (RUNS["order_200k"], TODAY["fa3"], RUNS["earlier_fa3_2"])]
-    assert "\n".join(clocks(runs)) in RESULTS, "\n".join(clocks(runs))
-    gained, clock, watts, on_w7 = [], [], [], []
-    for run, case in ((run, case) for run, cases in runs for case in cases):
-        mhz, watt = ([run.value(case, policy, "clocks", what, "mean") for policy in ("fcfs", ORDER)]
-                     for what in ("sm_mhz", "watt"))  # fmt: skip
-        gained.append(run.gain(case, ORDER))
-        clock.append(mhz[1] / mhz[0])
-        watts += watt
-        assert watt[1] == pytest.approx(watt[0], rel=0.025)  # about the same power
-        if case == "W7":
-            on_w7.append((mhz[0] / 1e3, 100 * gained[-1] - 100))
-        if case == "W1":
-            assert gained[-1] / clock[-1] == pytest.approx(1, abs=0.017)
-    rest = [gain / ratio for gain, ratio in zip(gained, clock, strict=True)]
-    on_w7.sort()
-    low, high = ([gain for _, gain in some] for some in (on_w7[:2], on_w7[2:]))
-    used = [run.value("W1", "fcfs", "activity", "dram") for run, _ in runs]
+    found = [Ordering(run, case) for run, cases in runs for case in cases]
+    lines = "\n".join(one.line() for one in found)
+    assert lines in RESULTS, lines
+    w1 = [one for one in found if one.case == "W1"]
+    w7 = sorted((one for one in found if one.case == "W7"), key=lambda one: one.ghz[0])
+    low, high = ([100 * one.gain - 100 for one in some] for some in (w7[:2], w7[2:]))
+    assert all(one.watt[1] == pytest.approx(one.watt[0], rel=0.025) for one in found)  # about the same power
+    assert all(one.rest == pytest.approx(1, abs=0.017) for one in w1)
+    watts, used = [watt for one in found for watt in one.watt], [one.dram[0] for one in w1]
     PAGE.says(
         f"draws {min(watts):.0f} to {max(watts):.0f} W in the mean",
-        f"**Row order raises the clock by {span(clock).replace('+', '')}**, with about the same power; what remains is "
-        f"{span(rest)}",
+        f"**Row order raises the clock by {span([one.clock for one in found]).replace('+', '')}**, with about the same "
+        f"power; what remains is {span([one.rest for one in found])}",
         f"On W1, where DRAM is used to {min(used):.0f} to {max(used):.0f}%",
-        f"On W7 it had {on_w7[0][0]:.2f} GHz under fcfs in two runs, and order gained {min(low):.1f} and "
-        f"{max(low):.1f}%; in the three others it had {on_w7[2][0]:.2f} to {on_w7[-1][0]:.2f} GHz, and order gained "
+        f"On W7 it had {w7[0].ghz[0]:.2f} GHz under fcfs in two runs, and order gained {min(low):.1f} and "
+        f"{max(low):.1f}%; in the three others it had {w7[2].ghz[0]:.2f} to {w7[-1].ghz[0]:.2f} GHz, and order gained "
         f"{min(high):.1f} to {max(high):.1f}%",
     )
 
@@ -531,10 +526,7 @@ def test_in_rounds():
     w6, short, w5, w5_fa3 = (
         RUNS[name] for name in ("rounds_fa3_w6", "rounds_fa3_short", "whole_pat_w5", "whole_fa3_w5")
     )
-    every = [
-        *gains_of_rounds("rounds_fa3_w6", "W6", BANDIT),
-        *(run.gain("W6", BANDIT) for run in (TODAY["fa3"], *earlier("fa3")) if ("W6", BANDIT) in run.records),
-    ]
+    single, rounds = w6_on_fa3()
     rates = {policy: w6.values("W6@1", policy, "overall", "tok_s") for policy in (BANDIT, "fcfs")}
     apart = [
         max(found) / min(found) - 1
@@ -546,7 +538,8 @@ def test_in_rounds():
     e2e = [f"{short.e2e(case, BANDIT):.2f} s for {short.e2e(case, 'fcfs'):.2f} s" for case in cases]
     assert min(short.gain(case, BANDIT) for case in cases) > 1
     PAGE.says(
-        f"has {w6.gain('W6', BANDIT):.3f}x, with the three single runs {mean(every):.3f}x in the mean of all five",
+        f"has {w6.gain('W6', BANDIT):.3f}x, with the three single runs {mean([*single, *rounds]):.3f}x in the mean of "
+        "all five",
         f"gives {rates[BANDIT][0]:,.0f} and {rates[BANDIT][1]:,.0f} tok/s, {w6.gain('W6@1', BANDIT):.2f}x fcfs's "
         f"{rates['fcfs'][0]:,.0f} and {rates['fcfs'][1]:,.0f}",
         f"1.8x would be {1.8 * mean(rates['fcfs']):,.0f} tok/s",
