@@ -22,6 +22,8 @@ import inspect
 from importlib import metadata
 from typing import Any, NamedTuple
 
+from feather_sglang.policy_names import SINCE
+
 SUPPORTED = tuple(f"0.5.{patch}" for patch in range(17, 24))
 
 
@@ -146,6 +148,11 @@ def installed_version() -> str | None:
         return metadata.version("sglang")
     except metadata.PackageNotFoundError:
         return None
+
+
+def lacks_policy(version: str | None, name: str) -> bool:
+    """Whether that supported SGLang is older than the schedule policy; False for a version that is not known."""
+    return name in SINCE and version in SUPPORTED[: SUPPORTED.index(SINCE[name])]
 
 
 def _resolve(target: str) -> Any:

@@ -23,8 +23,10 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from feather_sglang.adapter.inprocess import build_scheduler
+from feather_sglang.adapter.k_lpm import KLpm
 from feather_sglang.cht import ChunkedHashTree
 from feather_sglang.errors import FeatherError
+from feather_sglang.policy_names import K_LPM
 from feather_sglang.replay.step_time import BatchSharing, StepTimeModel
 from feather_sglang.replay.traces import Trace, TraceRequest
 
@@ -74,13 +76,15 @@ class Replay:
         self.clock = 0.0
         self.scheduler = build_scheduler(
             folder,
-            policy,
+            "lpm" if policy == K_LPM else policy,
             longest + 8,
             max_total_tokens=settings.kv_tokens,
             max_running_requests=settings.max_running,
             chunked_prefill_size=settings.chunked_prefill,
             page_size=settings.page_size,
         )
+        if policy == K_LPM:
+            self.scheduler.policy.calc_priority = KLpm(self.scheduler.policy)
         self.scheduler.tp_worker.forward_batch_generation = self._forward
         self.feather = getattr(self.scheduler, "feather", None)
         if self.feather is not None:

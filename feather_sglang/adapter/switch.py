@@ -18,13 +18,13 @@ from sglang.srt.runtime_context import get_context
 
 from feather_sglang.adapter.admission_clock import AdmissionClock
 from feather_sglang.adapter.agreement import Agreement
-from feather_sglang.adapter.hooks import installed_version, mismatches
+from feather_sglang.adapter.hooks import installed_version, lacks_policy, mismatches
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.scheduler import make_stop_policy, refuse_unsupported, take_over
 from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.errors import FeatherError
 from feather_sglang.policies import StopPolicy
-from feather_sglang.policy_names import FEATHER, STOCK
+from feather_sglang.policy_names import FEATHER, SINCE, STOCK
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,10 @@ class Switch:
         try:
             meant = scheduler.policy._validate_and_adjust_policy(name, scheduler.tree_cache).value
         except ValueError:
-            raise FeatherError(f"sglang {installed_version()} has no schedule policy {name}") from None
+            version = installed_version()
+            if name in SINCE and not lacks_policy(version, name):  # SGLang says the same of both
+                raise FeatherError(f"{name} needs a prefix cache, and this server has none") from None
+            raise FeatherError(f"sglang {version} has no schedule policy {name}") from None
         if meant != name:
             raise FeatherError(f"this server would run {meant} in place of {name}: it has no prefix cache")
         return _Plan(name, options, None)

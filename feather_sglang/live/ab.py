@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     vocabulary = check_model(args.model)
     chosen = configurations(args, policies)
     peers = read_results(args.bench_serving) if args.bench_serving else []
-    version = ab.check_sglang()
+    version = ab.check_sglang(policies)
     trace = ab.workload(args)
     if args.kv_tokens:
         ab.check_fits(trace, args.kv_tokens, args.page_size)

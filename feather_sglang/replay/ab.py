@@ -16,7 +16,7 @@ import shlex
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
@@ -27,12 +27,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from feather_sglang import __version__
+from feather_sglang.adapter.hooks import SUPPORTED, installed_version, lacks_policy
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import check_target, replace_text
 from feather_sglang.live.arguments import SERVER_ONLY, add_server_arguments
 from feather_sglang.pacing import BOUND
-from feather_sglang.policy_names import FEATHER, STOCK
+from feather_sglang.policy_names import FEATHER, K_LPM, SINCE, STOCK
 from feather_sglang.replay import workloads
 from feather_sglang.replay.model_shape import DEFAULT_MODEL, MODELS, load_model
 from feather_sglang.replay.profiles import list_profiles, load_profile
@@ -42,7 +43,7 @@ from feather_sglang.report import plots
 from feather_sglang.report.summary import RunSummary
 from feather_sglang.report.tables import comparison
 
-DEFAULT_POLICIES = "fcfs,lpm,dfs-weight,feather-order,feather-bandit"
+DEFAULT_POLICIES = "fcfs,lpm,dfs-weight,hrrn,feather-order,feather-bandit"  # without what SGLang is too old for
 RESULTS_VERSION = 1
 REPLAY_ONLY = {"profile": "h200", "prefill_graphs": "on", "scheduler_cost": "on", "jobs": 2}
 
@@ -143,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="replay",
         help="virtual time with a model of the GPU, or real servers (%(default)s)",
     )
-    parser.add_argument("--policies", default=DEFAULT_POLICIES, help=f"comma-separated (default {DEFAULT_POLICIES})")
+    parser.add_argument("--policies", help=f"comma-separated (default {DEFAULT_POLICIES}; as far as SGLang has them)")
     parser.add_argument("--feather-policy-file", metavar="FILE", help="policy file written by `feather train`")
     parser.add_argument("--feather-explore", choices=("on", "off"), default="on")
     parser.add_argument(
@@ -203,15 +204,18 @@ def check_sizes(args: argparse.Namespace) -> None:
             raise FeatherError(f"--{name.replace('_', '-')} {value}: must be at least 1")
 
 
-def check_sglang() -> str:
-    """Version of the installed SGLang; one clear line if there is none, or none that fits."""
+def check_sglang(policies: Sequence[str] = ()) -> str:
+    """Version of the installed SGLang; one clear line if there is none, or none that fits and has these policies."""
     if importlib.util.find_spec("sglang") is None:
         raise FeatherError("SGLang is not installed here; see README, or run `feather doctor`")
-    from feather_sglang.adapter.hooks import SUPPORTED, installed_version
-
     version = installed_version()
     if version not in SUPPORTED:
         raise FeatherError(f"sglang {version} is not supported; install one of {SUPPORTED[0]} to {SUPPORTED[-1]}")
+    for name in policies:
+        if lacks_policy(version, name):
+            raise FeatherError(
+                f"--policies: sglang {version} has no {name}; leave it out, or install sglang {SINCE[name]} or later"
+            )
     return version
 
 
@@ -362,13 +366,17 @@ def make_folder(path: Path, *files: str) -> Path:
 
 
 def chosen_policies(args: argparse.Namespace) -> list[str]:
-    """The policies that ``--policies`` names."""
+    """The policies that ``--policies`` names, or else those of the default that the installed SGLang has."""
+    if args.policies is None:
+        version = installed_version()
+        return [name for name in DEFAULT_POLICIES.split(",") if not lacks_policy(version, name)]
     policies = [name.strip() for name in args.policies.split(",") if name.strip()]
-    unknown = [name for name in policies if name not in STOCK + FEATHER]
+    if args.engine == "server" and K_LPM in policies:
+        raise FeatherError(f"--policies {args.policies}: no server has {K_LPM}; leave it out, or use --engine replay")
+    known = (*STOCK, *FEATHER) if args.engine == "server" else (*STOCK, K_LPM, *FEATHER)
+    unknown = [name for name in policies if name not in known]
     if unknown or not policies:
-        raise FeatherError(
-            f"--policies {args.policies}: unknown {unknown or 'empty list'}; choose from {STOCK + FEATHER}"
-        )
+        raise FeatherError(f"--policies {args.policies}: unknown {unknown or 'empty list'}; choose from {known}")
     if len(set(policies)) < len(policies):
         raise FeatherError(f"--policies {args.policies}: a policy is named twice")
     return policies
@@ -427,7 +435,7 @@ def run(args: argparse.Namespace) -> int:
     policies = chosen_policies(args)
     if args.jobs < 1:
         raise FeatherError(f"--jobs {args.jobs}: must be at least 1")
-    version = check_sglang()
+    version = check_sglang(policies)
     trace = workload(args)
     model, settings = step_model(args)
     check_fits(trace, settings["kv_tokens"], args.page_size)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from feather_sglang.adapter.hooks import SUPPORTED, installed_version
+from feather_sglang.adapter.hooks import SUPPORTED, installed_version, lacks_policy
 from feather_sglang.cli import main
 from feather_sglang.errors import FeatherError
+from feather_sglang.policy_names import SINCE, STOCK
 from feather_sglang.replay import ab as replay_ab
 from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 from feather_sglang.replay.traces import save_trace
@@ -44,8 +45,8 @@ def without_cpu_time(results):
 
 
 def test_every_policy_serves_the_workload_and_writes_everything(tmp_path, capsys):
-    every = "fcfs,lpm,dfs-weight,feather-order,feather-bandit"
-    policies = every if installed_version() == SUPPORTED[-1] else "dfs-weight,feather-bandit"
+    every = "fcfs,lpm,dfs-weight,hrrn,shortest-prefill-first,k-lpm,feather-order,feather-bandit"
+    policies = every if installed_version() == SUPPORTED[-1] else "dfs-weight,k-lpm,feather-bandit"
     results = ab(tmp_path / "out", *SMALL, "--policies", policies)
     assert list(results["runs"]) == policies.split(",")
     for run in results["runs"].values():
@@ -61,6 +62,34 @@ def test_every_policy_serves_the_workload_and_writes_everything(tmp_path, capsys
     )
     table = capsys.readouterr().out
     assert "output tok/s" in table and "TTFT p99 s" in table
+
+
+def test_k_lpm_lets_nobody_wait_as_long_as_lpm(tmp_path):
+    """Where the cache holds a few of the prefixes, which lpm keeps; k-lpm keeps them for three requests in four."""
+    flags = ["--requests", "100", "--groups", "6", "--rate", "60", "--prefix-tokens", "400", "--output-tokens", "12"]
+    flags += ["--kv-tokens", "1500", "--max-running", "2", "--scheduler-cost", "off", "--policies", "fcfs,lpm,k-lpm"]
+    fcfs, lpm, k_lpm = ab(tmp_path, *flags)["runs"].values()
+    assert k_lpm["max_wait"] < 0.9 * lpm["max_wait"]
+    assert fcfs["cache_hit"] < k_lpm["cache_hit"] < lpm["cache_hit"]
+
+
+def test_which_stock_policies_this_sglang_has():
+    from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy, CacheAwarePolicy
+
+    has = {policy.value for policy in (*CacheAwarePolicy, *CacheAgnosticPolicy)}
+    assert [name for name in STOCK if name not in has] == [n for n in STOCK if lacks_policy(installed_version(), n)]
+
+
+@pytest.mark.parametrize("engine", ["replay", "server"])
+@pytest.mark.parametrize(("version", "name"), [("0.5.19", "hrrn"), ("0.5.20", "shortest-prefill-first")])
+def test_a_policy_that_this_sglang_lacks_is_one_line(tmp_path, monkeypatch, capsys, engine, version, name):
+    monkeypatch.setattr(replay_ab, "installed_version", lambda: version)
+    (tmp_path / "config.json").write_text('{"vocab_size": 300}')
+    flags = ["--engine", engine, *(["--model", str(tmp_path)] if engine == "server" else [])]
+    assert main(["ab", *flags, "--policies", f"fcfs,{name}", "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    says = f"--policies: sglang {version} has no {name}; leave it out, or install sglang {SINCE[name]} or later"
+    assert error == f"feather: error: {says}\n" and not (tmp_path / "out").exists()
 
 
 @newest_only

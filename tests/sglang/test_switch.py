@@ -13,6 +13,7 @@ from sglang.srt.runtime_context import get_context
 
 from feather_sglang.adapter import failures, plugin, switch, switch_endpoint
 from feather_sglang.adapter import scheduler as feather_scheduler
+from feather_sglang.adapter.hooks import lacks_policy
 from feather_sglang.adapter.switch import Order
 from feather_sglang.errors import FeatherError
 from feather_sglang.policies import make_policy
@@ -79,7 +80,8 @@ def wrapped(one):
 
 
 def test_after_a_switch_admission_is_as_after_a_start(server):
-    names = ("fcfs", "lpm", "feather-heuristic", "dfs-weight", "feather", "fcfs")
+    names = ("fcfs", "lpm", "feather-heuristic", "dfs-weight", "hrrn", "shortest-prefill-first", "feather", "fcfs")
+    names = [name for name in names if not lacks_policy(switch.installed_version(), name)]
     one = server("fcfs")
     switched = []
     for name in names:
@@ -225,6 +227,9 @@ def test_a_policy_that_this_server_does_not_have_is_refused(server, monkeypatch)
     assert "has no schedule policy older" in order(one, "older")[1]["error"]
     monkeypatch.setattr(one.scheduler.tree_cache, "disable", True)
     assert "would run fcfs in place of lpm" in order(one, "lpm")[1]["error"]
+    for version, says in (("0.5.20", "0.5.20 has no schedule policy"), ("0.5.23", "-first needs a prefix cache, and")):
+        monkeypatch.setattr(switch, "installed_version", lambda version=version: version)
+        assert says in order(one, "shortest-prefill-first")[1]["error"]
     monkeypatch.setattr(switch, "mismatches", lambda: ["x: not found"])
     assert "does not fit --schedule-policy feather: x: not found" in order(one, "feather")[1]["error"]
 

@@ -67,6 +67,7 @@ class TestCommandLine:
             (["--feather-pace", "-1"], "--feather-pace -1: expected seconds, 0 or more"),
             (["--feather-pace", "inf"], "--feather-pace inf: expected seconds, 0 or more"),
             (["--policies", "fcfs,fifo"], "unknown ['fifo']"),
+            (["--policies", "fcfs,k-lpm"], "fcfs,k-lpm: no server has k-lpm; leave it out, or use --engine replay"),
             (["--attention", "fa3,fa9"], "--attention fa3,fa9: each once, of fa3, flashinfer"),
             (["--attention", "fa3,fa3"], "each once"),
             (["--server-flags=--schedule-policy=lpm"], "--schedule-policy is set here; use --policies"),
@@ -89,6 +90,12 @@ class TestCommandLine:
         error = capsys.readouterr().err.strip()
         assert error.startswith("feather: error: ") and says in error and "\n" not in error
         assert not out.exists()
+
+    @pytest.mark.parametrize(("version", "hrrn"), [("0.5.19", []), ("0.5.20", ["hrrn"]), (None, ["hrrn"])])
+    def test_by_default_hrrn_is_there_where_sglang_has_it(self, monkeypatch, version, hrrn):
+        monkeypatch.setattr(replay_ab, "installed_version", lambda: version)
+        rest = ["feather-order", "feather-bandit"]
+        assert replay_ab.chosen_policies(arguments()) == ["fcfs", "lpm", "dfs-weight", *hrrn, *rest]
 
     def test_results_that_cannot_be_written_are_found_before_any_server_starts(self, model, capsys):
         base = ["ab", "--engine", "server", "--model", str(model), "--out", str(model / "out"), "--requests", "2"]
