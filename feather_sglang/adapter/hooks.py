@@ -84,6 +84,12 @@ HOOKS = (
         "the debug check, the decision log",
     ),
     Hook(_SCHEDULER + "get_num_allocatable_reqs", "calls", ("self", "running_bs"), "free slots of the batch"),
+    Hook(
+        "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
+        "calls",
+        ("self", "input_len"),
+        "how much of a prompt may come from the cache",
+    ),
     Hook(_BATCH + "filter_batch", "calls", ("self",), "permutes all state that SGLang keeps per row", ("reqs",)),
     Hook(_SCHEDULER + "set_internal_state", "switch", ("self", "recv_req"), "takes the order to switch", part="switch"),
     Hook(_SCHEDULER + "get_internal_state", "switch", ("self", "recv_req"), "tells what came of it", part="switch"),

@@ -15,7 +15,6 @@ import logging
 import os
 import sys
 import time
-from array import array
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -28,6 +27,7 @@ from sglang.srt.runtime_context import get_parallel
 from feather_sglang.adapter.agreement import Agreement
 from feather_sglang.adapter.decision_log import DecisionLog, log_file
 from feather_sglang.adapter.options import FeatherOptions
+from feather_sglang.adapter.prefix_use import tokens_to_share
 from feather_sglang.adapter.row_order import permute_rows
 from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.batch_builder import BatchBuilder
@@ -186,11 +186,9 @@ class FeatherScheduler:
         return result
 
     def _enter(self, req: Any) -> None:
-        tree = self.builder.cht
+        tree, tokens = self.builder.cht, tokens_to_share(req, self.options.chunk_size)
         if req.rid in tree.active and self._requests[req.rid] is req:
             # Retracted or preempted: it now owes its prompt and what it has generated.
-            tokens = array("q", req.origin_input_ids)
-            tokens.extend(req.output_ids)
             self.builder.requeue(req.rid, tokens)
         else:
             # The id of a request that has finished or was aborted since the last round may be used again.
@@ -202,7 +200,7 @@ class FeatherScheduler:
             isolation = (req.extra_key, getattr(req, "cache_salt", None), req.lora_id)
             self.builder.arrive(
                 req.rid,
-                req.origin_input_ids,
+                tokens,
                 extra_key=isolation if any(isolation) else None,
                 priority=(req.priority or 0) * self.scheduler.policy.priority_sign
                 if self.scheduler.enable_priority_scheduling
