@@ -17,9 +17,11 @@ from feather_sglang.cht import Candidate, ChunkedHashTree
 from feather_sglang.fairness import Fairness
 from feather_sglang.gathering import LEAST_TOKENS, Gathering
 from feather_sglang.kv_forecast import KVForecast, Outlook
+from feather_sglang.overtaking import Overtaking
 from feather_sglang.pacing import Pacing
 from feather_sglang.passing_over import PassingOver
 from feather_sglang.policies import Action, PolicyState, StopPolicy
+from feather_sglang.work import Work
 
 
 class BatchBuilder:
@@ -45,6 +47,10 @@ class BatchBuilder:
         Gives a request's lengths.
     pacing
         Holds whole rounds so that more requests share a prefill step. ``None``: it never does.
+    overtaking
+        Bounds by how much later requests go before older ones.
+    work
+        Gives the size of a request.
 
     Attributes
     ----------
@@ -63,6 +69,8 @@ class BatchBuilder:
         forecast: KVForecast | None = None,
         outlook_of: Callable[[Hashable], Outlook] | None = None,
         pacing: Pacing | None = None,
+        overtaking: Overtaking | None = None,
+        work: Work | None = None,
     ) -> None:
         self.cht = cht
         self.policy = policy
@@ -73,9 +81,12 @@ class BatchBuilder:
         self.forecast = forecast
         self.outlook_of = outlook_of
         self.pacing = pacing
+        self.overtaking = overtaking or Overtaking()
+        self.work = work or Work(None)
         self.held = False
         self.stops = 0
         self.overdue_admissions = 0
+        self.in_turn = 0
         self.kept_out = 0
         self.held_rounds = 0
         self.longest_wait = 0.0
@@ -87,7 +98,12 @@ class BatchBuilder:
         self._cached: dict[Hashable, int] = {}  # tokens that running requests found in the prefix cache
         self._frozen: tuple[StopPolicy, bool] | None = None  # who may not explore, and whether it does otherwise
         self._late: deque[Hashable] | None = None  # in this round, most urgent first; None: nobody has looked
-        self._hurried: Hashable | None = None  # proposed because somebody is late
+        self._hurried: Hashable | None = None  # proposed because somebody is late, or may not be passed any more
+        self._tokens: dict[Hashable, int] = {}  # lengths of prompts
+        self._entering: dict[Hashable, tuple[int, int]] = {}  # priority and new tokens, since the last round
+        self._newest: Hashable | None = None  # admitted last; it may run chunk by chunk
+        self._excused: list[Hashable] = []  # in this round
+        self._refused: set[Hashable] = set()  # in this round, as they are longer than they looked
 
     def use_tree(self, cht: ChunkedHashTree) -> None:
         """Take another tree, with another seed, say, before anybody has arrived."""
@@ -120,6 +136,7 @@ class BatchBuilder:
         """
         self.cht.insert(request_id, token_ids, extra_key, priority)
         self._unseen[request_id] = priority
+        self._enter_line(request_id, len(token_ids), priority)
         if self.gathering is not None:
             missing, depth = self.cht.missing_count(request_id), self.cht.depth(request_id)
             computes = missing * self.cht.chunk_size >= LEAST_TOKENS
@@ -132,12 +149,22 @@ class BatchBuilder:
             self.fairness.wait_again(request_id)
             self._cached.pop(request_id, None)
         self.cht.requeue(request_id, token_ids)
+        # Like SGLang, which puts it at the end of its queue: who waits already may go before it.
+        self._enter_line(request_id, len(token_ids), self.fairness.priority(request_id))
         self.passing_over.requeued(request_id)
+
+    def _enter_line(self, request_id: Hashable, tokens: int, priority: int) -> None:
+        self._tokens[request_id] = tokens
+        known = (self.cht.depth(request_id) - self.cht.own_chunks(request_id)) * self.cht.chunk_size
+        self._entering[request_id] = priority, max(1, tokens - known)
 
     def leave_queue(self, request_id: Hashable) -> None:
         """Forget a waiting request that was aborted or timed out."""
         self.cht.remove(request_id)
         self.passing_over.left(request_id)
+        del self._tokens[request_id]
+        if self._entering.pop(request_id, None) is None:
+            self.overtaking.leave(request_id)
         if self._unseen.pop(request_id, None) is None:
             self.fairness.forget(request_id, waiting=True)
 
@@ -147,6 +174,9 @@ class BatchBuilder:
             if learner is not None and output_tokens:
                 learner.finished(output_tokens)
         self._cached.pop(request_id, None)
+        if output_tokens:
+            self.work.finished(self._tokens[request_id], output_tokens)
+        del self._tokens[request_id]
         self.cht.finish(request_id)
         self.passing_over.left(request_id)
         self.fairness.forget(request_id, waiting=False)
@@ -159,6 +189,8 @@ class BatchBuilder:
         reward: float | None,
         prefill_seconds: float | None = None,
         fixed_seconds: float | None = None,
+        pair_tokens: float | None = None,
+        step_tokens: float | None = None,
         *,
         pending_tokens: int = 0,
     ) -> None:
@@ -176,6 +208,8 @@ class BatchBuilder:
             What a token of prefill takes, if known.
         fixed_seconds
             What a prefill step takes however few its tokens, if known.
+        pair_tokens, step_tokens
+            What attention from a new token to an earlier one and what a decode step takes, in tokens of prefill.
         pending_tokens
             To be computed of a prompt that runs chunk by chunk, so that a prefill step follows in any case.
         """
@@ -189,6 +223,14 @@ class BatchBuilder:
         for request_id, priority in self._unseen.items():
             self.fairness.arrive(request_id, priority)
         self._unseen.clear()
+        self.work.pair_tokens, self.work.step_tokens = pair_tokens or 0.0, step_tokens or 0.0
+        pending = (
+            self.work.of(pending_tokens, self._tokens.get(self._newest, pending_tokens)) if pending_tokens else 0.0
+        )
+        for request_id, (priority, new_tokens) in self._entering.items():
+            work = self.work.of(new_tokens, self._tokens[request_id])
+            self.overtaking.arrive(request_id, priority, work, pending, now)
+        self._entering.clear()
         self.passing_over.open_round()
         self.held = not pending_tokens and self._should_gather(fixed_seconds)
         self.held_rounds += self.held
@@ -227,17 +269,23 @@ class BatchBuilder:
         best = self.cht.find_best()
         late = self._most_late(best)
         self._hurried = None
-        if late is not None:
-            if best is None or self.fairness.is_overtaken(late) or self.passing_over.is_one_too_many(best):
-                self._hurried = late
-            else:
-                self._hurried = best.request_id
-            return self._hurried
-        if best is None or self.held or self.passing_over.is_one_too_many(best):
+        if late is not None and (
+            best is None or self.fairness.is_overtaken(late) or self.passing_over.is_one_too_many(best)
+        ):
+            self._hurried = late
+            return late
+        if best is None or (late is None and (self.held or self.passing_over.is_one_too_many(best))):
             return None
+        if not self._is_most_urgent(best.request_id):
+            return None  # the more urgent ones wait for a prefix that is being computed
+        if not self._may_pass(best.request_id):
+            return self._in_turn()
+        if late is not None:
+            self._hurried = best.request_id
+            return best.request_id
         if self._stopped:
             return self._inside_branch()
-        if batch_size == 0 or not has_room:
+        if batch_size == 0 or not has_room or self.fairness.is_urgent(best.request_id):
             return best.request_id
         loss = max(self.cht.shared_tip - best.tip_after, self.cht.branch_loss(best.request_id), 0)
         # The deferred will join as soon as their prefix is computed: the batch is as good as theirs.
@@ -257,7 +305,36 @@ class BatchBuilder:
     def _inside_branch(self) -> Hashable | None:
         """After STOP a mixed batch may still grow in its main branch: that costs nothing and lets it become pure."""
         inside = self.cht.best_in_branch()
-        return None if inside is None or self.passing_over.is_one_too_many(inside) else inside.request_id
+        if inside is None or self.passing_over.is_one_too_many(inside) or not self._is_most_urgent(inside.request_id):
+            return None
+        return inside.request_id if self._may_pass(inside.request_id) else self._in_turn()
+
+    def _is_most_urgent(self, request_id: Hashable) -> bool:
+        return self.fairness.priority(request_id) == self.overtaking.most_urgent()
+
+    def _may_pass(self, request_id: Hashable) -> bool:
+        """Whether a waiting request, as long as it looks, may go before all that came earlier."""
+        return self._work_now(request_id) <= self.overtaking.slack(request_id, self.fairness.now)
+
+    def _work_now(self, request_id: Hashable) -> float:
+        tree, tokens = self.cht, self._tokens[request_id]
+        known = (tree.depth(request_id) - tree.missing_count(request_id)) * tree.chunk_size
+        return self.work.of(max(1, tokens - known), tokens)
+
+    def _in_turn(self) -> Hashable | None:
+        """The shortest of the oldest, where somebody may not be passed any more, whatever it was to wait for."""
+
+        def work_of(request_id: Hashable) -> float | None:
+            taken = request_id in self._refused or request_id in self._excused
+            return None if taken or self.passing_over.awaits_prefix(request_id) else self._work_now(request_id)
+
+        priority = self.overtaking.most_urgent()
+        assert priority is not None
+        request_id = self.overtaking.shortest(priority, work_of, self.fairness.now)
+        if request_id is not None:
+            self.passing_over.release(request_id)
+            self._hurried = request_id
+        return request_id
 
     def admitted(self, request_id: Hashable, cached_tokens: int | None = None) -> None:
         """The scheduler took the proposed request into the batch and will compute all but its cached tokens.
@@ -268,6 +345,11 @@ class BatchBuilder:
         """
         self.cht.add_to_batch(request_id)
         self.fairness.admit(request_id)
+        tokens = self._tokens[request_id]
+        self.overtaking.admit(
+            request_id, self.work.of(tokens - (tokens if cached_tokens is None else cached_tokens), tokens)
+        )
+        self._newest = request_id
         self.overdue_admissions += request_id == self._hurried
         self.passing_over.admitted(request_id, cached_tokens)
         if self.forecast is not None and self.outlook_of is not None:
@@ -282,11 +364,30 @@ class BatchBuilder:
         self.longest_wait = max(self.longest_wait, self.fairness.waited(request_id))
 
     def passes_over(self, request_id: Hashable, cached_tokens: int, missing_tokens: int, free_tokens: int) -> bool:
-        """Whether the proposed request is to wait, with all that share what it would compute (``PassingOver``)."""
-        passes_over = self.passing_over.passes_over(request_id, cached_tokens, missing_tokens, free_tokens)
-        if passes_over:
-            self._cancel_undone()
-        return passes_over
+        """Whether the proposed request is to wait: it would pass others by too much, or for its prefix.
+
+        In the latter case so do all that share what it would compute (``PassingOver``).
+        """
+        work = self.work.of(missing_tokens, self._tokens[request_id])
+        if work > self.overtaking.slack(request_id, self.fairness.now):
+            self._refused.add(request_id)  # the tree took something for cached that is not
+            self.cht.hold(request_id)
+        elif request_id == self._hurried:
+            return False
+        elif not self.passing_over.passes_over(request_id, cached_tokens, missing_tokens, free_tokens):
+            return False
+        self._cancel_undone()
+        return True
+
+    def is_settled(self, request_id: Hashable) -> bool:
+        """Whether a proposed request was admitted, or is to wait for a reason of ours."""
+        passing_over = self.passing_over
+        return (
+            request_id in self.cht.active
+            or request_id in self._refused
+            or request_id in passing_over.postponed
+            or request_id in passing_over.last
+        )
 
     def fits(self, request_id: Hashable, free_tokens: int) -> bool:
         """Whether memory will suffice for the proposed request beside the running ones, as far as can be foreseen.
@@ -330,6 +431,8 @@ class BatchBuilder:
     def skipped(self, request_id: Hashable) -> None:
         """The scheduler passed over the proposed request (an adapter not loaded, say): not again this round."""
         self.cht.hold(request_id)
+        self.overtaking.excuse(request_id, True)
+        self._excused.append(request_id)
         self._cancel_undone()
 
     def _cancel_undone(self) -> None:
@@ -340,6 +443,10 @@ class BatchBuilder:
     def end_round(self) -> None:
         """Close the round: requests passed over compete again in the next, an ADD not carried out teaches nothing."""
         self._cancel_undone()
+        for request_id in self._excused:
+            self.overtaking.excuse(request_id, False)
+        self._excused.clear()
+        self._refused.clear()
         self.cht.resume()
         for request_id in list(self.cht.held):
             self.cht.requeue(request_id)

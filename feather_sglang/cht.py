@@ -259,6 +259,16 @@ class ChunkedHashTree:
             member = member.parent
         return member.waiting
 
+    def sharers(self, request_id: Hashable) -> list[tuple[int, int]]:
+        """Return where waiting ones part from a request, deepest first: (depth in chunks, how many share that)."""
+        node = self._get(request_id, self._waiting, self._active, self._held).parent
+        parting: list[tuple[int, int]] = []
+        while node.depth:
+            if node.waiting:
+                parting.append((node.depth, node.waiting))
+            node = node.parent
+        return parting
+
     def common_depth(self, one: Hashable, other: Hashable) -> int:
         """Return how many leading chunks two requests have in common, whatever their states."""
         a, b = (self._get(r, self._waiting, self._active, self._held) for r in (one, other))
@@ -268,6 +278,11 @@ class ChunkedHashTree:
     def distinct_chunks(self) -> int:
         """Chunks of all requests in the tree, those that several share counted once."""
         return self._chunks
+
+    def own_chunks(self, request_id: Hashable) -> int:
+        """Return how many chunks of a request nobody else in the tree has."""
+        request = self._get(request_id, self._waiting, self._active, self._held)
+        return request.depth - request.parent.depth
 
     def depth(self, request_id: Hashable) -> int:
         """Return the length of a request's prompt in chunks."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
+from itertools import chain
 from typing import NamedTuple
 
 
@@ -55,6 +56,7 @@ class Fairness:
         self.now = 0.0
         self._admissions = 0
         self._waiting: Counter[int] = Counter()  # requests in ``arrivals``, by priority
+        self._running: Counter[int] = Counter()
 
     def open_round(self, now: float) -> None:
         """Go on to the next admission round, at so many seconds."""
@@ -65,25 +67,34 @@ class Fairness:
         """Note a waiting request that this round is the first to see; a smaller priority is more urgent."""
         ahead = sum(count for other, count in self._waiting.items() if other <= priority)
         self.arrivals[request_id] = Arrival(self.now, self.round, priority, self._admissions, ahead)
-        self._count(priority, 1)
+        _count(self._waiting, priority, 1)
 
     def admit(self, request_id: Hashable) -> None:
         """Note that a waiting request joined the batch."""
         self._admissions += 1
-        self._count(self.arrivals[request_id].priority, -1)
+        self._move(request_id, -1, 1)
 
     def wait_again(self, request_id: Hashable) -> None:
         """Note that an admitted request is back among the waiting, at its original age."""
-        self._count(self.arrivals[request_id].priority, 1)
+        self._move(request_id, 1, -1)
 
     def forget(self, request_id: Hashable, *, waiting: bool) -> None:
         """Drop a request that left while it was waiting, or running."""
-        self._count(self.arrivals.pop(request_id).priority, -waiting)
+        self._move(request_id, -waiting, waiting - 1)
+        del self.arrivals[request_id]
 
-    def _count(self, priority: int, change: int) -> None:
-        self._waiting[priority] += change
-        if not self._waiting[priority]:
-            del self._waiting[priority]  # clients may send a new priority each time
+    def _move(self, request_id: Hashable, waiting: int, running: int) -> None:
+        _count(self._waiting, self.arrivals[request_id].priority, waiting)
+        _count(self._running, self.arrivals[request_id].priority, running)
+
+    def priority(self, request_id: Hashable) -> int:
+        """Return a request's class; a smaller one is more urgent."""
+        return self.arrivals[request_id].priority
+
+    def is_urgent(self, request_id: Hashable) -> bool:
+        """Whether anybody waits or runs who is less urgent."""
+        own = self.priority(request_id)
+        return any(priority > own for priority in chain(self._waiting, self._running))
 
     def waited(self, request_id: Hashable) -> float:
         """Return the seconds since a request came."""
@@ -98,3 +109,9 @@ class Fairness:
         """Whether twice as many have been admitted since a request came as waited then."""
         arrival = self.arrivals[request_id]
         return self._admissions - arrival.admissions >= 2 * arrival.ahead
+
+
+def _count(counts: Counter[int], priority: int, change: int) -> None:
+    counts[priority] += change
+    if not counts[priority]:
+        del counts[priority]  # clients may send a new priority each time

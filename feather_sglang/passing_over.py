@@ -12,9 +12,10 @@ from feather_sglang.cht import Candidate, ChunkedHashTree
 from feather_sglang.fairness import Fairness
 from feather_sglang.gathering import LEAST_TOKENS, Gathering
 
-# Waiting for a prefix that is being computed pays from here on: less, and the batch had better be filled. More than a
-# page and a chunk, which two equal prompts always compute anew.
+# Waiting for a prefix that is being computed pays from here on, for one request. More than a page and a chunk, which
+# two equal prompts always compute anew.
 _WORTH_WAITING = 256
+_WORTH_A_STEP = 512  # or for so many tokens of all that wait for it together: about what one more prefill step costs
 _MOST_ASKED = 8  # prefixes made to wait or to go last in one round: SGLang looks each up in its cache first
 _MOST_POSTPONED = 16  # prefixes that wait at a time: each is weighed again in every round, and nobody behind them
 
@@ -97,7 +98,12 @@ class PassingOver:
     def admitted(self, request_id: Hashable, cached_tokens: int | None) -> None:
         """A request computes all of its prompt but so many tokens; those that share a good part of that wait for it."""
         self._retracted.discard(request_id)
-        depth = 0 if cached_tokens is None else self._depth_worth_waiting(cached_tokens)
+        if cached_tokens is None:
+            return
+        depth = self._depth_worth_waiting(cached_tokens)
+        for parting, sharers in self.cht.sharers(request_id):
+            if (parting * self.cht.chunk_size - cached_tokens) * sharers >= _WORTH_A_STEP:
+                depth = min(depth, parting)
         if 0 < depth <= self.cht.depth(request_id):
             self._computing[request_id] = depth
             self.cht.defer(request_id, depth)
@@ -140,6 +146,18 @@ class PassingOver:
         for request_id, depth in passed_over:
             if request_id in self.cht.waiting:  # else it is held, or has been admitted
                 self._stay(request_id, depth)
+
+    def awaits_prefix(self, request_id: Hashable) -> bool:
+        """Whether an admitted request computes what a waiting one would compute again beside it."""
+        tree = self.cht
+        return any(tree.common_depth(request_id, other) >= depth for other, depth in self._computing.items())
+
+    def release(self, request_id: Hashable) -> None:
+        """Let a request be admitted now, whatever it was to wait for."""
+        self._postponed.pop(request_id, None)
+        self._last.pop(request_id, None)
+        if request_id in self.cht.held:
+            self.cht.requeue(request_id)
 
     def is_one_too_many(self, best: Candidate) -> bool:
         """Whether it might have to wait where enough do: then nobody behind it is admitted either."""
@@ -198,7 +216,8 @@ class PassingOver:
         tree = self.cht
         if not self.memory_is_short() or request_id not in tree.waiting or depth > tree.depth(request_id):
             return False
-        if self.fairness.is_late(request_id):
+        # Nobody less urgent is to be admitted while it waits.
+        if self.fairness.is_late(request_id) or self.fairness.is_urgent(request_id):
             return False
         return tree.depth(request_id) - tree.missing_count(request_id) < depth
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_MEMORY = 64  # steps that the mean follows
+
 
 class DecodeMeter:
     """Decode tokens/s over time in which the engine only decoded.
@@ -9,9 +11,14 @@ class DecodeMeter:
     ``step`` is called once per executed step, when its result arrives. The time between two results is the duration
     of the later step, whether results are processed at once or one step late; it counts where both steps were decode
     steps, so no prefill enters.
+
+    Attributes
+    ----------
+    step_seconds : of a decode step, a moving mean; None: none was timed yet.
     """
 
     def __init__(self) -> None:
+        self.step_seconds: float | None = None
         self._previous: float | None = None  # when the previous result arrived, if it was a decode step's
         self._seconds = 0.0
         self._tokens = 0
@@ -32,7 +39,10 @@ class DecodeMeter:
             return
         # A clock that went backwards measured nothing.
         if is_decode and self._previous is not None and now >= self._previous:
-            self._seconds += now - self._previous
+            seconds = now - self._previous
+            self._seconds += seconds
+            mean = self.step_seconds
+            self.step_seconds = seconds if mean is None else mean + (seconds - mean) / _MEMORY
             self._tokens += decode_tokens
         self._previous = now if is_decode else None
 

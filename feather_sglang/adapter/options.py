@@ -38,6 +38,12 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
+def _share(value: Any) -> float:
+    if isinstance(value, bool) or not float(value) >= 0:
+        raise ValueError("expected a number of at least 0, or inf")
+    return float(value)
+
+
 def _seconds_or_auto(value: Any) -> float | None:
     return None if value == "auto" else _seconds(value)
 
@@ -90,6 +96,13 @@ class FeatherOptions:
         "While a request has waited this long, nobody is stopped; it is next once overtaken by as many as were ahead.",
     )
     max_wait_rounds: int = _option(20_000, _positive_int, "ROUNDS", "The same bound in admission rounds.")
+    max_overtaking: float = _option(
+        1.0,
+        _share,
+        "SHARE",
+        "Later requests that go before a request take at most SHARE times the work that arrival order would have put "
+        "before it, itself included; 0: arrival order; inf: no bound but --feather-max-wait.",
+    )
     seed: int = _option(0, _seed, "SEED", "Seed of the policy's exploration; the same on every rank.")
     explore: bool = _option(True, _switch, "on|off", "off freezes the policy: it neither explores nor learns.")
     row_order: bool = _option(

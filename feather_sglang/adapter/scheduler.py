@@ -35,10 +35,12 @@ from feather_sglang.cht import ChunkedHashTree
 from feather_sglang.errors import FeatherError
 from feather_sglang.gathering import Gathering
 from feather_sglang.kv_forecast import KVForecast, Outlook
+from feather_sglang.overtaking import Overtaking
 from feather_sglang.pacing import BOUND, Pacing
 from feather_sglang.policies import StopPolicy, load_policy, make_policy
 from feather_sglang.prefill_meter import PrefillMeter
 from feather_sglang.reward import DecodeMeter
+from feather_sglang.work import Work
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +144,8 @@ class FeatherScheduler:
             forecast=_make_forecast(scheduler) if gathering is not None else None,
             outlook_of=self._outlook,
             pacing=Pacing(pace) if pace else None,
+            overtaking=Overtaking(options.max_overtaking),
+            work=Work(scheduler.max_total_num_tokens),
         )
 
     @property
@@ -252,7 +256,14 @@ class FeatherScheduler:
                 self._synchronise(running_batch.reqs)
                 self._note_computed()
                 prefill = self._prefill_meter
-                measured = self._meter.rate, prefill.seconds_per_token, prefill.fixed_seconds
+                bare, step = prefill.bare_seconds, self._meter.step_seconds
+                measured = (
+                    self._meter.rate,
+                    prefill.seconds_per_token,
+                    prefill.fixed_seconds,
+                    prefill.pair_seconds / bare if bare else None,
+                    step / bare if bare and step is not None else None,
+                )
                 readings = self._agreement.readings(self.clock(), *measured)
                 chunked, self._computed_tokens = self.scheduler.chunked_req, 0
                 pending = 0 if chunked is None else max(1, _tokens(chunked) - _cached_tokens(chunked))
@@ -275,8 +286,7 @@ class FeatherScheduler:
                 if rid is None:
                     return
                 yield self._requests[rid]
-                passed_over = self.builder.passing_over
-                if not (rid in tree.active or rid in passed_over.postponed or rid in passed_over.last):
+                if not self.builder.is_settled(rid):
                     self.builder.skipped(rid)
         yield from [req for req in list.__iter__(scheduler.waiting_queue) if req not in self._taken()]
 
@@ -388,7 +398,9 @@ class FeatherScheduler:
         result = original(batch, *args, **kwargs)
         now = self.clock()
         self._meter.step(now, tokens, is_decode)
-        self._prefill_meter.step(now, 0 if is_decode else sum(batch.extend_lens or ()))
+        lens = () if is_decode else batch.extend_lens or ()
+        pairs = sum(new * (old + new / 2) for new, old in zip(lens, batch.prefix_lens or (), strict=False))
+        self._prefill_meter.step(now, sum(lens), pairs)
         # SGLang drops what has finished from the running batch when it forms the next one.
         if all(req.finished() for req in chain(batch.reqs, self.scheduler.running_batch.reqs)):
             self._prefill_meter.idle()

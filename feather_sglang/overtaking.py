@@ -1,0 +1,255 @@
+"""Who may go before an older request, and how far: the bound on the tail.
+
+In order of arrival a request waits for the work (`work.py`) that is queued when it comes. Here later ones may go before
+it, as long as what they take stays within two bounds, for every request that they pass:
+
+    overtaken  <=  SHARE x own                          own = the queue that it found, and itself
+    own + overtaken  <=  longest + grace                longest = the largest `own` of the last ten minutes
+
+The first one holds for this very request: it waits for at most twice what arrival order would have put before it. The
+second one protects the tail: whoever comes at the peak of a burst is hardly passed by anybody. The *grace* is twice the
+request's own work, and at most a fifth of `longest`: as long prompts are few and hold much of the work, letting them go
+a little later lets all others go sooner, at a high percentile too.
+
+The proof is in docs/scheduler.md. Ours, not the paper's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator
+from math import inf
+
+WINDOW = 600.0  # seconds in which the longest queue is looked for
+ALLOWANCE = 2048.0  # tokens that nobody needs to count: a quarter of a prefill step
+_GRACE, _MOST_GRACE = 2.0, 0.2  # times the own work, and at most this share of the longest queue
+_OLDEST = 16  # among so many of the oldest the shortest is next where a bound is reached (32 gain nothing more)
+_LEAST_PLACES = 64
+
+
+class Overtaking:
+    """The waiting requests in order of arrival, each priority class by itself.
+
+    Parameters
+    ----------
+    share
+        Of the first bound; ``inf``: no bound at all, 0: order of arrival.
+    """
+
+    def __init__(self, share: float = 1.0) -> None:
+        self.share = share
+        self._lines: dict[int, _Line] = {}
+        self._priority: dict[Hashable, int] = {}  # of those that wait
+
+    def arrive(self, request_id: Hashable, priority: int, work: float, pending: float, now: float) -> None:
+        """Enter a request at the end of its line.
+
+        Parameters
+        ----------
+        priority
+            Smaller is more urgent.
+        work, pending
+            Its own, and of what was admitted but is not computed yet.
+        now
+            Seconds.
+        """
+        queued = sum(line.queued for other, line in self._lines.items() if other <= priority)
+        line = self._lines.setdefault(priority, _Line(self.share))
+        line.arrive(request_id, work, pending + queued, now)
+        self._priority[request_id] = priority
+
+    def admit(self, request_id: Hashable, work: float) -> None:
+        """Note that a request was admitted and takes so much: every older one that still waits has been passed."""
+        self._lines[self._priority.pop(request_id)].admit(request_id, work)
+
+    def leave(self, request_id: Hashable) -> None:
+        """Forget a waiting request."""
+        self._lines[self._priority.pop(request_id)].leave(request_id)
+
+    def excuse(self, request_id: Hashable, excused: bool) -> None:
+        """Let all pass a request that the engine cannot take now, without a bound; or not any more."""
+        if request_id in self._priority:
+            self._lines[self._priority[request_id]].excuse(request_id, excused)
+
+    def slack(self, request_id: Hashable, now: float) -> float:
+        """Return the most work with which a request may pass all older ones of its class."""
+        return self._lines[self._priority[request_id]].slack(request_id, now)
+
+    def overtaken(self, request_id: Hashable) -> float:
+        """Return the work of later ones that were admitted before a waiting request."""
+        return self._lines[self._priority[request_id]].overtaken(request_id)
+
+    def shortest(self, priority: int, work_of: Callable[[Hashable], float | None], now: float) -> Hashable | None:
+        """Return the request with the least work among the oldest of a class, of those that the bounds let pass.
+
+        Parameters
+        ----------
+        work_of
+            Of a request now; None: it cannot be admitted.
+        """
+        best, least = None, inf
+        if (line := self._lines.get(priority)) is None:
+            return None
+        for request_id in line.oldest():
+            work = work_of(request_id)
+            if work is not None and work < least and work <= line.slack(request_id, now):
+                best, least = request_id, work
+        return best
+
+    def most_urgent(self) -> int | None:
+        """Return the priority of the most urgent class in which somebody waits whom the engine could take."""
+        return min((priority for priority, line in self._lines.items() if line.counts), default=None)
+
+
+class _Waiting:
+    """`own`: the queue it found, its pending work, and itself."""
+
+    __slots__ = ("excused", "grace", "own", "place", "work")
+
+    def __init__(self, place: int, work: float, own: float, grace: float) -> None:
+        self.place, self.work, self.own, self.grace = place, work, own, grace
+        self.excused = False
+
+
+class _Line:
+    """One class.
+
+    A request's place grows with its arrival. What an admitted request took stands at its place, so a waiting one has
+    been passed by the sum of all places behind its own. Two trees over the places keep, for each inner node, that sum
+    and the largest of ``value + sum behind it`` among the waiting ones below it: O(log waiting) a change or a question.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.queued = 0.0
+        self.waiting: OrderedDict[Hashable, _Waiting] = OrderedDict()
+        self._excused = 0
+        self._longest: deque[tuple[float, float]] = deque()  # (time, own), falling: the largest of a window
+        self._places = 0
+        self._build([], 0.0)
+
+    @property
+    def counts(self) -> bool:
+        """Whether somebody waits who is not excused."""
+        return len(self.waiting) > self._excused
+
+    def arrive(self, request_id: Hashable, work: float, before: float, now: float) -> None:
+        own = before + work
+        while self._longest and self._longest[-1][1] <= own:
+            self._longest.pop()
+        self._longest.append((now, own))
+        if self._places == self._size:
+            self._compact()
+        grace = min(_GRACE * work, _MOST_GRACE * self.longest(now))
+        entry = self.waiting[request_id] = _Waiting(self._places, work, own, grace)
+        self._places += 1
+        self.queued += work
+        self._set(entry)
+
+    def admit(self, request_id: Hashable, work: float) -> None:
+        place = self.leave(request_id).place
+        self._taken[self._size + place] += work
+        self._climb(place)
+
+    def leave(self, request_id: Hashable) -> _Waiting:
+        entry = self.waiting.pop(request_id)
+        self.queued = self.queued - entry.work if self.waiting else 0.0
+        self._excused -= entry.excused
+        entry.excused = True
+        self._set(entry)
+        return entry
+
+    def excuse(self, request_id: Hashable, excused: bool) -> None:
+        entry = self.waiting[request_id]
+        self._excused += excused - entry.excused
+        entry.excused = excused
+        self._set(entry)
+
+    def longest(self, now: float) -> float:
+        """The largest `own` of the window."""
+        while len(self._longest) > 1 and self._longest[0][0] < now - WINDOW:
+            self._longest.popleft()
+        return self._longest[0][1] if self._longest else 0.0
+
+    def slack(self, request_id: Hashable, now: float) -> float:
+        if self.share == inf:
+            return inf
+        tail, own = self._before(self.waiting[request_id].place)
+        return ALLOWANCE + min(self.longest(now) - tail, -own)
+
+    def overtaken(self, request_id: Hashable) -> float:
+        node = self._size + self.waiting[request_id].place
+        total = 0.0
+        while node > 1:
+            if not node & 1:
+                total += self._taken[node + 1]
+            node >>= 1
+        return total
+
+    def oldest(self) -> Iterator[Hashable]:
+        for request_id, _ in zip(self.waiting, range(_OLDEST), strict=False):
+            yield request_id
+
+    # The trees ------------------------------------------------------------------------------------------------
+
+    def _before(self, place: int) -> tuple[float, float]:
+        """Of those before a place: the largest of ``own + overtaken - grace`` and of ``overtaken - share x own``."""
+        taken, tails, owns = self._taken, self._tails, self._owns
+        node = self._size + place
+        tail = own = -inf
+        while node > 1:
+            if node & 1:
+                behind = taken[node]
+                tail, own = max(tail, tails[node - 1] + behind), max(own, owns[node - 1] + behind)
+            else:
+                behind = taken[node + 1]
+                tail, own = tail + behind, own + behind
+            node >>= 1
+        return tail, own
+
+    def _set(self, entry: _Waiting) -> None:
+        leaf = self._size + entry.place
+        self._tails[leaf] = -inf if entry.excused else entry.own - entry.grace
+        self._owns[leaf] = -inf if entry.excused else -self.share * entry.own
+        self._climb(entry.place)
+
+    def _climb(self, place: int) -> None:
+        node = (self._size + place) >> 1
+        while node:
+            self._join(node)
+            node >>= 1
+
+    def _join(self, node: int) -> None:
+        left, right = 2 * node, 2 * node + 1
+        behind = self._taken[right]
+        self._taken[node] = self._taken[left] + behind
+        self._tails[node] = max(self._tails[left] + behind, self._tails[right])
+        self._owns[node] = max(self._owns[left] + behind, self._owns[right])
+
+    def _compact(self) -> None:
+        """Close the gaps: what was taken between two waiting ones stands at the later one's place."""
+        entries = sorted(self.waiting.values(), key=lambda entry: entry.place)
+        taken, done = [], 0
+        for entry in entries:
+            taken.append(sum(self._taken[self._size + done : self._size + entry.place + 1]))
+            done = entry.place + 1
+        rest = sum(self._taken[self._size + done : self._size + self._places])
+        for place, entry in enumerate(entries):
+            entry.place = place
+        self._places = len(entries) + 1
+        self._build(taken, rest)
+        for entry in entries:
+            leaf = self._size + entry.place
+            self._tails[leaf] = -inf if entry.excused else entry.own - entry.grace
+            self._owns[leaf] = -inf if entry.excused else -self.share * entry.own
+        for node in range(self._size - 1, 0, -1):
+            self._join(node)
+
+    def _build(self, taken: list[float], rest: float) -> None:
+        size = _LEAST_PLACES
+        while size < 2 * (len(taken) + 1):
+            size *= 2
+        self._size = size
+        self._taken, self._tails, self._owns = [0.0] * (2 * size), [-inf] * (2 * size), [-inf] * (2 * size)
+        self._taken[size : size + len(taken)] = taken
+        self._taken[size + len(taken)] = rest
