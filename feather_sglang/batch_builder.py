@@ -155,8 +155,11 @@ class BatchBuilder:
 
     def _enter_line(self, request_id: Hashable, tokens: int, priority: int) -> None:
         self._tokens[request_id] = tokens
-        known = (self.cht.depth(request_id) - self.cht.own_chunks(request_id)) * self.cht.chunk_size
-        self._entering[request_id] = priority, max(1, tokens - known)
+        # In order of arrival, what a request shares with those before it is cached when its turn comes; where memory
+        # is short it is gone by then, but for what running ones hold.
+        tree, short = self.cht, self.passing_over.memory_is_short()
+        new_chunks = tree.missing_count(request_id) if short else tree.own_chunks(request_id)
+        self._entering[request_id] = priority, max(1, tokens - (tree.depth(request_id) - new_chunks) * tree.chunk_size)
 
     def leave_queue(self, request_id: Hashable) -> None:
         """Forget a waiting request that was aborted or timed out."""
