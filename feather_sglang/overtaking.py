@@ -6,7 +6,7 @@ it, as long as what they take stays within two bounds, for every request that th
     overtaken  <=  SHARE x own                          own = the queue that it found, and itself
     own + overtaken  <=  longest + grace                longest = the largest `own` of the last ten minutes
 
-The first one holds for this very request: it waits for at most twice what arrival order would have put before it. The
+The first one holds for this very request: it is passed by at most twice what arrival order would have put before it. The
 second one protects the tail: whoever comes at the peak of a burst is hardly passed by anybody. The *grace* is twice the
 request's own work, and at most a fifth of `longest`: as long prompts are few and hold much of the work, letting them go
 a little later lets all others go sooner, at a high percentile too.
@@ -36,7 +36,7 @@ class Overtaking:
         Of the first bound; ``inf``: no bound at all, 0: order of arrival.
     """
 
-    def __init__(self, share: float = 1.0) -> None:
+    def __init__(self, share: float = 2.0) -> None:
         self.share = share
         self._lines: dict[int, _Line] = {}
         self._priority: dict[Hashable, int] = {}  # of those that wait

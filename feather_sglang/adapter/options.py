@@ -97,7 +97,7 @@ class FeatherOptions:
     )
     max_wait_rounds: int = _option(20_000, _positive_int, "ROUNDS", "The same bound in admission rounds.")
     max_overtaking: float = _option(
-        1.0,
+        2.0,
         _share,
         "SHARE",
         "Later requests that go before a request take at most SHARE times the work that arrival order would have put "
