@@ -100,7 +100,8 @@ class BatchBuilder:
         self._late: deque[Hashable] | None = None  # in this round, most urgent first; None: nobody has looked
         self._hurried: Hashable | None = None  # proposed because somebody is late, or may not be passed any more
         self._tokens: dict[Hashable, int] = {}  # lengths of prompts
-        self._entering: dict[Hashable, tuple[int, int]] = {}  # priority and new tokens, since the last round
+        self._pending_work = 0.0  # of prompts that were admitted and are not computed yet
+        self._due: Hashable | None = None  # proposed because it may not be passed any more
         self._newest: Hashable | None = None  # admitted last; it may run chunk by chunk
         self._excused: list[Hashable] = []  # in this round
         self._refused: set[Hashable] = set()  # in this round, as they are longer than they looked
@@ -159,15 +160,15 @@ class BatchBuilder:
         # is short it is gone by then, but for what running ones hold.
         tree, short = self.cht, self.passing_over.memory_is_short()
         new_chunks = tree.missing_count(request_id) if short else tree.own_chunks(request_id)
-        self._entering[request_id] = priority, max(1, tokens - (tree.depth(request_id) - new_chunks) * tree.chunk_size)
+        work = self.work.of(max(1, tokens - (tree.depth(request_id) - new_chunks) * tree.chunk_size), tokens)
+        self.overtaking.arrive(request_id, priority, work, self._pending_work, self.fairness.now)
 
     def leave_queue(self, request_id: Hashable) -> None:
         """Forget a waiting request that was aborted or timed out."""
         self.cht.remove(request_id)
         self.passing_over.left(request_id)
         del self._tokens[request_id]
-        if self._entering.pop(request_id, None) is None:
-            self.overtaking.leave(request_id)
+        self.overtaking.leave(request_id)
         if self._unseen.pop(request_id, None) is None:
             self.fairness.forget(request_id, waiting=True)
 
@@ -227,13 +228,8 @@ class BatchBuilder:
             self.fairness.arrive(request_id, priority)
         self._unseen.clear()
         self.work.pair_tokens, self.work.step_tokens = pair_tokens or 0.0, step_tokens or 0.0
-        pending = (
-            self.work.of(pending_tokens, self._tokens.get(self._newest, pending_tokens)) if pending_tokens else 0.0
-        )
-        for request_id, (priority, new_tokens) in self._entering.items():
-            work = self.work.of(new_tokens, self._tokens[request_id])
-            self.overtaking.arrive(request_id, priority, work, pending, now)
-        self._entering.clear()
+        chunked = self._tokens.get(self._newest, pending_tokens)
+        self._pending_work = self.work.of(pending_tokens, chunked) if pending_tokens else 0.0
         self.passing_over.open_round()
         self.held = not pending_tokens and self._should_gather(fixed_seconds)
         self.held_rounds += self.held
@@ -271,7 +267,7 @@ class BatchBuilder:
         assert self.policy is not None
         best = self.cht.find_best()
         late = self._most_late(best)
-        self._hurried = None
+        self._hurried = self._due = None
         if late is not None and (
             best is None or self.fairness.is_overtaken(late) or self.passing_over.is_one_too_many(best)
         ):
@@ -325,18 +321,26 @@ class BatchBuilder:
         return self.work.of(max(1, tokens - known), tokens)
 
     def _in_turn(self) -> Hashable | None:
-        """The shortest of the oldest, where somebody may not be passed any more, whatever it was to wait for."""
+        """The shortest of the oldest, where somebody may not be passed any more.
 
-        def work_of(request_id: Hashable) -> float | None:
-            taken = request_id in self._refused or request_id in self._excused
-            return None if taken or self.passing_over.awaits_prefix(request_id) else self._work_now(request_id)
-
+        The oldest one may be it whatever it was to wait for, but for a prefix that is being computed.
+        """
         priority = self.overtaking.most_urgent()
         assert priority is not None
+        oldest = self.overtaking.oldest(priority)
+
+        def work_of(request_id: Hashable) -> float | None:
+            if request_id in self._refused or request_id in self._excused:
+                return None
+            waits = self.passing_over.awaits_prefix if request_id == oldest else self.cht.is_passed
+            return None if waits(request_id) else self._work_now(request_id)
+
         request_id = self.overtaking.shortest(priority, work_of, self.fairness.now)
         if request_id is not None:
-            self.passing_over.release(request_id)
             self._hurried = request_id
+            if request_id == oldest:
+                self._due = request_id
+                self.passing_over.release(request_id)
         return request_id
 
     def admitted(self, request_id: Hashable, cached_tokens: int | None = None) -> None:
@@ -349,9 +353,9 @@ class BatchBuilder:
         self.cht.add_to_batch(request_id)
         self.fairness.admit(request_id)
         tokens = self._tokens[request_id]
-        self.overtaking.admit(
-            request_id, self.work.of(tokens - (tokens if cached_tokens is None else cached_tokens), tokens)
-        )
+        work = self.work.of(tokens - (tokens if cached_tokens is None else cached_tokens), tokens)
+        self.overtaking.admit(request_id, work)
+        self._pending_work += work
         self._newest = request_id
         self.overdue_admissions += request_id == self._hurried
         self.passing_over.admitted(request_id, cached_tokens)
@@ -375,7 +379,7 @@ class BatchBuilder:
         if work > self.overtaking.slack(request_id, self.fairness.now):
             self._refused.add(request_id)  # the tree took something for cached that is not
             self.cht.hold(request_id)
-        elif request_id == self._hurried:
+        elif request_id == self._due:
             return False
         elif not self.passing_over.passes_over(request_id, cached_tokens, missing_tokens, free_tokens):
             return False

@@ -185,6 +185,10 @@ class ChunkedHashTree:
             self._muted = []
             self._best = None
 
+    def is_passed(self, request_id: Hashable) -> bool:
+        """Return whether ``find_best`` passes over a request that waits or is held."""
+        return request_id in self._held or self._is_muted(self._get(request_id, self._waiting).parent)
+
     @property
     def deferred(self) -> int:
         """How many waiting requests are deferred."""

@@ -6,10 +6,10 @@ it, as long as what they take stays within two bounds, for every request that th
     overtaken  <=  SHARE x own                          own = the queue that it found, and itself
     own + overtaken  <=  longest + grace                longest = the largest `own` of the last ten minutes
 
-The first one holds for this very request: it is passed by at most twice what arrival order would have put before it. The
-second one protects the tail: whoever comes at the peak of a burst is hardly passed by anybody. The *grace* is twice the
-request's own work, and at most a fifth of `longest`: as long prompts are few and hold much of the work, letting them go
-a little later lets all others go sooner, at a high percentile too.
+The first one holds for this very request: what passes it is at most twice what arrival order would have put before it.
+The second one protects the tail: whoever comes at the peak of a burst is hardly passed by anybody. The *grace* is twice
+the request's own work, and at most a fifth of `longest`: as long prompts are few and hold much of the work, letting
+them go a little later lets all others go sooner, at a high percentile too.
 
 The proof is in docs/scheduler.md. Ours, not the paper's.
 """
@@ -95,6 +95,13 @@ class Overtaking:
             if work is not None and work < least and work <= line.slack(request_id, now):
                 best, least = request_id, work
         return best
+
+    def oldest(self, priority: int) -> Hashable | None:
+        """Return the oldest of a class whom the engine could take."""
+        line = self._lines.get(priority)
+        if line is None:
+            return None
+        return next((request_id for request_id, entry in line.waiting.items() if not entry.excused), None)
 
     def most_urgent(self) -> int | None:
         """Return the priority of the most urgent class in which somebody waits whom the engine could take."""

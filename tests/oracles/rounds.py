@@ -31,7 +31,7 @@ def judged_round(b, found, prompt, free, now=0.0, slots=1000):
         assert r in b.cht.waiting and len(admitted) < 1000
         cached = found(r)
         if b.passes_over(r, cached, prompt - cached, free):
-            assert r in b.passing_over.postponed or r in b.passing_over.last
+            assert b.is_settled(r)
             assert r in b.cht.waiting | b.cht.held
         else:
             b.admitted(r, cached)

@@ -692,7 +692,10 @@ def test_without_gathering_nothing_waits():
         found.append([round_of(b), round_of(b, cached=PREFIX), b.stats()])
         assert not b.passing_over.postponed and b.passing_over.postponements == 0 and b.policy.explore
     assert found[0] == found[1] and found[0][0] == ["a0", "b0", "c0"]
-    assert not builder().passes_over("nobody", 0, 10**6, ROOM)
+    b = builder()
+    arrive_all(b, "a0")
+    b.begin_round(0.0, None)
+    assert not b.passes_over("a0", 0, 10**6, ROOM)
 
 
 # What gathering is told of the load -----------------------------------------------------------------------------
