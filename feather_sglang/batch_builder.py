@@ -101,7 +101,7 @@ class BatchBuilder:
         self._hurried: Hashable | None = None  # proposed because somebody is late, or may not be passed any more
         self._tokens: dict[Hashable, int] = {}  # lengths of prompts
         self._pending_work = 0.0  # of prompts that were admitted and are not computed yet
-        self._due: Hashable | None = None  # proposed because it may not be passed any more
+        self._due: Hashable | None = None  # proposed because it is its turn, whatever it was to wait for
         self._newest: Hashable | None = None  # admitted last; it may run chunk by chunk
         self._excused: list[Hashable] = []  # in this round
         self._refused: set[Hashable] = set()  # in this round, as they are longer than they looked
@@ -269,9 +269,12 @@ class BatchBuilder:
         late = self._most_late(best)
         self._hurried = self._due = None
         if late is not None and (
-            best is None or self.fairness.is_overtaken(late) or self.passing_over.is_one_too_many(best)
+            best is None
+            or self.fairness.is_overtaken(late)
+            or self.passing_over.is_one_too_many(best)
+            or not self._may_pass(best.request_id)
         ):
-            self._hurried = late
+            self._hurried = self._due = late
             return late
         if best is None or (late is None and (self.held or self.passing_over.is_one_too_many(best))):
             return None
@@ -375,12 +378,12 @@ class BatchBuilder:
 
         In the latter case so do all that share what it would compute (``PassingOver``).
         """
+        if request_id == self._due:
+            return False
         work = self.work.of(missing_tokens, self._tokens[request_id])
         if work > self.overtaking.slack(request_id, self.fairness.now):
             self._refused.add(request_id)  # the tree took something for cached that is not
             self.cht.hold(request_id)
-        elif request_id == self._due:
-            return False
         elif not self.passing_over.passes_over(request_id, cached_tokens, missing_tokens, free_tokens):
             return False
         self._cancel_undone()
