@@ -1,0 +1,125 @@
+"""Short prefixes: where they are not worth a wait one by one, feather is to compute no more than fcfs and be as fast.
+
+One replayed server per policy, which serves all traces one after the other; the scheduler's CPU time is not charged, so
+the figures are the same in every run.
+"""
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from rich.console import Console
+
+from feather_sglang.adapter.hooks import SUPPORTED, installed_version
+from feather_sglang.replay import ab
+from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
+from feather_sglang.replay.traces import Trace
+from feather_sglang.replay.workloads import shared_prefix
+
+pytestmark = pytest.mark.skipif(
+    installed_version() != SUPPORTED[-1], reason=f"long: runs on the newest supported SGLang, {SUPPORTED[-1]}, only"
+)
+POLICIES = "fcfs", "feather-bandit"
+BURST = 100_000  # requests per second: all at once
+FEW_SHARE = pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="a prefix that few of those who wait share is computed again for each of them",
+)
+
+
+class Case(NamedTuple):
+    groups: int
+    prefix_tokens: int
+    rate: float
+    output_tokens: int = 20
+    requests: int = 400
+
+    @property
+    def trace(self) -> Trace:
+        return shared_prefix(**self._asdict())
+
+    def __str__(self) -> str:
+        when = "at once" if self.rate == BURST else f"at {self.rate:g} a second"
+        return f"{self.groups} groups x {self.prefix_tokens}, {self.requests} {when}, {self.output_tokens} out"
+
+
+# At a moderate rate the end of the trace is the last arrival and what paced prefill lets that one wait (0.1 s at most):
+# five seconds of arrivals, so that this is not taken for throughput.
+CASES = [
+    Case(1, 64, BURST),
+    Case(1, 600, BURST),
+    Case(5, 128, BURST),
+    Case(5, 300, BURST),
+    Case(40, 64, BURST),
+    Case(40, 128, BURST),
+    Case(40, 240, BURST),
+    Case(40, 240, BURST, requests=600),
+    Case(40, 240, BURST, output_tokens=200),
+    Case(40, 300, BURST),
+    Case(200, 64, BURST),
+    Case(200, 240, BURST),
+    Case(200, 600, BURST),
+    Case(5, 240, 300, requests=1500),
+    Case(40, 128, 300, requests=1500),
+    Case(200, 64, 300, requests=1500),
+    Case(40, 600, 300, output_tokens=200),
+    Case(1, 300, 60),
+    Case(200, 128, 60),
+    Case(5, 600, 60, output_tokens=200),
+]
+FAILING = Case(200, 64, BURST), Case(200, 240, BURST)
+
+
+class Served(NamedTuple):
+    tokens_a_second: float
+    computed_tokens: int  # of prompts
+
+
+@dataclass(frozen=True)
+class Sweep(ab.Job):
+    cases: tuple[Case, ...] = ()
+
+
+def serve(job, tell):
+    """All cases on one server, in a process of its own."""
+    os.environ["FEATHER_OPTIONS"] = json.dumps(job.options)
+    from feather_sglang.adapter.replay_engine import Replay, ReplaySettings
+
+    served = []
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Replay(Path(folder), job.policy, job.trace, job.model, ReplaySettings(**job.settings))
+        for case in job.cases:
+            trace = case.trace
+            engine._block_size = trace.block_size  # it is taken from the trace that a server is made for
+            outcome = engine.run(trace)
+            computed = sum(one.request.input_length - one.cached_tokens for one in outcome.served)
+            served.append(Served(ab.result_of(job.name, outcome).summary.output_tok_s, computed))
+    return served
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    shape, profile = load_model("qwen3-8b"), load_profile("h200")
+    settings = {"kv_tokens": profile.kv_tokens(shape), "charge_scheduler": False}
+    longest = max((case.trace for case in CASES), key=lambda trace: trace.least_pool(1))
+    jobs = [
+        Sweep(name, longest, StepTimeModel(profile, shape, "pat"), settings, {"explore": False}, cases=tuple(CASES))
+        for name in POLICIES
+    ]
+    results = ab.run_jobs(jobs, 2, tmp_path_factory.mktemp("logs"), Console(quiet=True), serve)
+    return {case: [results[name][i] for name in POLICIES] for i, case in enumerate(CASES)}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=FEW_SHARE if case in FAILING else (), id=str(case)) for case in CASES]
+)
+def test_short_prefixes_cost_no_more_than_under_fcfs(served, case):
+    fcfs, feather = served[case]
+    faster, more = feather.tokens_a_second / fcfs.tokens_a_second, feather.computed_tokens / fcfs.computed_tokens
+    says = f"{case}: {faster:.3f} x the tokens a second, {more:.3f} x the computed tokens ({fcfs}, {feather})"
+    assert faster >= 0.99 and more <= 1.02, says
