@@ -264,10 +264,13 @@ class ChunkedHashTree:
         return member.waiting
 
     def sharers(self, request_id: Hashable) -> list[tuple[int, int]]:
-        """Return where waiting ones part from a request, deepest first: (depth in chunks, how many share that)."""
+        """Return where waiting ones part from an active request, deepest first: (depth in chunks, how many share that).
+
+        As far as no other active one shares it.
+        """
         node = self._get(request_id, self._waiting, self._active, self._held).parent
         parting: list[tuple[int, int]] = []
-        while node.depth:
+        while node.depth and node.active < 2:
             if node.waiting:
                 parting.append((node.depth, node.waiting))
             node = node.parent

@@ -15,7 +15,8 @@ from feather_sglang.gathering import LEAST_TOKENS, Gathering
 # Waiting for a prefix that is being computed pays from here on, for one request. More than a page and a chunk, which
 # two equal prompts always compute anew.
 _WORTH_WAITING = 256
-_WORTH_A_STEP = 512  # or for so many tokens of all that wait for it together: about what one more prefill step costs
+# One more prefill step pays once it saves all who would wait for it so many tokens together; then it serves them all.
+_WORTH_A_STEP = 512
 _MOST_ASKED = 8  # prefixes made to wait or to go last in one round: SGLang looks each up in its cache first
 _MOST_POSTPONED = 16  # prefixes that wait at a time: each is weighed again in every round, and nobody behind them
 
@@ -50,6 +51,7 @@ class PassingOver:
         self._last: dict[Hashable, int] = {}
         self._retracted: set[Hashable] = set()  # waiting again
         self._last_call = False  # in this round, those who go last are proposed now
+        self._saved = 0  # tokens of this round that others need not compute again if they wait for the next one
         self._asked = 0  # prefixes passed over in this round for the first time
 
     # Who ---------------------------------------------------------------------------------------------------------
@@ -101,9 +103,14 @@ class PassingOver:
         if cached_tokens is None:
             return
         depth = self._depth_worth_waiting(cached_tokens)
-        for parting, sharers in self.cht.sharers(request_id):
-            if (parting * self.cht.chunk_size - cached_tokens) * sharers >= _WORTH_A_STEP:
-                depth = min(depth, parting)
+        partings = {
+            parting: tokens * sharers
+            for parting, sharers in self.cht.sharers(request_id)
+            if (tokens := parting * self.cht.chunk_size - cached_tokens) > 0
+        }
+        self._saved += max(partings.values(), default=0)
+        if self._saved >= _WORTH_A_STEP:
+            depth = min(depth, *partings) if partings else depth
         if 0 < depth <= self.cht.depth(request_id):
             self._computing[request_id] = depth
             self.cht.defer(request_id, depth)
@@ -116,7 +123,7 @@ class PassingOver:
 
     def open_round(self) -> None:
         """Pass over all for whom the reason still holds."""
-        self._last_call, self._asked = False, 0
+        self._last_call, self._asked, self._saved = False, 0, 0
         for request_id, (depth, missing) in list(self._postponed.items()):
             if not self._still_waits(request_id, depth, missing):
                 del self._postponed[request_id]

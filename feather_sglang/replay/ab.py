@@ -116,6 +116,13 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     policy.add_argument("--feather-chunk-size", type=int, default=64, metavar="TOKENS")
     policy.add_argument("--feather-max-wait", type=float, default=120.0, metavar="SECONDS")
     policy.add_argument(
+        "--feather-max-overtaking",
+        type=float,
+        default=2.0,
+        metavar="SHARE",
+        help="what later requests take before one, in queues that it found (2); inf: no bound",
+    )
+    policy.add_argument(
         "--feather-gather", choices=("on", "off"), default="on", help="mind prefixes where memory is short (on)"
     )
     policy.add_argument(
@@ -392,6 +399,7 @@ def common_options(args: argparse.Namespace) -> dict[str, Any]:
         "gather": args.feather_gather == "on",
         "pace": args.feather_pace,
         "max_wait": args.feather_max_wait,
+        "max_overtaking": "inf" if args.feather_max_overtaking == math.inf else args.feather_max_overtaking,
     }
     FeatherOptions().updated(options)  # a mistake ends the command here, not a replay after minutes
     return options

@@ -204,9 +204,9 @@ def test_the_fixed_cost_is_the_first_ranks(server, monkeypatch, first_rank, hold
     own = None if first_rank else FIXED
     one.feather._prefill_meter.fixed_seconds = own
 
-    def readings(now, reward, seconds_per_token, fixed_seconds):
+    def readings(now, reward, seconds_per_token, fixed_seconds, *others):
         assert (now, seconds_per_token, fixed_seconds) == (one.now, TOKEN, own)
-        return now, reward, seconds_per_token, first_rank
+        return now, reward, seconds_per_token, first_rank, *others
 
     monkeypatch.setattr(one.feather._agreement, "readings", readings)
     submit(one, "a0")
