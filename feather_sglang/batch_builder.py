@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from feather_sglang.cached_prefixes import CachedPrefixes
 from feather_sglang.cht import Candidate, ChunkedHashTree
 from feather_sglang.fairness import Fairness
 from feather_sglang.gathering import LEAST_TOKENS, Gathering
@@ -83,6 +84,7 @@ class BatchBuilder:
         self.pacing = pacing
         self.overtaking = overtaking or Overtaking()
         self.work = work or Work(None)
+        self.cached_prefixes = CachedPrefixes()
         self.held = False
         self.stops = 0
         self.overdue_admissions = 0
@@ -121,6 +123,7 @@ class BatchBuilder:
         extra_key: Any = None,
         priority: int = 0,
         most_tokens: int = 0,
+        cached_tokens: int = 0,
     ) -> None:
         """Enter a new waiting request.
 
@@ -134,9 +137,12 @@ class BatchBuilder:
             Smaller goes first.
         most_tokens
             That it may generate.
+        cached_tokens
+            Of its prompt, as far as the engine has looked.
         """
         self.cht.insert(request_id, token_ids, extra_key, priority)
         self._unseen[request_id] = priority
+        self.cached_prefixes.note(request_id, priority, cached_tokens, len(token_ids))
         self._enter_line(request_id, len(token_ids), priority)
         if self.gathering is not None:
             missing, depth = self.cht.missing_count(request_id), self.cht.depth(request_id)
@@ -160,7 +166,8 @@ class BatchBuilder:
         # is short it is gone by then, but for what running ones hold.
         tree, short = self.cht, self.passing_over.memory_is_short()
         new_chunks = tree.missing_count(request_id) if short else tree.own_chunks(request_id)
-        work = self.work.of(max(1, tokens - (tree.depth(request_id) - new_chunks) * tree.chunk_size), tokens)
+        known = (tree.depth(request_id) - new_chunks) * tree.chunk_size
+        work = self.work.of(max(1, tokens - max(known, self.cached_prefixes.tokens(request_id))), tokens)
         self.overtaking.arrive(request_id, priority, work, self._pending_work, self.fairness.now)
 
     def leave_queue(self, request_id: Hashable) -> None:
@@ -169,6 +176,7 @@ class BatchBuilder:
         self.passing_over.left(request_id)
         del self._tokens[request_id]
         self.overtaking.leave(request_id)
+        self.cached_prefixes.forget(request_id)
         if self._unseen.pop(request_id, None) is None:
             self.fairness.forget(request_id, waiting=True)
 
@@ -265,7 +273,7 @@ class BatchBuilder:
 
     def _propose(self, batch_size: int, headroom: float, has_room: bool) -> Hashable | None:
         assert self.policy is not None
-        best = self.cht.find_best()
+        best = self._best()
         late = self._most_late(best)
         self._hurried = self._due = None
         if late is not None and (
@@ -319,9 +327,25 @@ class BatchBuilder:
         return self._work_now(request_id) <= self.overtaking.slack(request_id, self.fairness.now)
 
     def _work_now(self, request_id: Hashable) -> float:
-        tree, tokens = self.cht, self._tokens[request_id]
+        return self.work.of(self._uncached(request_id), self._tokens[request_id])
+
+    def _uncached(self, request_id: Hashable) -> int:
+        tree = self.cht
         known = (tree.depth(request_id) - tree.missing_count(request_id)) * tree.chunk_size
-        return self.work.of(max(1, tokens - known), tokens)
+        return max(1, self._tokens[request_id] - max(known, self.cached_prefixes.tokens(request_id)))
+
+    def _best(self) -> Candidate | None:
+        """The request with the fewest tokens to compute, beside what runs or what the cache holds.
+
+        Not where prefixes compete for memory: there who evicts goes last already.
+        """
+        best = self.cht.find_best()
+        if best is None or self.passing_over.memory_is_short():
+            return best
+        cached = self.cached_prefixes.shortest(lambda r: r not in self._refused and not self.cht.is_passed(r))
+        if cached is None or self.fairness.priority(cached) != self.fairness.priority(best.request_id):
+            return best
+        return self.cht.candidate(cached) if self._uncached(cached) < self._uncached(best.request_id) else best
 
     def _in_turn(self) -> Hashable | None:
         """The shortest of the oldest, where somebody may not be passed any more.
@@ -358,6 +382,7 @@ class BatchBuilder:
         tokens = self._tokens[request_id]
         work = self.work.of(tokens - (tokens if cached_tokens is None else cached_tokens), tokens)
         self.overtaking.admit(request_id, work)
+        self.cached_prefixes.forget(request_id)
         self._pending_work += work
         self._newest = request_id
         self.overdue_admissions += request_id == self._hurried
@@ -380,9 +405,13 @@ class BatchBuilder:
         """
         if request_id == self._due:
             return False
-        work = self.work.of(missing_tokens, self._tokens[request_id])
-        if work > self.overtaking.slack(request_id, self.fairness.now):
-            self._refused.add(request_id)  # the tree took something for cached that is not
+        tokens = self._tokens[request_id]
+        evicted = cached_tokens < self.cached_prefixes.tokens(request_id)
+        if evicted:
+            self.cached_prefixes.note(request_id, self.fairness.priority(request_id), cached_tokens, tokens)
+        work = self.work.of(missing_tokens, tokens)
+        if evicted or work > self.overtaking.slack(request_id, self.fairness.now):
+            self._refused.add(request_id)  # something was taken for cached that is not
             self.cht.hold(request_id)
         elif not self.passing_over.passes_over(request_id, cached_tokens, missing_tokens, free_tokens):
             return False

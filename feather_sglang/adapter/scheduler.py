@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import Counter
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.managers.schedule_policy import AddReqResult, CacheAwarePolicy, PrefillAdder
 from sglang.srt.runtime_context import get_parallel
 
 from feather_sglang.adapter.agreement import Agreement
@@ -210,8 +210,18 @@ class FeatherScheduler:
                 if self.scheduler.enable_priority_scheduling
                 else 0,
                 most_tokens=req.sampling_params.max_new_tokens or 0,
+                cached_tokens=self._look_up(req),
             )
         self._requests[req.rid] = req
+
+    def _look_up(self, req: Any) -> int:
+        """Tokens of a prompt in the prefix cache, where others wait; who waits alone is proposed next anyway."""
+        scheduler = self.scheduler
+        # A look-up in the cache of a model with recurrent state takes one of the few places for such states.
+        if self.policy is None or len(scheduler.waiting_queue) < 2 or getattr(scheduler, "is_hybrid_ssm", False):
+            return 0
+        scheduler.policy._compute_prefix_matches([req], CacheAwarePolicy.LPM)
+        return int(req.num_matched_prefix_tokens)
 
     def _synchronise(self, running: Any) -> None:
         """Drop from the tree what finished, was aborted or timed out since the last round.
