@@ -107,7 +107,7 @@ def test_steps_that_are_nearly_alike_do_not_either():
     meter = PrefillMeter()
     meter.begin(0.0)
     for number in range(20):
-        meter.step(number + 0.01 * (number % 2), 4096, 8_000_000.0 + 9000 * (number % 2))
+        meter.step(number + 2e-4 * (number % 2), 4096, 8_000_000.0 + 9000 * (number % 2))
     assert meter.pair_seconds == 0 and meter.bare_seconds == pytest.approx(1 / 4096, rel=0.02)
 
 
