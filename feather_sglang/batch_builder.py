@@ -275,6 +275,8 @@ class BatchBuilder:
         assert self.policy is not None
         best = self._best()
         late = self._most_late(best)
+        if late is not None and not self._is_most_urgent(late):
+            late = None
         self._hurried = self._due = None
         if late is not None and (
             best is None

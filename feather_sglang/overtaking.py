@@ -53,6 +53,8 @@ class Overtaking:
         now
             Seconds.
         """
+        for other in [other for other, line in self._lines.items() if line.is_over(now)]:
+            del self._lines[other]  # clients may send a new priority each time
         queued = sum(line.queued for other, line in self._lines.items() if other <= priority)
         line = self._lines.setdefault(priority, _Line(self.share))
         line.arrive(request_id, work, pending + queued, now)
@@ -139,6 +141,10 @@ class _Line:
     def counts(self) -> bool:
         """Whether somebody waits who is not excused."""
         return len(self.waiting) > self._excused
+
+    def is_over(self, now: float) -> bool:
+        """Whether nobody waits, nor has come within the window."""
+        return not self.waiting and self._longest[-1][0] < now - WINDOW
 
     def arrive(self, request_id: Hashable, work: float, before: float, now: float) -> None:
         own = before + work

@@ -326,7 +326,7 @@ class FeatherScheduler:
                 # What a hierarchical cache has on the host is not in its place yet, but will not be computed.
                 cached = _cached_tokens(req) + getattr(req, "host_hit_length", 0)
                 free = self.scheduler.token_to_kv_pool_allocator.available_size()
-                missing = len(req.origin_input_ids) - cached
+                missing = _tokens(req) - cached
                 if self.builder.passes_over(req.rid, cached, missing, free - self._computed_tokens):
                     return AddReqResult.CONTINUE
                 if not self.builder.fits(req.rid, free + self.scheduler.tree_cache.evictable_size()):

@@ -116,7 +116,6 @@ def test_all_of_it_happened():
         assert min(SEEN[what] for what in ("chunked", "passed", "bounded", "retracted")) > 0, SEEN
 
 
-@pytest.mark.xfail(reason="what a retracted request has generated is not counted where it is judged", strict=True)
 def test_a_request_is_judged_by_what_it_will_take(folder):
     """Also when it comes back with what it has generated, which is computed again as its prompt is."""
     server, witness = watched(folder, seed=0, share=2.0, gather="off", classes=1)

@@ -387,7 +387,6 @@ def test_whom_the_engine_cannot_take_now_is_no_bound_in_that_round_and_one_in_th
     assert builder.overtaking.overtaken("long") == 18_000
 
 
-@pytest.mark.xfail(reason="a late request is proposed whoever more urgent waits for a prefix", strict=True)
 def test_a_late_request_does_not_go_before_a_more_urgent_one_that_awaits_its_prefix():
     builder = BatchBuilder(ChunkedHashTree(CHUNK, seed=1), Policies.always(), max_wait=10.0)
     builder.arrive("late", array("q", [1] * 2000), priority=5)
@@ -403,7 +402,6 @@ def test_a_late_request_does_not_go_before_a_more_urgent_one_that_awaits_its_pre
     assert list(builder.cht.waiting) == ["late", "urgent twin"]
 
 
-@pytest.mark.xfail(reason="lines are never dropped", strict=True)
 def test_a_class_that_nobody_has_been_in_for_long_is_forgotten():
     """Clients may send a new priority each time."""
     one = Overtaking(1.0)
