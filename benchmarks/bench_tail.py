@@ -30,7 +30,8 @@ from feather_sglang.replay.step_time import StepTimeModel, load_model, load_prof
 from feather_sglang.replay.traces import Trace, load_trace
 
 STOCK = ("fcfs", "lpm", "dfs-weight", "hrrn", "shortest-prefill-first")  # SGLang's own
-POLICIES = (*STOCK, "k-lpm", "feather")
+# Not shortest-prefill-first: SGLang 0.5.23 runs out of memory under it on one of the slices, and ends.
+POLICIES = (*STOCK[:4], "k-lpm", "feather")
 FIGURES = ("ttft_mean", "ttft_p99", "max_wait", "output_tok_s", "cache_hit", "scheduler_share")
 CONVERSATION, SYNTHETIC = "mooncake_conversation", "mooncake_synthetic_first1800"
 
@@ -90,6 +91,16 @@ def cut(trace: Trace, part: Slice) -> Trace:
     return Trace(part.name, trace.block_size, [r._replace(arrival_s=r.arrival_s - start) for r in requests])
 
 
+def read(path: Path) -> Any:
+    """What `main` wrote; a mistake raises ``FeatherError``."""
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise FeatherError(f"{path}: cannot read: {error.strerror}") from None
+    except ValueError as error:
+        raise FeatherError(f"{path}: not JSON: {error}") from None
+
+
 def measure(parts: Sequence[Slice], policies: Sequence[str], args: argparse.Namespace, rows: Rows) -> None:
     """Replay what `rows` lacks, and put it there."""
     options: dict[str, Any] = {}
@@ -132,7 +143,7 @@ def measure(parts: Sequence[Slice], policies: Sequence[str], args: argparse.Name
 
 def tables(rows: Rows) -> str:
     """What docs/tail.md shows of the results: each slice, and how the policies compare over all."""
-    policies = [policy for policy in POLICIES if all(policy in row for row in rows.values())]
+    policies = [policy for policy in (*STOCK, *POLICIES[4:]) if all(policy in row for row in rows.values())]
     lines = ["| slice | " + " | ".join(policies) + " |", "|---" * (len(policies) + 1) + "|"]
     for name, row in rows.items():
         cells = (f"{row[p]['ttft_mean']:.2f} / {row[p]['ttft_p99']:.1f} / {row[p]['max_wait']:.1f}" for p in policies)
@@ -142,9 +153,31 @@ def tables(rows: Rows) -> str:
         cells = []
         for policy in policies:
             values = [ratio(row, policy) for row in rows.values()]
-            cells.append(f"{_geometric_mean(values):.2f} ({min(values):.2f} to {max(values):.2f})")
+            cells.append(f"{geometric_mean(values):.2f} ({min(values):.2f} to {max(values):.2f})")
         lines.append(f"| {what} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def server_table(path: Path) -> str:
+    """What docs/tail.md shows of a slice on a real server, beside its replay."""
+    results = read(path)
+    versions = results["versions"]
+    lines = [
+        f"{results['slice']}, {results['gpu']}, SGLang {versions['sglang']}, dummy weights, one server in the order "
+        f"{', '.join(results['order'])}; the replay runs SGLang {results['replay_sglang']}.",
+        "",
+        "| | TTFT mean, s | p50 | p99 | longest wait, s | E2E mean, s | output tok/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    figures = ("ttft_mean", "ttft_p50", "ttft_p99", "max_wait", "e2e_mean", "output_tok_s")
+    for place in sorted(range(len(results["server"])), key=lambda place: results["server"][place]["policy"]):
+        run = results["server"][place]
+        cells = " | ".join(f"{run[figure]:.2f}" for figure in figures[:-1])
+        lines.append(f"| server, {run['policy']}, run {place + 1} | {cells} | {run['output_tok_s']:.0f} |")
+    for policy, run in results["replay"].items():
+        cells = " | ".join(f"{run[figure]:.2f}" for figure in figures[:-1])
+        lines.append(f"| replay, {policy} | {cells} | {run['output_tok_s']:.0f} |")
+    return "\n".join([*lines, "", "```", results["command"], results["replay_command"], "```"])
 
 
 def _to(figure: str, base: str) -> Callable[[dict[str, Any], str], float]:
@@ -168,7 +201,8 @@ RATIOS: dict[str, Callable[[dict[str, Any], str], float]] = {
 }
 
 
-def _geometric_mean(values: Sequence[float]) -> float:
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of positive numbers."""
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
@@ -185,14 +219,14 @@ def main() -> int:
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of these results, replay nothing")
     args = parser.parse_args()
     if args.show:
-        print(tables(json.loads(args.show.read_text())))
+        print(tables(read(args.show)))
         return 0
     if args.traces is None:
         parser.error("name the folder of the traces, or --show FILE")
     parts = {"report": REPORT, "tune": TUNE}.get(args.slices)
     if parts is None:
         parts = tuple(part for part in REPORT + TUNE if part.name in args.slices.split(";"))
-    rows: Rows = json.loads(args.known.read_text()) if args.known else {}
+    rows: Rows = read(args.known) if args.known else {}
     measure(parts, args.policies.split(","), args, rows)
     if args.json:
         write_json(args.json, rows)

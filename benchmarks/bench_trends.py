@@ -16,7 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-CARD = ["--profile", "rtx6000ada", "--kv-tokens", "200000", "--feather-max-wait", "600", "--feather-pace", "0"]
+CARD = ["--profile", "rtx6000ada", "--kv-tokens", "200000", "--feather-max-wait", "600"]
+CARD += ["--feather-max-overtaking", "inf", "--feather-pace", "0"]
 WORKLOADS = {
     "default: 100/s, 5 groups x 5K, 200 tokens": [],
     "5/s": ["--rate", "5"],

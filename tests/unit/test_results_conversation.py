@@ -15,7 +15,6 @@ WHOLE = {
     for record in run["records"]
     if not record["counted"]["unfinished"]
 }
-README = " ".join((ROOT / "README.md").read_text().split())
 CUT = {
     (backend, record["name"]): record["counted"]["unfinished"]
     for backend, run in FILES.items()
@@ -139,15 +138,6 @@ def test_what_is_said_of_pat_follows():
         f"{bandit[1]:.0f}; the median time per token is {tbt[0]:.1f} ms for {tbt[1]:.1f} ms and {tbt[2]:.1f} ms for "
         f"{tbt[3]:.1f} ms"
     )
-
-
-def test_the_readme_says_who_pays():
-    first, p99 = (
-        [f"{summary(key, f'ttft_{name}'):{form}}" for key in (BANDIT, FCFS)]
-        for name, form in (("mean", ".1f"), ("p99", ".0f"))
-    )
-    said_of = f"mean time to the first token {first[0]} s for fcfs's {first[1]}, p99 {p99[0]} s for {p99[1]}."
-    assert said_of in README, said_of
 
 
 def test_sixty_requests_on_one_gpu_follow():

@@ -1,0 +1,93 @@
+"""docs/tail.md shows what docs/measured holds, and that is what the bound promises."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import bench_tail
+
+DOCS = Path(__file__).parents[2] / "docs"
+ROWS = json.loads((DOCS / "measured" / "tail.json").read_text())
+PAGE = (DOCS / "tail.md").read_text()
+
+
+def part(name):
+    return PAGE.split(f"<!-- {name} -->\n")[1].split("<!-- end -->")[0].strip()
+
+
+def ratios(what, policy="feather"):
+    return [bench_tail.RATIOS[what](row, policy) for row in ROWS.values()]
+
+
+def test_the_page_shows_the_results():
+    assert list(ROWS) == [one.name for one in bench_tail.REPORT]
+    assert part("bench_tail") == bench_tail.tables(ROWS).strip()
+    assert part("server") == bench_tail.server_table(DOCS / "measured" / "server_h200_tail.json").strip()
+
+
+def test_the_tail_is_that_of_arrival_order_and_the_mean_about_that_of_response_ratio():
+    assert max(ratios("longest wait to fcfs's")) < 1.45 < max(ratios("longest wait to fcfs's", "hrrn"))
+    assert max(ratios("p99 TTFT to fcfs's")) < 1.35 < max(ratios("p99 TTFT to fcfs's", "hrrn"))
+    means = ratios("mean TTFT to hrrn's")
+    assert bench_tail.geometric_mean(means) < 1
+    assert min(ratios("tok/s to the best of SGLang's")) > 0.985
+
+
+def test_the_readme_has_these_figures():
+    readme = " ".join((DOCS.parent / "README.md").read_text().split())
+    to_fcfs = bench_tail.geometric_mean(
+        [row["feather"]["ttft_mean"] / row["fcfs"]["ttft_mean"] for row in ROWS.values()]
+    )
+    mean, p99, longest = (
+        bench_tail.geometric_mean(ratios(what)) for what in list(bench_tail.RATIOS)[:4] if "lower" not in what
+    )
+    of_hrrn = [bench_tail.geometric_mean(ratios(f"{what} to fcfs's", "hrrn")) for what in ("p99 TTFT", "longest wait")]
+    for figure in (
+        f"{to_fcfs:.2f}x fcfs's mean time to the first token and {mean:.2f}x hrrn's",
+        f"{p99:.2f}x fcfs's p99 and {longest:.2f}x its longest wait (hrrn: {of_hrrn[0]:.2f}x and {of_hrrn[1]:.2f}x)",
+    ):
+        assert figure in readme, figure
+
+
+def test_where_fcfs_is_overloaded_the_tail_is_below_that_of_response_ratio():
+    for name, row in ROWS.items():
+        if "load 1.2" in name:
+            assert row["feather"]["ttft_p99"] < 0.87 * row["hrrn"]["ttft_p99"]
+            assert row["feather"]["max_wait"] < 0.75 * row["hrrn"]["max_wait"]
+
+
+def test_constants_were_chosen_on_other_requests():
+    def requests(parts):
+        return {(one.trace, number) for one in parts for number in range(one.first, one.first + one.count)}
+
+    assert not requests(bench_tail.REPORT) & requests(bench_tail.TUNE)
+    assert len(bench_tail.REPORT) >= 12
+    assert {one.kv_tokens for one in bench_tail.REPORT} == {200_000, 500_000, 824_000}
+    assert {0.5, 0.8, 1.0, 1.2} == {one.load for one in bench_tail.REPORT}
+
+
+def test_a_server_agrees_on_who_gains():
+    results = json.loads((DOCS / "measured" / "server_h200_tail.json").read_text())
+    mean = {
+        policy: {
+            figure: sum(run[figure] for run in results["server"] if run["policy"] == policy) / 2
+            for figure in ("ttft_mean", "ttft_p99", "max_wait")
+        }
+        for policy in ("fcfs", "feather")
+    }
+    assert mean["feather"]["ttft_mean"] < 0.75 * mean["fcfs"]["ttft_mean"]
+    assert mean["feather"]["ttft_p99"] < 1.1 * mean["fcfs"]["ttft_p99"]
+    assert mean["feather"]["max_wait"] < 1.25 * mean["fcfs"]["max_wait"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--show", "nowhere.json"]])
+def test_a_mistake_is_one_line(flags, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench_tail", *flags])
+    with pytest.raises((SystemExit, bench_tail.FeatherError)) as error:
+        bench_tail.main()
+    said = capsys.readouterr().err + str(error.value)
+    assert "name the folder of the traces" in said or "nowhere.json" in said
