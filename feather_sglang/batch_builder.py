@@ -88,7 +88,6 @@ class BatchBuilder:
         self.held = False
         self.stops = 0
         self.overdue_admissions = 0
-        self.in_turn = 0
         self.kept_out = 0
         self.held_rounds = 0
         self.longest_wait = 0.0
