@@ -407,7 +407,8 @@ class BatchBuilder:
         if request_id == self._due:
             return False
         tokens = self._tokens[request_id]
-        evicted = cached_tokens < self.cached_prefixes.tokens(request_id)
+        # A prompt that is cached as a whole is computed from its last page on.
+        evicted = cached_tokens + self.cht.chunk_size < self.cached_prefixes.tokens(request_id)
         if evicted:
             self.cached_prefixes.note(request_id, self.fairness.priority(request_id), cached_tokens, tokens)
         work = self.work.of(missing_tokens, tokens)

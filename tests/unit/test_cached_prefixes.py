@@ -1,0 +1,88 @@
+"""What the cache holds counts in the order, and is looked up again before it is believed."""
+
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from feather_sglang.batch_builder import BatchBuilder
+from feather_sglang.cached_prefixes import LEAST_TOKENS, CachedPrefixes
+from feather_sglang.cht import ChunkedHashTree
+from feather_sglang.policies import make_policy
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("note"), st.integers(0, 9), st.integers(0, 2), st.integers(0, 3000), st.integers(0, 3000)),
+        st.tuples(st.just("forget"), st.integers(0, 9)),
+        st.tuples(st.just("ask"), st.sets(st.integers(0, 9), max_size=6)),
+    ),
+    max_size=60,
+)
+
+
+@given(OPERATIONS)
+def test_the_shortest_is_that_of_a_plain_list(operations):
+    one, noted, number = CachedPrefixes(), {}, 0
+    for kind, *values in operations:
+        if kind == "note":
+            name, priority, cached, more = values
+            number += 1
+            noted.pop(name, None)
+            if cached >= LEAST_TOKENS:
+                noted[name] = (priority, more, number, cached)
+            one.note(name, priority, cached, cached + more)
+        elif kind == "forget":
+            noted.pop(values[0], None)
+            one.forget(values[0])
+        else:
+            usable = {name: noted[name] for name in noted if name not in values[0]}
+            found = one.shortest(lambda name, unusable=values[0]: name not in unusable)
+            assert found == min(usable, key=usable.get, default=None)
+        assert [one.tokens(name) for name in range(10)] == [noted[n][3] if n in noted else 0 for n in range(10)]
+
+
+def builder():
+    return BatchBuilder(ChunkedHashTree(64, seed=1), make_policy("always-add"))
+
+
+def prompt(number, tokens):
+    return array("q", [number] * tokens)
+
+
+def test_who_has_least_to_compute_goes_first():
+    b = builder()
+    b.arrive("short", prompt(1, 1000))
+    b.arrive("turn", prompt(2, 5000), cached_tokens=4800)
+    b.arrive("other turn", prompt(3, 5000), cached_tokens=3900)
+    b.begin_round(0.0, None)
+    order = []
+    while (name := b.propose(len(b.cht.active), 1.0)) is not None:
+        assert not b.passes_over(name, {"turn": 4800, "other turn": 3900}.get(name, 0), 1, 10**6)
+        b.admitted(name, 0)
+        order.append(name)
+    assert order == ["turn", "short", "other turn"]
+
+
+def test_what_was_evicted_since_stays_out_for_a_round_and_then_counts_as_it_is():
+    b = builder()
+    b.arrive("short", prompt(1, 1000))
+    b.arrive("turn", prompt(2, 5000), cached_tokens=4800)
+    for expected in (["turn", "short"], ["turn"]):
+        b.begin_round(0.0, None)
+        seen = []
+        while (name := b.propose(len(b.cht.active), 1.0)) is not None:
+            seen.append(name)
+            if not b.passes_over(name, 0, len(prompt(1, 1000 if name == "short" else 5000)), 10**6):
+                b.admitted(name, 0)
+            else:
+                assert name == "turn" and b.is_settled(name)
+        b.end_round()
+        assert seen == expected
+    assert not b.cht.waiting and not b.cached_prefixes.tokens("turn")
+
+
+def test_a_prompt_cached_as_a_whole_is_believed():
+    b = builder()
+    b.arrive("again", prompt(1, 1024), cached_tokens=1024)
+    b.begin_round(0.0, None)
+    assert b.propose(0, 1.0) == "again" and not b.passes_over("again", 1023, 1, 10**6)
