@@ -160,7 +160,10 @@ class TestCommandLine:
         pat = ["--attention-backend", "fa3", "--decode-attention-backend", "pat"]
         assert list(fcfs.flags) == [*pat, "--schedule-policy", "fcfs", "--device", "cpu"]
         assert feather.name == "feather-order" and feather.flags[-2:] == ("--device", "cpu")
-        assert " ".join(feather.flags).count("--feather-max-wait 9.0 --feather-explore on") == 1
+        assert (
+            " ".join(feather.flags).count("--feather-max-wait 9.0 --feather-max-overtaking 2.0 --feather-explore on")
+            == 1
+        )
 
     def test_a_running_server_is_told_what_a_new_one_gets_as_flags(self):
         args = arguments("--feather-max-wait", "9", "--server-flags=--feather-chunk-size=32 --device cpu")
@@ -168,7 +171,7 @@ class TestCommandLine:
         assert fcfs.options == {}
         # Null undoes the policy file of another policy; the chunk size is the user's on all servers.
         told = {"policy_file": None, "seed": 0, "max_wait": 9.0, "explore": True, "gather": True, "pace": None}
-        assert feather.options == told
+        assert feather.options == {**told, "max_overtaking": 2.0}
 
     @pytest.mark.parametrize("word", ["on", "off"])
     def test_whether_prefixes_gather_reaches_servers_new_and_running(self, word):

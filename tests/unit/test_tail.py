@@ -26,7 +26,7 @@ def ratios(what, policy="feather"):
 def test_the_page_shows_the_results():
     assert list(ROWS) == [one.name for one in bench_tail.REPORT]
     assert part("bench_tail") == bench_tail.tables(ROWS).strip()
-    assert part("server") == bench_tail.server_table(DOCS / "measured" / "server_h200_tail.json").strip()
+    assert part("server") == bench_tail.server_table(DOCS / "measured" / "tail_h200.json").strip()
 
 
 def test_the_tail_is_that_of_arrival_order_and_the_mean_about_that_of_response_ratio():
@@ -71,7 +71,7 @@ def test_constants_were_chosen_on_other_requests():
 
 
 def test_a_server_agrees_on_who_gains():
-    results = json.loads((DOCS / "measured" / "server_h200_tail.json").read_text())
+    results = json.loads((DOCS / "measured" / "tail_h200.json").read_text())
     mean = {
         policy: {
             figure: sum(run[figure] for run in results["server"] if run["policy"] == policy) / 2
