@@ -404,7 +404,7 @@ class BatchBuilder:
 
         In the latter case so do all that share what it would compute (``PassingOver``).
         """
-        if request_id == self._due:
+        if request_id == self._due or self.fairness.is_late(request_id):
             return False
         tokens = self._tokens[request_id]
         # A prompt that is cached as a whole is computed from its last page on.

@@ -56,7 +56,8 @@ class Overtaking:
         for other in [other for other, line in self._lines.items() if line.is_over(now)]:
             del self._lines[other]  # clients may send a new priority each time
         queued = sum(line.queued for other, line in self._lines.items() if other <= priority)
-        line = self._lines.setdefault(priority, _Line(self.share))
+        if (line := self._lines.get(priority)) is None:
+            line = self._lines[priority] = _Line(self.share)
         line.arrive(request_id, work, pending + queued, now)
         self._priority[request_id] = priority
 
@@ -221,10 +222,13 @@ class _Line:
         return tail, own
 
     def _set(self, entry: _Waiting) -> None:
+        self._set_leaf(entry)
+        self._climb(entry.place)
+
+    def _set_leaf(self, entry: _Waiting) -> None:
         leaf = self._size + entry.place
         self._tails[leaf] = -inf if entry.excused else entry.own - entry.grace
         self._owns[leaf] = -inf if entry.excused else -self.share * entry.own
-        self._climb(entry.place)
 
     def _climb(self, place: int) -> None:
         node = (self._size + place) >> 1
@@ -252,9 +256,7 @@ class _Line:
         self._places = len(entries) + 1
         self._build(taken, rest)
         for entry in entries:
-            leaf = self._size + entry.place
-            self._tails[leaf] = -inf if entry.excused else entry.own - entry.grace
-            self._owns[leaf] = -inf if entry.excused else -self.share * entry.own
+            self._set_leaf(entry)
         for node in range(self._size - 1, 0, -1):
             self._join(node)
 
