@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Set up what a fresh clone needs, then do one job: ``python3 dev.py ab`` or ``python3 dev.py test``.
+"""Set up what a fresh clone needs, then do one job: ``python3 dev.py ab``, ``test`` or ``docs``.
 
 Needs nothing but Python's standard library. Everything goes into ``.venv`` beside this file: without a GPU the pinned
 packages of ``requirements/``, with one the SGLang that this Python already has, or else the newest supported release.
@@ -25,11 +25,14 @@ VENV = ROOT / ".venv"
 REQUIREMENTS = ROOT / "requirements"
 # Tested by default, the ends of the supported range: the first is installed, the other lies beside it.
 RELEASES = ("0.5.23", "0.5.17")
+QUICK = "--quick"  # before pytest's arguments: the inner loop's tests, on the first release only
+INNER_LOOP = ["-m", "not slow", "tests/unit", "tests/property", "tests/kernels"]
 ONLY = "--releases="  # before pytest's arguments: test on these instead, of those that have pins in requirements/
 OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
 JOBS = {
     "ab": "compare scheduling policies (feather ab, with its arguments)",
-    "test": f"run the tests ([{ONLY}A,B] and pytest's arguments)",
+    "test": f"run the tests ([{QUICK}] [{ONLY}A,B] and pytest's arguments)",
+    "docs": "serve the documentation site (mkdocs serve's arguments); --build: build it strictly into build/site",
     "setup": "set up only",
 }
 CPU_PYTHON = (3, 11)  # the Python that the pins in requirements/ were made for
@@ -194,6 +197,13 @@ def install_package(gpu: bool) -> None:
     step("package", key, install, "installing feather-sglang into .venv")
 
 
+def install_docs() -> None:
+    """What the documentation site is built with."""
+    pins = REQUIREMENTS / "docs.txt"
+    key = key_of(VENV / "stamp-environment", pins)
+    step("docs", key, lambda: pip_install("-r", str(pins)), "adding what the documentation is built with (0.2 GB)")
+
+
 def set_up(releases: tuple[str, ...]) -> bool:
     """Bring ``.venv`` up to date; returns whether there is a GPU."""
     gpu = has_gpu()
@@ -223,10 +233,29 @@ def chosen_releases(arguments: list[str]) -> tuple[str, ...]:
     return chosen
 
 
+def run_docs(arguments: list[str]) -> int:
+    """Serve the site, or build it so that a broken link or a missing page is an error."""
+    set_up(RELEASES[:1])
+    install_docs()
+    job = ["build", "--strict", "--quiet"] if arguments[:1] == ["--build"] else ["serve"]
+    command = [str(VENV / "bin" / "mkdocs"), *job, *(arguments[1:] if job[0] == "build" else arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment(NO_MKDOCS_2_WARNING="1")).returncode
+
+
+def run_quick_tests(arguments: list[str]) -> int:
+    """What an edit breaks first: no server, nothing slow."""
+    set_up(RELEASES[:1])
+    command = [str(python()), "-m", "pytest", "-q", "-n", "2", *INNER_LOOP, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment()).returncode
+
+
 def run_tests(arguments: list[str]) -> int:
     """The whole suite on one SGLang release, and without a GPU the tests that touch SGLang on the others too."""
+    if arguments[:1] == [QUICK]:
+        return run_quick_tests(arguments[1:])
     releases = chosen_releases(arguments)
     gpu = set_up(releases)
+    install_docs()
     failed = []
     for release in RELEASES[:1] if gpu else releases:
         first = release == RELEASES[0]
@@ -256,8 +285,9 @@ def main() -> int:
             if arguments:
                 parser.error("setup takes no arguments")
             set_up(RELEASES)
+            install_docs()
             return 0
-        return run_ab(arguments) if choice.job == "ab" else run_tests(arguments)
+        return {"ab": run_ab, "test": run_tests, "docs": run_docs}[choice.job](arguments)
     except SetupError as error:
         print(f"dev.py: error: {error}", file=sys.stderr)
         return 2

@@ -1,0 +1,48 @@
+"""Pages that are generated say what the code says; what a reader is asked to read is short; README's links resolve."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+def words(*files: Path) -> int:
+    """Words of some files together."""
+    return sum(len(file.read_text().split()) for file in files)
+
+
+@pytest.mark.parametrize("program", ("reference.py", "figures.py"))
+def test_generated_pages_are_what_their_generator_writes(program: str) -> None:
+    checked = subprocess.run(
+        [sys.executable, str(DOCS / "generators" / program), "--check"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_every_flag_of_the_server_has_its_row() -> None:
+    from dataclasses import fields
+
+    from feather_sglang.adapter.options import FeatherOptions
+
+    page = (DOCS / "reference" / "flags.md").read_text()
+    assert all(f"`--feather-{spec.name.replace('_', '-')} " in page for spec in fields(FeatherOptions))
+
+
+def test_a_reader_is_asked_to_read_little() -> None:
+    lab = set((DOCS / "lab").rglob("*.md"))
+    assert words(ROOT / "README.md") <= 600
+    assert words(*(set(DOCS.rglob("*.md")) - lab)) <= 12_000
+    assert words(*lab) <= 15_000
+
+
+@pytest.mark.parametrize("name", ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))
+def test_links_lead_somewhere(name: str) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text())
+    assert not [target for target in targets if not (ROOT / target).exists()]
