@@ -202,18 +202,18 @@ def batch() -> Figure:
     f.arrow((340, 500), (340, 528))
     f.text(24, 550, "4  Kernel", 17, "start", bold=True)
     f.text(130, 550, "one launch a layer; largest tiles first", 15, "start", colour=MUTED)
-    for i, (name, runs) in enumerate(
+    for i, (name, units) in enumerate(
         (
             ("SM 0", ((250, "A, chunk 1", a), (150, "tail r3", tail))),
             ("SM 1", ((250, "A, chunk 2", a), (190, "tail r4", tail))),
             ("SM 2", ((180, "B", b), (120, "tail r1", tail), (190, "tail r2", tail))),
         )
     ):
-        y, x = 566 + 40 * i, 100.0
+        y, left = 566 + 40 * i, 100.0
         f.text(84, y + 22, name, 15, "end")
-        for w, words, colour in runs:
-            f.box(x, y, w - 6, 32, [words], colour, 15)
-            x += w
+        for width, words, colour in units:
+            f.box(left, y, width - 6, 32, [words], colour, 15)
+            left += width
 
     f.arrow((340, 696), (340, 724))
     f.text(24, 746, "5  Merge", 17, "start", bold=True)
@@ -261,10 +261,10 @@ def tree() -> Figure:
     f.rect(20, 530, 640, 140, ("#f6f8fa", "#d0d7de"), 10)
     f.text(340, 560, "missing(w) = chunks(w) - depth of the deepest green node above w", 16, bold=True)
     covered = {"w1": 40, "w2": 40, "w3": 40, "w4": 0, "w5": 0}
-    for place, name in enumerate(sorted(chunks, key=lambda name: (chunks[name] - covered[name], name != "w2"))):
-        x, missing = 90 + 125 * place, chunks[name] - covered[name]
+    for rank, name in enumerate(sorted(chunks, key=lambda name: (chunks[name] - covered[name], name != "w2"))):
+        x, missing = 90 + 125 * rank, chunks[name] - covered[name]
         f.text(x, 594, f"{name}: {chunks[name]}-{covered[name]}", 15, mono=True)
-        f.text(x, 618, f"= {missing}", 15, bold=not place, colour=INK if place else GREEN[1], mono=True)
+        f.text(x, 618, f"= {missing}", 15, bold=not rank, colour=INK if rank else GREEN[1], mono=True)
     f.text(340, 652, "w3 is next. Admitting it updates the two nodes above it, no other request.", 15, colour=MUTED)
     return f
 
