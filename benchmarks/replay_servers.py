@@ -1,0 +1,156 @@
+"""What real servers were measured on, replayed: the same requests, policy, attention backend, KV pool and row limit.
+
+    python benchmarks/replay_servers.py docs/measured/servers_h200_*.json --json docs/measured/replays.json
+
+Takes files of `bench_server.py`. Each workload (W1 .. W7, ``open:...``) under each policy and backend is replayed once,
+with the scheduler's processor time left out, so that a second run writes the same. What a replay cannot be is named and
+left out: steady batches, several GPUs, a backend or model that the profile does not know.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from finished import read_finished
+from rich.console import Console
+
+from feather_sglang.adapter.options import FeatherOptions
+from feather_sglang.errors import FeatherError
+from feather_sglang.file_writing import replace_text
+from feather_sglang.live.cases import parse_case
+from feather_sglang.live.process import COMMON_FLAGS, Configuration
+from feather_sglang.replay.ab import Job, check_fits, check_sglang, run_jobs, suited
+from feather_sglang.replay.model_shape import MODELS
+from feather_sglang.replay.profiles import load_profile
+from feather_sglang.replay.step_time import StepTimeModel
+
+FIGURES = ("output_tok_s", "ttft_mean", "ttft_p50", "ttft_p99", "e2e_mean", "e2e_p99", "tbt_p99_ms", "cache_hit",
+           "max_wait", "retractions")  # fmt: skip
+SHAPE = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
+         "kv_heads": "num_key_value_heads"}  # fmt: skip
+
+
+def model_name(config: dict[str, Any]) -> str:
+    """The built-in shape of a model's config.json."""
+    for shape in MODELS.values():
+        if all(getattr(shape, ours) == config.get(theirs) for ours, theirs in SHAPE.items()):
+            return shape.name
+    raise FeatherError(f"no built-in shape for {' '.join(config.get('architectures', ['this model']))}")
+
+
+def backend(flags: Sequence[str]) -> str | None:
+    """The decode attention backend that these flags name."""
+    words = [word for flag in flags for word in flag.split("=", 1)]
+    named = {flag: words[place + 1] for place, flag in enumerate(words[:-1]) if flag.startswith("--")}
+    return named.get("--decode-attention-backend", named.get("--attention-backend"))
+
+
+def common_flags(command: str) -> list[str]:
+    """Flags of all servers of a ``bench_server.py`` command, for a file that does not hold the servers' own."""
+    words = shlex.split(command)
+    given = {flag: words[words.index(flag) + 1] for flag in ("--common", "--flags") if flag in words[:-1]}
+    return shlex.split(given.get("--common", COMMON_FLAGS)) + shlex.split(given.get("--flags", ""))
+
+
+def runs_of(content: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """What to replay of one server file, each case and server once, and what cannot be, with the reason."""
+    runs: list[dict[str, Any]] = []
+    left_out: dict[str, None] = {}
+    started: dict[str, Any] = {}  # the last server that came up itself: those after it were it, switched
+    of_server = {}
+    for name, server in content["servers"].items():
+        started = server if "kv_tokens" in server else started
+        of_server[name] = started
+    for case, name in dict.fromkeys((record["case"], record["server"]) for record in content["records"]):
+        start, flags = of_server[name], content["servers"][name]["flags"]
+        configuration = Configuration(name, tuple(flags))
+        words = shlex.split(start["command"]) if "command" in start else common_flags(content["command"])
+        attention = backend([*words, *flags])
+        if case.startswith("decode:"):
+            left_out[f"{case}: a steady batch"] = None
+        elif any(flag in words for flag in ("--tp", "--tp-size", "--tensor-parallel-size")):
+            left_out[f"{name}: several GPUs"] = None
+        elif attention not in load_profile("h200").attention:
+            left_out[f"{name}: the profile has no {attention}"] = None
+        else:
+            runs.append({
+                "case": case,
+                "attention": attention,
+                "policy": configuration.policy,
+                "options": configuration.policy_options,
+                "model": model_name(content["model"]),
+                "seed": content["seed"],
+                "arrivals": content["arrivals"],
+                "kv_tokens": start["kv_tokens"],
+                "max_running": start["max_running"],
+                "prefill_graphs": "off" if "--disable-prefill-cuda-graph" in words else "on",
+            })  # fmt: skip
+    return runs, list(left_out)
+
+
+def job_of(run: dict[str, Any], label: str) -> Job:
+    """The replay of one run."""
+    trace = parse_case(run["case"], run["seed"], run["arrivals"]).trace
+    check_fits(trace, run["kv_tokens"], 1)
+    model = StepTimeModel(
+        load_profile("h200"), MODELS[run["model"]], run["attention"], prefill_graphs=run["prefill_graphs"] == "on"
+    )
+    settings = {"kv_tokens": run["kv_tokens"], "max_running": run["max_running"], "charge_scheduler": False}
+    options: dict[str, Any] = {}
+    if run["policy"].startswith("feather"):
+        options = suited(run["policy"], {"seed": run["seed"], **run["options"]})
+        FeatherOptions().updated(options)
+    return Job(run["policy"], trace, model, settings, options, label)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replay, and write what came out."""
+    parser = argparse.ArgumentParser(description="Replays of what servers were measured on.")
+    parser.add_argument("servers", type=Path, nargs="+", help="files of bench_server.py")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="write the replays there")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="replays at a time (2)")
+    args = parser.parse_args(argv)
+    console = Console(file=sys.stderr)
+    runs: list[dict[str, Any]] = []
+    for path in args.servers:
+        found, left_out = runs_of(read_finished(path, "servers", "model"))
+        runs += [run for run in found if run not in runs]
+        for reason in left_out:
+            console.print(f"{path.name}: left out: {reason}", highlight=False)
+    if not runs:
+        raise FeatherError("nothing to replay in these files")
+    version = check_sglang()
+    jobs = [
+        job_of(run, f"{number} {run['case']} {run['attention']} {run['policy']}") for number, run in enumerate(runs)
+    ]
+    with tempfile.TemporaryDirectory() as logs:
+        results = run_jobs(jobs, args.jobs, Path(logs), console)
+    for run, result in zip(runs, results.values(), strict=True):
+        summary = result.summary.as_dict()
+        run["replay"] = {name: round(summary[name], 4) for name in FIGURES if summary.get(name) is not None}
+    command = ["python", "benchmarks/replay_servers.py", *(sys.argv[1:] if argv is None else argv)]
+    head = {
+        "version": 1,
+        "command": shlex.join(command),
+        "profile": "h200",
+        "sglang": version,
+        "python": platform.python_version(),
+    }
+    lines = ",\n".join(json.dumps(run) for run in runs)
+    replace_text(args.json, f'{json.dumps(head)[:-1]}, "runs": [\n{lines}\n]}}\n', "results")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except FeatherError as error:
+        sys.exit(f"replay_servers: {error}")

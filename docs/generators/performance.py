@@ -1,0 +1,117 @@
+"""Make the performance page, its plots, README's chart and README's numbers from docs/measured.
+
+    python docs/generators/performance.py            # write them
+    python docs/generators/performance.py --check    # exit 1 and name what differs from what would be written
+
+Nothing is measured here, and nothing but the result files decides what is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import perf_kernel
+import perf_plots
+import perf_replay
+import perf_servers
+from perf_results import ResultError, evicts, geometric_mean, trees
+
+ROOT = Path(__file__).parents[2]
+START, END = "<!-- performance -->", "<!-- end -->"
+HEAD = """<!-- Made by docs/generators/performance.py from docs/measured; edit those. -->
+# Performance
+
+Everything here is generated from the result files in `docs/measured`; a test compares. Servers: Qwen3-8B's shapes,
+dummy weights, {kv_tokens:,} KV tokens, single runs. Ratios: above 1 is better for throughput, below 1 for times."""
+
+
+def page(folder: Path) -> str:
+    """The Markdown of docs/performance.md."""
+    kv_tokens = perf_servers.server_runs(folder, perf_servers.SERVERS["pat"])[0].kv_tokens
+    sections = [
+        perf_kernel.section(folder),
+        perf_servers.backends(folder),
+        perf_servers.policy_section(folder),
+        perf_replay.agreement(folder),
+        perf_replay.tail(folder),
+    ]
+    return "\n\n".join([HEAD.format(kv_tokens=kv_tokens), *(section.markdown() for section in sections)]) + "\n"
+
+
+def readme_block(folder: Path) -> str:
+    """README's numbers: five, each with its hardware."""
+    kernel = [row for row in trees(folder, perf_kernel.PAT) if row.heads == "32/8" and row.page_size == 1]
+    of_kernel = geometric_mean(row.ratio for row in kernel)
+    ours = perf_servers.policies(folder, "pat", perf_servers.SERVERS["pat"])
+    default = ours.names[-1]
+    gains = [runs[default].tok_s / runs["fcfs"].tok_s
+             for case, runs in ours.runs.items() if evicts(case, runs["fcfs"].kv_tokens)]  # fmt: skip
+    unshared = perf_servers.by_backend(folder, list(perf_servers.SERVERS.values()))["W3"]
+    level = unshared["pat"].tok_s / max(run.tok_s for name, run in unshared.items() if name != "pat")
+    found = perf_replay.measured(folder)
+    tail = [one["TTFT mean to fcfs's"] for one in perf_replay.tail_ratios(folder)["feather"]]
+    apart = perf_replay.distance(found, "output_tok_s")
+    gain = f"{min(gains):.1f}x to {max(gains):.1f}x" if gains else "-"
+    lines = [
+        "![Output tokens a second: SGLang, with pat, with pat and feather](docs/readme_chart.svg)\n",
+        f"- decode attention on PAT's 20 prefix trees, H200: **{of_kernel:.2f}** of the time of the best of "
+        "FlashAttention-3 and FlashInfer",
+        f"- prefixes that fill or exceed the KV pool, H200 server: `feather` has **{gain}** the throughput of fcfs",
+        f"- nothing shared, H200 server: `pat` has **{level:.2f}x** the throughput of the best other backend",
+        f"- real traces, replay of an H200: **{geometric_mean(tail):.2f}x** fcfs's mean time to the first token",
+        f"- replay without a GPU: throughput **{apart:.0%}** from an H200 server's in the mean of {len(found)} runs",
+    ]
+    return "\n".join(lines)
+
+
+def with_block(readme: str, block: str) -> str:
+    """README with the block between its markers, or as it is where it has none."""
+    before, start, rest = readme.partition(START)
+    _, end, after = rest.partition(END)
+    return f"{before}{start}\n{block}\n{end}{after}" if start and end else readme
+
+
+def everything(root: Path) -> dict[Path, str]:
+    """What is written, by path under the root of the repository."""
+    folder = root / "docs" / "measured"
+    made = {Path("docs") / name: text for name, text in perf_plots.all_plots(folder).items()}
+    made[Path("docs/performance.md")] = page(folder)
+    readme = root / "README.md"
+    if readme.exists():
+        text = readme.read_text()
+        made[Path("README.md")] = with_block(text, readme_block(folder))
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write, or compare."""
+    parser = argparse.ArgumentParser(description="The performance page and README's numbers, from docs/measured.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 and name what differs")
+    parser.add_argument("--root", type=Path, default=ROOT, help="of the repository (this one)")
+    args = parser.parse_args(argv)
+    made = everything(args.root)
+    differs = []
+    for path, text in made.items():
+        target = args.root / path
+        if not target.exists() or target.read_text() != text:
+            differs.append(path)
+            if not args.check:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(text)
+    for path in differs:
+        print(f"{path}: {'differs from docs/measured' if args.check else 'written'}")
+    if args.check and differs:
+        print("run python docs/generators/performance.py", file=sys.stderr)
+    return int(args.check and bool(differs))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ResultError as error:
+        sys.exit(f"performance: {error}")
