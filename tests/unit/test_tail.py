@@ -1,10 +1,8 @@
-"""docs/tail.md shows what docs/measured holds, and that is what the bound promises."""
+"""The generated tables of the lab's page show what docs/measured holds, and that is what the bound promises."""
 
 import json
 import sys
 from pathlib import Path
-
-import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -12,7 +10,7 @@ import bench_tail
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = json.loads((DOCS / "measured" / "tail.json").read_text())
-PAGE = (DOCS / "tail.md").read_text()
+PAGE = (DOCS / "lab" / "tail.md").read_text()
 
 
 def part(name):
@@ -33,24 +31,10 @@ def test_the_tail_is_that_of_arrival_order_and_the_mean_about_that_of_response_r
     assert max(ratios("longest wait to fcfs's")) < 1.45 < max(ratios("longest wait to fcfs's", "hrrn"))
     assert max(ratios("p99 TTFT to fcfs's")) < 1.35 < max(ratios("p99 TTFT to fcfs's", "hrrn"))
     means = ratios("mean TTFT to hrrn's")
-    assert bench_tail.geometric_mean(means) < 1
+    assert bench_tail.geometric_mean(means) < 0.97
+    to_fcfs = [row["feather"]["ttft_mean"] / row["fcfs"]["ttft_mean"] for row in ROWS.values()]
+    assert bench_tail.geometric_mean(to_fcfs) < 0.53 and max(to_fcfs) < 1
     assert min(ratios("tok/s to the best of SGLang's")) > 0.985
-
-
-def test_the_readme_has_these_figures():
-    readme = " ".join((DOCS.parent / "README.md").read_text().split())
-    to_fcfs = bench_tail.geometric_mean(
-        [row["feather"]["ttft_mean"] / row["fcfs"]["ttft_mean"] for row in ROWS.values()]
-    )
-    mean, p99, longest = (
-        bench_tail.geometric_mean(ratios(what)) for what in list(bench_tail.RATIOS)[:4] if "lower" not in what
-    )
-    of_hrrn = [bench_tail.geometric_mean(ratios(f"{what} to fcfs's", "hrrn")) for what in ("p99 TTFT", "longest wait")]
-    for figure in (
-        f"{to_fcfs:.2f}x fcfs's mean time to the first token and {mean:.2f}x hrrn's",
-        f"{p99:.2f}x fcfs's p99 and {longest:.2f}x its longest wait (hrrn: {of_hrrn[0]:.2f}x and {of_hrrn[1]:.2f}x)",
-    ):
-        assert figure in readme, figure
 
 
 def test_where_fcfs_is_overloaded_the_tail_is_below_that_of_response_ratio():
@@ -82,12 +66,3 @@ def test_a_server_agrees_on_who_gains():
     assert mean["feather"]["ttft_mean"] < 0.75 * mean["fcfs"]["ttft_mean"]
     assert mean["feather"]["ttft_p99"] < 1.1 * mean["fcfs"]["ttft_p99"]
     assert mean["feather"]["max_wait"] < 1.25 * mean["fcfs"]["max_wait"]
-
-
-@pytest.mark.parametrize("flags", [[], ["--show", "nowhere.json"]])
-def test_a_mistake_is_one_line(flags, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["bench_tail", *flags])
-    with pytest.raises((SystemExit, bench_tail.FeatherError)) as error:
-        bench_tail.main()
-    said = capsys.readouterr().err + str(error.value)
-    assert "name the folder of the traces" in said or "nowhere.json" in said
