@@ -1,7 +1,6 @@
 """The batches that the decode benchmarks measure: their floor by hand, and one KV set seen by every system."""
 
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from decode_cases import TREE_SETS, Case, Heads, Watchdog, choose_trees, parse_heads, tree_case
+from decode_cases import Case, Heads, tree_case
 
 from feather_kernels.forest import Forest
 from feather_kernels.trees import PAT_TREES, forest_table, random_forest
@@ -99,22 +98,3 @@ def test_a_request_that_ends_at_the_root_leaves_no_cascade():
     forest = Forest([-1], [4], [0, 0], [4, 6], [0, 6])
     table, n_pages = forest_table(forest)
     assert Case("", forest, table, n_pages, Heads(4, 2)).levels is None
-
-
-def test_arguments():
-    assert parse_heads("64/8") == Heads(64, 8) and str(Heads(64, 8)) == "64/8" and Heads(64, 8).group == 8
-    assert choose_trees("1,3,19-20") == [0, 2, 18, 19] and len(choose_trees("all")) == 20
-    assert choose_trees("27", TREE_SETS["serving"]) == [26] and len(choose_trees("all", TREE_SETS["serving"])) == 27
-    for text in ("32", "8/32", "a/b", "12/8"):
-        with pytest.raises(ValueError, match="heads"):
-            parse_heads(text)
-    for text in ("0", "21", "x", "3-x"):
-        with pytest.raises(ValueError, match="trees"):
-            choose_trees(text)
-
-
-def test_a_watchdog_lets_go_of_what_failed():
-    with pytest.raises(KeyError), Watchdog(poll=0.01) as watchdog:
-        watchdog.expect(0.1, "a step")
-        raise KeyError
-    time.sleep(0.3)  # it would have ended this process

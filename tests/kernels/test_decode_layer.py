@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -64,19 +63,3 @@ def test_right_results_are_timed_and_others_said(monkeypatch):
     assert record["systems"]["three"]["error"].startswith("wrong: relative error")
     row = layer.report({"records": [record]}).splitlines()[-1]
     assert "| 0.0, 0.0, 3.0, 4.0 | it does not import | wrong: relative error" in row
-
-
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        (["--batches", "x_y"], "--batches x_y: give nodes and tokens of each level, such as 5,32_1000,100"),
-        (["--systems", "fa9"], "--systems: system 'fa9': use one of"),
-        ([], "no CUDA device: this benchmark measures a GPU"),
-    ],
-)
-def test_a_mistake_ends_it_in_one_line(monkeypatch, flags, line):
-    monkeypatch.setattr(sys, "argv", ["bench_decode_layer.py", *flags])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as ended:
-        layer.main()
-    assert str(ended.value).startswith(line) and "\n" not in str(ended.value)

@@ -1,6 +1,5 @@
 """The decode benchmark without a GPU: its command line, its order of cases, and what it says about given times."""
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -17,8 +16,6 @@ import decode_systems
 import torch
 from decode_cases import Heads, tree_case
 from decode_systems import ABLATIONS, PEERS, Inputs, Pools, choose_systems, reference
-
-from feather_kernels.trees import PAT_TREES
 
 
 def record(tree=1, page_size=1, heads="32/8", floor=10.0, **times):
@@ -55,30 +52,6 @@ def test_where_a_peer_is_ahead():
     assert "flashinfer: out of GPU memory (1 cases" in report.errors(RECORDS)
 
 
-def test_the_table_of_the_docs():
-    named = [one | {"name": f"tree-{one['tree']}"} for one in RECORDS]
-    lines = report.markdown(named).splitlines()
-    assert lines[0] == "| tree | 32/8 | 64/8 |" and len(lines) == 4
-    assert lines[2] == "| `tree-1` | 20 (2.00x) / 40 fi | 10 (1.00x) / 40 fi |"
-    assert lines[3] == "| `tree-2` | 80 (8.00x) / 10 fa3 |  |"
-
-
-def test_a_row_fits_its_header():
-    systems = list(RECORDS[0]["systems"])
-    header = report.row_header(systems)
-    for case in RECORDS:
-        assert len(report.row_line(case, systems)) == len(header)
-    assert report.row_line(RECORDS[0], systems).split()[-3:] == ["3.0", "fi", "0.50"]
-
-
-def test_a_finished_run_is_reported_and_plotted_again(tmp_path, capsys):
-    source, picture = tmp_path / "decode.json", tmp_path / "decode.png"
-    source.write_text(json.dumps({"machine": {"seconds": 5}, "records": RECORDS, "left_out": []}))
-    assert bench.main(["--from", str(source), "--plot", str(picture)]) == 0
-    assert "a peer is ahead in 1 of 3 rows" in capsys.readouterr().out
-    assert picture.stat().st_size > 1000
-
-
 def test_the_default_pass_is_the_80_rows_at_two_page_sizes():
     options = bench.arguments([])
     planned = bench.cases(options)
@@ -102,21 +75,6 @@ def test_the_fixed_tile_is_the_largest_that_is_built(capability, head_dim, tile,
     assert options == {"tiles": (tile,)}
 
 
-def test_bad_arguments_are_one_clear_line(capsys):
-    for argv in (["--trees", "21"], ["--heads", "7"], ["--pages", "3"], ["--repeats", "0"]):
-        with pytest.raises(SystemExit):
-            bench.arguments(argv)
-        assert argv[1] in capsys.readouterr().err.splitlines()[-1]
-    with pytest.raises(ValueError, match="system 'fa4'"):
-        choose_systems("fa4")
-    with pytest.raises(ValueError, match="not name=value"):
-        choose_systems("feather:naive")
-    assert list(choose_systems("fa3,feather:tiles=((16, 16),)+split=mean")) == [
-        "fa3",
-        "feather:tiles=((16, 16),)+split=mean",
-    ]
-
-
 @pytest.mark.parametrize("page_size", [1, 32])
 def test_pools_hold_the_case_and_the_reference_attends_to_it(page_size):
     import torch
@@ -132,14 +90,6 @@ def test_pools_hold_the_case_and_the_reference_attends_to_it(page_size):
     scores = torch.einsum("hd,lhd->hl", inputs.q[3], keys) / 4
     expected = torch.einsum("hl,lhd->hd", scores.softmax(-1), values)
     assert torch.allclose(out[0], expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("tree", range(len(PAT_TREES)))
-def test_pool_size_is_known_before_the_batch_is_built(tree):
-    heads = Heads(8, 2)
-    for page_size in (1, 32):
-        case = tree_case(PAT_TREES[tree], heads, page_size)
-        assert bench.pool_elements(case.name, heads, page_size) == Pools.elements(case)
 
 
 def test_counters_of_ncu_as_a_table(capsys):

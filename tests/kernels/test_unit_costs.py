@@ -1,6 +1,5 @@
 """The fit of what work costs, and what a plan's queues have to do, without a GPU."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -42,11 +41,3 @@ def test_queues_are_counted_with_their_units_and_begun_steps():
         lengths = [int(stop - start) for start, stop in items[queue][:, 2:4]]
         assert row.units == 8 * len(lengths) and row.m == {0: 128, 3: 8}[queue]
         assert row.steps == 8 * sum(-(-length // row.n) for length in lengths)
-
-
-def test_a_finished_run_is_printed_again(tmp_path, capsys):
-    rows = [launch(128, 500, 500 * steps, 2 + 500 * (3.5 + 1.4 * steps) / 132)._asdict() for steps in (2, 4, 9)]
-    machine = {"gpu": "a GPU", "processors": 132, "empty_us": 2.0}
-    (tmp_path / "costs.json").write_text(json.dumps({"machine": machine, "launches": rows}))
-    assert costs.main(["--from", str(tmp_path / "costs.json")]) == 0
-    assert capsys.readouterr().out.split()[-4:] == ["128", "3500", "1400", "3"]

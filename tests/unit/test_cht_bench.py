@@ -44,7 +44,7 @@ def test_no_operation_is_slower_than_the_papers():
     assert all(within(best).values()), (best, slowness())
 
 
-HASH_US = 13.0  # of a prompt of 5,000 tokens where the table of docs/cht.md was made
+HASH_US = 13.0  # of a prompt of 5,000 tokens on the machine that the targets are kept on
 
 
 def slowness():

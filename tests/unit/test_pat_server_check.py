@@ -113,27 +113,7 @@ def test_prompts_share_what_the_shape_says():
     assert values[18] == values[18 + 24]
 
 
-def test_prompts_are_the_same_every_time_and_can_be_scaled():
-    assert pat_prompts.prompts(encode) == pat_prompts.prompts(encode)
-    assert max(map(len, pat_prompts.prompts(encode, scale=0.2).values())) < 350
-
-
 # The schedule -----------------------------------------------------------------------------------------------------
-
-
-def test_waves_of_requests():
-    names = [f"p{i}" for i in range(9)]
-    made = list(itertools.islice(pat_churn.waves(names, 48, 32, 0.5, seed=3), 200))
-    assert made == list(itertools.islice(pat_churn.waves(names, 48, 32, 0.5, seed=3), 200))
-    assert made[0] != next(pat_churn.waves(names, 48, 32, 0.5, seed=4))
-    assert len(made[0].jobs) == 32 and made[0].seconds <= 1.0
-    jobs = [job for wave in made for job in wave.jobs]
-    assert {job.fate for job in jobs} == set(pat_churn.FATES)
-    assert all(1 <= job.tokens <= 48 and job.after > 0 for job in jobs)
-    assert all(job.due <= wave.seconds for wave in made for job in wave.jobs)
-    assert 0.6 < sum(job.fate == "finish" for job in jobs) / len(jobs) < 0.8
-    assert sum(wave.flush for wave in made) == 40
-    assert {len(wave.jobs) for wave in made} == {1, 3, 8, 16, 32}
 
 
 class FakeServer:
@@ -210,25 +190,3 @@ def test_the_log():
     (problem,) = check.check_log("pat is active", "Traceback (most recent call last):\n  File\nAssertionError: no")
     assert problem.endswith("AssertionError: no")
     assert check.check_log("", "")
-
-
-def test_answers_are_read_as_they_were_written(tmp_path):
-    stock = {"fa3": {"alone": {"a": answer([1, 2])}, "together": {"a": answer([3], [-0.25])}}}
-    file = tmp_path / "answers.json"
-    assert check.read_answers(file, "key") == {}
-    check.write_answers(file, "key", stock)
-    assert check.read_answers(file, "key") == stock
-    with pytest.raises(SystemExit, match="made for key"):
-        check.read_answers(file, "another")
-
-
-def test_the_table_has_a_line_for_every_variant():
-    verdict = pat_compare.judge({"a": answer([1, 99])}, {"a": answer([1, 2], runner_up=0.1)}, tolerance()).as_json()
-    whole = {
-        "variant": "default", "problems": [], "together": verdict, "alone": verdict, "seconds": 3.0, "retractions": 2,
-        "churn": verdict | {"fates": {"equal": 5, "hung up": 1}, "flushes": 1},
-        "metrics": {"all": {"plans": 1, "plans_kept": 2, "attended_tokens": 10, "read_tokens": 5}},
-    }  # fmt: skip
-    lines = check.table([whole, {"variant": "no-radix", "problems": ["it ended"]}]).splitlines()
-    assert len(lines) == 3 and lines[1].split()[1] == "0+1/1" and lines[1].endswith("right")
-    assert lines[2].endswith("WRONG")

@@ -2,10 +2,8 @@
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import decode_systems
-import decode_timing
 import profile_mixing as mixing
 import torch
 from decode_cases import Heads, tree_case
@@ -148,14 +145,6 @@ def test_kernels_belong_to_the_mark_before_them():
         mixing.segments("==ERROR== nothing")
 
 
-def test_ids_order_the_launches_and_other_lines_are_skipped():
-    text = log(None, *[{"kernel": f"kernel{number}"} for number in range(11)])
-    lines = text.splitlines()
-    shuffled = [*lines[:2], "a line of the program", *reversed(lines[2:])]
-    (segment,) = mixing.segments("\n".join(shuffled))
-    assert [one["kernel"] for one in segment] == [f"kernel{number}" for number in range(11)]
-
-
 def test_counters_of_a_call_are_sums_and_rates_by_time():
     (segment,) = mixing.segments(
         log(
@@ -201,13 +190,6 @@ def test_marks_that_do_not_fit_are_said():
         mixing.attach(run, log(*[None] * 11))
 
 
-def test_the_table():
-    lines = mixing.table(FINISHED).splitlines()
-    assert len(lines) == 2 + 5 and len({line.count("|") for line in lines}) == 1
-    assert lines[0].startswith("| rows | groups | order | unique KV GB | fa3 us | fa3 DRAM GB | fa3 L2 | feather us |")
-    assert "| 500 | 20 | arrival | 0.250 | 1,470 (1.47x) | 3.000 (12.00x, 30%) | 41% | 153 (1.53x) |" in lines[6]
-
-
 def test_the_findings():
     fa3, feather = mixing.findings(FINISHED)
     assert fa3 == (
@@ -218,145 +200,3 @@ def test_the_findings():
     )
     assert feather.startswith("feather, 500 requests: 20 groups in prefix order take 1.50x the time and 2.50x the")
     assert mixing.findings(content(((12, "1", "prefix"), 1, (1.0, 1), (1.0, 1)))) == []
-
-
-def test_a_finished_run_is_reported_without_a_gpu(tmp_path, capsys):
-    source, counters = tmp_path / "mixing.json", tmp_path / "mixing.csv"
-    run = json.loads(json.dumps(FINISHED)) | {"counters_error": "ncu was busy"}
-    for record in run["records"]:
-        record["systems"] = {"fa3": {"warm_us": 10.0}, "feather": {"error": "out of GPU memory"}}
-    source.write_text(json.dumps(run))
-    assert mixing.main(["--from", str(source)]) == 0
-    text = capsys.readouterr().out
-    for part in ("counters are missing: ncu was busy", "feather: out of GPU memory", "| 10 (1.00x) | - |"):
-        assert part in text
-    call = {"kernel": FORWARD, "dram": 3e8, "sectors": "100,000,000"}
-    counters.write_text(log(*[None, call, call, None] * 5))
-    assert mixing.main(["--from", str(source), "--csv", str(counters)]) == 0
-    assert "| 10 (1.00x) | 0.300 (1.20x, 10%) | 50%, 3.20 GB |" in capsys.readouterr().out
-    assert "counters_error" not in json.loads(source.read_text())
-    assert json.loads(source.read_text())["records"][0]["systems"]["fa3"]["counters"]["dram_read_bytes"] == 3e8
-
-
-@pytest.mark.parametrize(
-    "argv", [["--groups", "0"], ["--groups", "200"], ["--orders", "none"], ["--requests", "1"], ["--heads", "7"]]
-)
-def test_bad_arguments_are_one_clear_line(argv, capsys):
-    with pytest.raises(SystemExit):
-        mixing.arguments(argv)
-    assert argv[1] in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_no_gpu_and_no_such_system_are_said(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="no CUDA device"):
-        mixing.main([])
-    with pytest.raises(SystemExit, match="--systems: system 'fa4'"):
-        mixing.main(["--systems", "fa4"])
-
-
-@pytest.fixture
-def fake_ncu(tmp_path):
-    """A program that does as ncu does: its arguments into a file, its log where it is told."""
-
-    def make(body):
-        program = tmp_path / "ncu"
-        program.write_text(
-            f"#!{sys.executable}\nimport sys\nfrom pathlib import Path\narguments = sys.argv[1:]\n"
-            f"Path({str(tmp_path / 'seen')!r}).open('a').write(' '.join(arguments) + '\\n')\n"
-            f"log = Path(arguments[arguments.index('--log-file') + 1])\n{body}\n"
-        )
-        os.chmod(program, 0o755)
-        return str(program)
-
-    return make
-
-
-def test_ncu_runs_this_script_again(fake_ncu, tmp_path):
-    ncu = fake_ncu(f"log.write_text({log(None)!r})")
-    assert mixing.segments(mixing.run_ncu(ncu, ["--runs", "3"], tmp_path / "log.csv")) == [[]]
-    (seen,) = (tmp_path / "seen").read_text().splitlines()
-    for part in ("--profile-from-start off", "--cache-control none", ",".join(mixing.METRICS), "--runs 3 --counted"):
-        assert part in seen
-    assert str(Path(mixing.__file__).resolve()) in seen
-
-
-def test_a_counter_that_this_ncu_lacks_is_left_out(fake_ncu, tmp_path):
-    lacking = f"if any({mixing.SECTORS!r} in one for one in arguments):"
-    ncu = fake_ncu(
-        f"{lacking}\n    log.write_text('==ERROR== Failed to find metric {mixing.SECTORS}')\n    sys.exit(1)\n"
-        f"log.write_text({log(None)!r})"
-    )
-    assert '"ID"' in mixing.run_ncu(ncu, [], tmp_path / "log.csv")
-    assert len((tmp_path / "seen").read_text().splitlines()) == 2
-
-
-def test_an_ncu_that_fails_is_one_line(fake_ncu, tmp_path):
-    ncu = fake_ncu("log.write_text('==PROF== Connected\\n==ERROR== LibraryNotLoaded\\n')\nsys.exit(9)")
-    with pytest.raises(mixing.NoCounters, match=r"ended with 9: ==ERROR== LibraryNotLoaded$"):
-        mixing.run_ncu(ncu, [], tmp_path / "log.csv")
-    with pytest.raises(mixing.NoCounters, match="no such-a-program: install Nsight Compute"):
-        mixing.run_ncu("such-a-program", [], tmp_path / "log.csv")
-
-
-@pytest.fixture
-def no_device(monkeypatch):
-    """Two systems on the CPU, CUDA calls written down: one whose calls are right, one that does not exist here."""
-    seen = []
-    for name in ("synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: seen.append("mark"))
-    for name in ("start", "stop"):
-        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: seen.append(name))
-
-    def right(inputs):
-        def call():
-            seen.append("call")
-            return decode_systems.reference(inputs, list(range(inputs.case.n_requests))).half()
-
-        return decode_systems.Ready(call)
-
-    def absent(inputs):
-        raise decode_systems.Unavailable("two does not import")
-
-    pools = decode_systems.Pools
-    monkeypatch.setattr(pools, "__init__", _on_the_cpu(pools.__init__))
-    monkeypatch.setattr(decode_systems, "choose_systems", lambda text: {"one": right, "two": absent})
-    monkeypatch.setattr(decode_timing, "Captured", lambda call: SimpleNamespace(poisoned_run=call, runs=1, out=call()))
-    monkeypatch.setattr(decode_timing, "machine", lambda: {"gpu": "none"})
-    monkeypatch.setattr(
-        decode_timing, "measure_in_turn",
-        lambda systems, rounds, flush: {name: decode_timing.Times(warm=[100.0] * rounds) for name in systems},
-    )  # fmt: skip
-    return seen
-
-
-def _on_the_cpu(init):
-    return lambda self, elements, dtype, seed: init(self, elements, dtype, device="cpu", seed=seed)
-
-
-def test_every_cell_has_a_mark_and_the_calls_behind_it(no_device):
-    mixing.counted(options())
-    batches = 1 + 1 + 3
-    warm = ["call"] * mixing.WARM_CALLS
-    one = [*warm, "start", "mark", "call", "call", "stop"]
-    assert no_device == [*one, "start", "mark", "stop"] * batches
-
-
-def test_one_command_measures_counts_and_reports(no_device, fake_ncu, tmp_path, capsys):
-    call = {"kernel": FORWARD, "dram": 5e6}
-    ncu = fake_ncu(f"log.write_text({log(*[None, call, call, None] * 5)!r})")
-    out = tmp_path / "mixing.json"
-    argv = ["--requests", "12", "--groups", "1,stranger,3", "--prefix", "40", "--tail", "5", "--heads", "4/2"]
-    assert mixing.main([*argv, "--json", str(out), "--ncu", ncu]) == 1  # a system is missing
-    found = json.loads(out.read_text())
-    assert [record["order"] for record in found["records"]] == ["prefix", "arrival", *mixing.ORDERS]
-    for record in found["records"]:
-        assert record["systems"]["two"] == {"error": "two does not import"}
-        assert record["systems"]["one"]["relative_error"] < 1e-2 and record["systems"]["one"]["warm_us"] == 100.0
-        assert record["systems"]["one"]["counters"]["dram_read_bytes"] == 5e6
-    assert (tmp_path / "mixing.csv").exists() and "one, 12 requests: 3 groups" in capsys.readouterr().out
-    assert mixing.main([*argv, "--json", str(out), "--ncu", "such-a-program"]) == 1
-    assert "install Nsight Compute" in json.loads(out.read_text())["counters_error"]
-    assert "counters are missing: no such-a-program" in capsys.readouterr().out

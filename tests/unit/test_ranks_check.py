@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -13,9 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 
 import check_ranks
 import ranks_load
-import ranks_memory
 from ranks_load import Job, Jobs, Load
-from ranks_memory import Sample, growths, process_name
+from ranks_memory import Sample, growths
 from sending import outcome, reason_of
 
 from feather_sglang.adapter.decision_log import HEAD
@@ -161,18 +159,6 @@ def test_growth_is_told_from_noise(leak):
     assert growths(samples(leak), 45_000) == []
 
 
-def test_processes_are_named():
-    assert process_name([b"sglang::scheduler_TP0", b""]) == "scheduler_TP0"
-    assert process_name([b"/usr/bin/python", b"-m", b"sglang.launch_server", b"--tp"]) == "launch_server"
-    assert process_name([b"python", b"-c", b"from multiprocessing.resource_tracker import main"]) == "resource_tracker"
-    assert process_name([b"/usr/bin/ptxas", b"-x"]) == "ptxas"
-
-
-def test_memory_of_this_process_group():
-    sizes = ranks_memory.resident(os.getpgrp())
-    assert any(name.endswith(f" {os.getpid()}") and size > 10_000 for name, size in sizes.items())
-
-
 # Command line and verdict -----------------------------------------------------------------------------------------
 
 
@@ -180,20 +166,6 @@ def test_memory_of_this_process_group():
 def model(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 1024}')
     return str(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--model", "none-such"], "none-such/config.json names no vocab_size"),
-        (["--attention", "fa3", "--device", "cpu"], "--attention: with --device cpu one of torch_native, pat"),
-        (["--requests", "0"], "more than 0"),
-    ],
-)
-def test_mistakes_are_named(model, capsys, flags, says):
-    with pytest.raises(SystemExit):
-        check_ranks.arguments(["--model", model, *flags])
-    assert says in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -233,31 +205,14 @@ def test_ranks_that_part_are_wrong(check, tmp_path):
     assert "too little was decided" in check.problems[1]
 
 
-def test_the_docs_say_what_was_measured():
-    docs = Path(__file__).parents[2] / "docs"
-    text = " ".join((docs / "ranks.md").read_text().split())
-    found = json.loads((docs / "measured" / "ranks_h200.json").read_text())
-    decisions, fates, samples = found["decisions"], found["fates"], found["samples"]
-    batches, rows = decisions["batches"], decisions["rows"]
-    grown = [one for one in found["growths"] if one["name"].startswith("scheduler")]
-    mixed = found["mixed"]
-    assert sum(fates.values()) == 50_000 + mixed["requests"] and found["short"]["seconds"] + mixed["seconds"] > 600
+def test_on_gpus_the_ranks_decided_alike_and_nothing_was_lost():
+    """What docs/measured holds: 50,000 short requests and those of the mixed load, on two GPUs."""
+    found = json.loads((Path(__file__).parents[2] / "docs" / "measured" / "ranks_h200.json").read_text())
+    decisions, fates = found["decisions"], found["fates"]
     assert decisions["difference"] is None and not found["problems"] and not found["not_run"]
+    assert sum(fates.values()) == 50_000 + found["mixed"]["requests"]
     assert not any(fate.startswith("lost") for fate in fates)
-    for part in (
-        f"short requests in {found['short']['seconds']:.0f} s, {50_000 / found['short']['seconds']:.0f} a second",
-        f"then {mixed['requests']:,} mixed ones in {mixed['seconds']:.0f} s",
-        f"up to {max(one['running'] for one in samples)} running and "
-        f"{max(one['waiting'] for one in samples):,} waiting",
-        f"{fates['aborted']:,} were aborted, {fates['hung up']:,} hung up, "
-        f"{fates['over before it was given up']:,} were over before they could be given up, "
-        f"{fates['answered']:,} were answered; requests were retracted {found['retractions']:,} times",
-        f"{sum(batches.values()):,} batches were the same** ({batches['prefill']:,} prefill batches of "
-        f"{rows['prefill']:,} rows, {batches['decode']:,} decode batches of {rows['decode']:,} rows; "
-        f"{decisions['adds']:,} ADD, no STOP, {decisions['postponed']} prefixes made to wait",
-        f"grew by {grown[0]['kib'] / 1024:.1f} and {grown[1]['kib'] / 1024:.1f} MiB over the last "
-        f"{grown[0]['requests']:,} short requests, "
-        f"{grown[0]['kib'] * 1024 / grown[0]['requests']:.0f} and "
-        f"{grown[1]['kib'] * 1024 / grown[1]['requests']:.0f} bytes",
-    ):
-        assert part in text, part
+    assert min(decisions["batches"].values()) > 1000 and found["retractions"] > 100 and decisions["postponed"] > 0
+    for one in found["growths"]:
+        if one["name"].startswith("scheduler"):
+            assert one["kib"] * 1024 < check_ranks.ALLOWED_BYTES * one["requests"] and one["requests"] > 25_000
