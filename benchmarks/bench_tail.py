@@ -6,7 +6,7 @@
 TRACES is a folder with Mooncake's ``mooncake_conversation.jsonl`` and ``mooncake_synthetic_first1800.jsonl``. A slice
 is replayed at a share (*load*) of the rate that fcfs sustains on it, which is measured first, with all of its requests
 at once. Constants were chosen on the slices of ``tune``; ``report`` shares no request with them. The tables are
-Markdown; docs/tail.md has those of docs/measured/tail.json.
+Markdown; docs/lab/tail.md has those of docs/measured/tail.json.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def measure(parts: Sequence[Slice], policies: Sequence[str], args: argparse.Name
 
 
 def tables(rows: Rows) -> str:
-    """What docs/tail.md shows of the results: each slice, and how the policies compare over all."""
+    """What docs/lab/tail.md shows of the results: each slice, and how the policies compare over all."""
     policies = [policy for policy in (*STOCK, *POLICIES[4:]) if all(policy in row for row in rows.values())]
     lines = ["| slice | " + " | ".join(policies) + " |", "|---" * (len(policies) + 1) + "|"]
     for name, row in rows.items():
@@ -159,7 +159,7 @@ def tables(rows: Rows) -> str:
 
 
 def server_table(path: Path) -> str:
-    """What docs/tail.md shows of a slice on a real server, beside its replay."""
+    """What docs/lab/tail.md shows of a slice on a real server, beside its replay."""
     results = read(path)
     versions = results["versions"]
     lines = [

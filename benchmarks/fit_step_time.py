@@ -239,7 +239,7 @@ def whole_steps(model: StepTimeModel, table: Sequence[dict[str, float]]) -> tupl
 def server_steps(model: StepTimeModel, path: Path) -> tuple[list[str], list[float], list[float]]:
     """Return labels, predicted and measured output tokens/s of a server with `pat` whose whole batch decodes.
 
-    The first two steps of these runs shared nothing (docs/pat.md).
+    The first two steps of these runs shared nothing (docs/lab/step_time.md).
     """
     labels, predicted, measured = [], [], []
     for record in json.loads(path.read_text())["records"]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 # A decode step's fixed cost, in tokens of prefill: a step reads every weight once, a token multiplies with every weight
 # once, so it is the chip's FLOP per byte (184 on an H200, 187 on an RTX 6000 Ada).
 STEP_TOKENS = 184
-# The chance that a prefix computed early must be computed again (0.35 to one: docs/policies.md).
+# The chance that a prefix computed early must be computed again (0.35 to one: docs/lab/learning.md).
 AGAIN = 0.5
 # Of the arrivals that would have a prefix computed, so many must meet another that waits for it, or nothing gathers.
 OFTEN = 0.2

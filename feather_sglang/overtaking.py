@@ -11,7 +11,7 @@ The second one protects the tail: whoever comes at the peak of a burst is hardly
 the request's own work, and at most a fifth of `longest`: as long prompts are few and hold much of the work, letting
 them go a little later lets all others go sooner, at a high percentile too.
 
-The proof is in docs/scheduler.md. Ours, not the paper's.
+The proof is in docs/design/admission.md. Ours, not the paper's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Overtaking:
     Parameters
     ----------
     share
-        Of the first bound; ``inf``: no bound at all, 0: order of arrival.
+        Of the first bound; ``inf``: no bound at all, 0: order of arrival, but for `ALLOWANCE`.
     """
 
     def __init__(self, share: float = 2.0) -> None:

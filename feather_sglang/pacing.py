@@ -14,7 +14,7 @@ Ours, not the paper's. A relative is vLLM v0's ``--scheduler-delay-factor``, wit
 
 from __future__ import annotations
 
-BOUND = 0.1  # seconds, where nobody says otherwise: longer ones bring no more (docs/scheduler.md)
+BOUND = 0.1  # seconds, where nobody says otherwise: longer ones bring no more (docs/lab/policies_on_servers.md)
 
 
 class Pacing:

@@ -101,7 +101,7 @@ class FeatherOptions:
         _share,
         "SHARE",
         "Later requests that go before a request take at most SHARE times the work that arrival order would have put "
-        "before it, itself included; 0: arrival order; inf: no bound but --feather-max-wait.",
+        "before it, itself included, and 2,048 tokens; inf: no bound but --feather-max-wait.",
     )
     seed: int = _option(0, _seed, "SEED", "Seed of the policy's exploration; the same on every rank.")
     explore: bool = _option(True, _switch, "on|off", "off freezes the policy: it neither explores nor learns.")

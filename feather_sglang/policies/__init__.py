@@ -1,6 +1,7 @@
 """Stop policies: after each candidate, admit it (ADD) or end this round's admission (STOP). Paper section 4.3.
 
-Knows nothing of SGLang or of the Chunked Hash Tree: a policy sees ``PolicyState`` and a reward. docs/policies.md.
+Knows nothing of SGLang or of the Chunked Hash Tree: a policy sees ``PolicyState`` and a reward
+(docs/design/decisions.md).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def make_policy(name: str, *, seed: int = 0, explore: bool = True, **params: Any
     name : one of ``POLICIES``.
     seed : the same seed and the same inputs give the same decisions.
     explore : False for a frozen policy: greedy decisions, nothing learnt.
-    params : the policy's own parameters (docs/policies.md); an unknown one is a FeatherError that lists them.
+    params : the policy's own parameters (docs/design/decisions.md); an unknown one is a FeatherError that lists them.
     """
     if name not in POLICIES:
         raise FeatherError(f"unknown policy {name!r}: choose one of {', '.join(POLICIES)}")

@@ -24,7 +24,7 @@ TRIAL = Number(300, 1, 1e6, integer=True)
 class Learner(Policy):
     """A table of measured throughputs by (state, action).
 
-    Rules common to both learners, beyond the paper (docs/policies.md, "No regret"): an addition that costs no shared
+    Rules common to both learners, beyond the paper (docs/lab/learning.md): an addition that costs no shared
     prefix, or into an empty batch, is ADD and teaches nothing; where ADD was never measured, ADD; STOP is explored in
     runs (trial.py) and preferred when proven (estimates.py).
 

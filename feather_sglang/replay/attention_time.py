@@ -1,4 +1,4 @@
-"""Time of one layer's decode attention, for three kinds of kernel (docs/step_time.md derives the formulas).
+"""Time of one layer's decode attention, for three kinds of kernel (docs/design/step_time.md derives the formulas).
 
 Each kind is a frozen set of constants with one method. Which constants belong to which GPU is said by its profile.
 """

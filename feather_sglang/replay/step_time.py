@@ -1,4 +1,7 @@
-"""Time of a forward pass: prefill FLOP, weight and KV bytes, and what row order does to the L2 (docs/step_time.md)."""
+"""Time of a forward pass: prefill FLOP, weight and KV bytes, and what row order does to the L2.
+
+docs/design/step_time.md has the formulas.
+"""
 
 from __future__ import annotations
 
