@@ -89,9 +89,12 @@ def losses(folder: Path) -> tuple[str, int]:
 def section(folder: Path) -> Section:
     """Everything about the kernel."""
     machine, older = (get(load(folder, file), file, "machine") for file in (PAT, H100))
+    gpu, torch, sgl_kernel, flashinfer, typed = (
+        get(machine, PAT, key) for key in ("gpu", "torch", "sgl_kernel", "flashinfer", "command")
+    )
     setup = (
-        f"{machine['gpu']}, torch {machine['torch']}, sgl-kernel {machine['sgl_kernel']}, FlashInfer "
-        f"{machine['flashinfer']}, {day(machine, PAT)}; {older['gpu']}, an older build, {day(older, H100)}."
+        f"{gpu}, torch {torch}, sgl-kernel {sgl_kernel}, FlashInfer {flashinfer}, {day(machine, PAT)}; "
+        f"{get(older, H100, 'gpu')}, an older build, {day(older, H100)}."
     )
     lost, count = losses(folder)
     body = [
@@ -104,7 +107,7 @@ def section(folder: Path) -> Section:
     ]
     if lost:
         body += [f"Behind by more than 1% in {count} rows, the worst:", lost]
-    return Section("The kernel beside its peers", body, setup, [command(machine["command"])], [*SETS.values(), H100])
+    return Section("The kernel beside its peers", body, setup, [command(typed)], [*SETS.values(), H100])
 
 
 def plotted(folder: Path) -> dict[str, list[tuple[int, float]]]:

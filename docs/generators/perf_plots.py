@@ -122,7 +122,15 @@ def agreement(folder: Path) -> str:
     for axis, name in zip(panels.flat, FIGURES, strict=True):
         for attention, colour in zip(("pat", "fa3", "flashinfer"), (OURS, *GREYS), strict=False):
             points = [(one.server[name], one.replay[name]) for one in found if one.attention == attention]
-            axis.plot(*zip(*points, strict=True), "o", ms=3.5, color=colour, label=NAMES[attention], alpha=0.8)
+            axis.plot(
+                [server for server, _ in points],
+                [replay for _, replay in points],
+                "o",
+                ms=3.5,
+                color=colour,
+                label=NAMES[attention],
+                alpha=0.8,
+            )
         values = [value for one in found for value in (one.server[name], one.replay[name])]
         ends = [min(values) / 1.3, max(values) * 1.3]
         axis.plot(ends, ends, color="#1f2328", lw=1)

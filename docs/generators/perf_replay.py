@@ -13,7 +13,7 @@ from perf_text import Section, html_table, number, table
 REPLAYS, TAIL_SERVER, TAIL = "replays.json", "tail_h200.json", "tail.json"
 NAMES = {"output_tok_s": "tok/s", "ttft_mean": "TTFT mean", "ttft_p99": "TTFT p99", "e2e_mean": "E2E mean"}
 BEHIND = 1.01
-QUEUED = 1.0  # seconds of the server's mean TTFT from which requests wait for others, not for the scheduler
+QUEUED = 1.0  # seconds of the server's mean TTFT from which requests wait for one another
 
 
 def measured(folder: Path) -> list[Pair]:
@@ -72,8 +72,8 @@ def agreement(folder: Path) -> Section:
     replays = load(folder, REPLAYS)
     body = [
         "Every workload measured both ways: geometric mean of replay/server; mean/worst |replay/server-1|. "
-        "*Queueing*: the server's mean TTFT is a second or more. Without a queue TTFT is mostly processor time, which "
-        "these replays leave out.",
+        "*Queueing*: the server's mean TTFT is a second or more. Without a queue replayed TTFT is far too low; processor "
+        "time, left out here, is a part of that.",
         summary(found),
         "![Replay against server](performance/agreement.svg)",
         f"<details><summary>All {len(found)} runs: server/replay/ratio, seconds</summary>\n{every_pair(found)}\n"

@@ -87,7 +87,7 @@ def trees(folder: Path, file: str) -> list[TreeTime]:
         if "feather" not in us or not peers:
             continue
         peer = min(peers, key=lambda name: peers[name])
-        place = (get(record, file, "name"), record["tree"], record["heads"], record["page_size"])
+        place = [get(record, file, key) for key in ("name", "tree", "heads", "page_size")]
         floor = get(record, file, "floor_us")
         found.append(TreeTime(*place, us["feather"], peers[peer], peer, floor, peers))
     if not found:
@@ -136,7 +136,7 @@ def server_runs(folder: Path, file: str) -> list[Run]:
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in get(content, file, "records"):
         if "error" not in record:
-            groups.setdefault((record["case"], record["server"]), []).append(record)
+            groups.setdefault((get(record, file, "case"), get(record, file, "server")), []).append(record)
     runs = []
     for (case, name), records in groups.items():
         flags = get(servers, file, name, "flags")
@@ -207,7 +207,7 @@ class Pair:
 def pairs(folder: Path, servers: Sequence[str], replays: str, tail: str) -> list[Pair]:
     """Everything that was measured both ways; a replay that a server run lacks is an error."""
     replayed = {
-        (run["case"], run["attention"], run["policy"]): get(run, replays, "replay")
+        tuple(get(run, replays, key) for key in ("case", "attention", "policy")): get(run, replays, "replay")
         for run in get(load(folder, replays), replays, "runs")
     }
     found = []
@@ -218,7 +218,7 @@ def pairs(folder: Path, servers: Sequence[str], replays: str, tail: str) -> list
             seen = {name: get(replayed[run.place], replays, name) for name in FIGURES}
             found.append(Pair(*run.place, {name: run.figure(name) for name in FIGURES}, seen))
     content = load(folder, tail)
-    for policy in dict.fromkeys(run["policy"] for run in get(content, tail, "server")):
+    for policy in dict.fromkeys(get(run, tail, "policy") for run in get(content, tail, "server")):
         rows = [run for run in content["server"] if run["policy"] == policy]
         seen = get(content, tail, "replay", policy)
         measured = {name: mean(get(run, tail, name) for run in rows) for name in FIGURES}

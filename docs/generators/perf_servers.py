@@ -34,9 +34,8 @@ RATES, WAITS = 4, 6  # so many of either are listed
 def setup(folder: Path, file: str) -> str:
     """Hardware and versions of a server run."""
     content = load(folder, file)
-    machine = get(content, file, "machine")
-    versions = get(machine, file, "versions")
-    return f"{get(machine, file, 'gpu')}, SGLang {get(versions, file, 'sglang')}, {day(content, file)}"
+    gpu, sglang = get(content, file, "machine", "gpu"), get(content, file, "machine", "versions", "sglang")
+    return f"{gpu}, SGLang {sglang}, {day(content, file)}"
 
 
 def command_of(folder: Path, file: str) -> str:

@@ -94,7 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 and name what differs")
     parser.add_argument("--root", type=Path, default=ROOT, help="of the repository (this one)")
     args = parser.parse_args(argv)
-    made = everything(args.root)
+    try:
+        made = everything(args.root)
+    except ResultError as error:
+        print(f"performance: {error}", file=sys.stderr)
+        return 1
     differs = []
     for path, text in made.items():
         target = args.root / path
@@ -111,7 +115,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ResultError as error:
-        sys.exit(f"performance: {error}")
+    sys.exit(main())

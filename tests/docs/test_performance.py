@@ -1,0 +1,296 @@
+"""The performance page says what docs/measured holds, that holds what is won, and the generator hides no loss."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs" / "generators"))
+
+import perf_kernel
+import perf_replay
+import perf_servers
+import performance
+from perf_results import ResultError, evicts, geometric_mean, trees
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS, MEASURED = ROOT / "docs", ROOT / "docs" / "measured"
+
+
+# What is committed.
+
+
+def test_what_is_committed_is_what_the_generator_writes() -> None:
+    program = DOCS / "generators" / "performance.py"
+    checked = subprocess.run([sys.executable, str(program), "--check"], capture_output=True, text=True, cwd=ROOT)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_page_is_short_and_every_figure_of_it_is_there() -> None:
+    page = (DOCS / "performance.md").read_text()
+    assert len(page.split()) <= 800
+    plots = [line.split("](")[1].rstrip(")") for line in page.splitlines() if line.startswith("![")]
+    assert len(plots) == 4 and all((DOCS / plot).is_file() for plot in plots)
+    block = (ROOT / "README.md").read_text().split(performance.START)[1].split(performance.END)[0]
+    numbers = [line for line in block.splitlines() if line.startswith("- ")]
+    assert 1 <= len(numbers) <= 5 and all("H200" in line for line in numbers)
+
+
+def test_plots_are_light_cards_that_need_no_font_and_no_date() -> None:
+    for name in performance.perf_plots.PLOTS:
+        drawn = (DOCS / name).read_text()
+        assert "<text" not in drawn and "<dc:date" not in drawn and "fill: #ffffff" in drawn.replace("white", "#ffffff")
+
+
+def test_result_files_are_few_small_and_read() -> None:
+    files = [file for file in MEASURED.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 1_000_000
+    readers = [*(DOCS / "generators").glob("*.py"), *(ROOT / "tests").rglob("test_*.py"), *(DOCS / "lab").glob("*.md")]
+    text = "\n".join(reader.read_text() for reader in readers)
+    assert not [file.name for file in files if file.name not in text]
+
+
+# What is won: a worse figure fails here before anybody reads it on the page.
+
+
+@pytest.mark.parametrize(("heads", "most"), [("32/8", 0.35), ("64/8", 0.43), ("32/32", 0.30), ("16/8", 0.32)])
+def test_the_kernel_beats_its_peers_on_prefix_trees(heads: str, most: float) -> None:
+    rows = perf_kernel.of_heads(trees(MEASURED, perf_kernel.PAT), heads)
+    assert len(rows) == 20 and geometric_mean(row.ratio for row in rows) < most
+    assert max(row.ratio for row in rows if perf_kernel.unshared(row)) < perf_kernel.BEHIND
+
+
+def test_nowhere_is_the_kernel_far_behind() -> None:
+    rows = [row for file in perf_kernel.SETS.values() for row in trees(MEASURED, file)]
+    assert max(row.ratio for row in rows) < 1.14
+    assert sum(row.ratio > perf_kernel.BEHIND for row in rows) <= 13
+
+
+def test_the_backend_gains_where_prefixes_are_shared_and_loses_nothing_else() -> None:
+    servers = perf_servers.by_backend(MEASURED, list(perf_servers.SERVERS.values()))
+    ratios = {
+        case: runs["pat"].tok_s / max(run.tok_s for name, run in runs.items() if name != "pat")
+        for case, runs in servers.items()
+    }
+    assert min(ratios[case] for case in ("W1", "W4", "W7")) > 2 and min(ratios.values()) > 0.99
+
+
+@pytest.mark.parametrize(("attention", "evicting", "best"), [("pat", 2.2, 1.15), ("fa3", 1.75, 1.15)])
+def test_the_policy_gains_most_where_prefixes_are_evicted_and_loses_nowhere(
+    attention: str, evicting: float, best: float
+) -> None:
+    measured = perf_servers.policies(MEASURED, attention, perf_servers.SERVERS[attention])
+    default = measured.names[-1]
+    seen = set()
+    for case, runs in measured.runs.items():
+        stock = max(runs[name].tok_s for name in measured.names[:-1] if name in runs)
+        if evicts(case, runs["fcfs"].kv_tokens):
+            seen.add(case)
+            assert runs[default].tok_s > evicting * runs["fcfs"].tok_s and runs[default].tok_s > best * stock
+        assert runs[default].tok_s > perf_servers.SLOWER * stock
+        assert runs[default].ttft_p99 < perf_servers.LATER * min(runs[name].ttft_p99 for name in measured.names[:-1])
+    assert seen == {"W2", "W6"} and len(measured.runs) >= 5
+
+
+def test_the_replay_is_near_a_server_where_requests_queue() -> None:
+    parts = perf_replay.split(perf_replay.measured(MEASURED))
+    assert len(parts["all"]) >= 60
+    for figure, typical, worst in (
+        ("output_tok_s", 0.10, 0.25),
+        ("ttft_mean", 0.20, 0.60),
+        ("ttft_p99", 0.17, 0.45),
+        ("e2e_mean", 0.15, 0.32),
+    ):
+        assert perf_replay.distance(parts["queueing"], figure) < typical
+        assert perf_replay.worst(parts["queueing"], figure)[0] < worst
+
+
+def test_the_replay_says_who_gains_as_much_as_a_server_does() -> None:
+    """feather to fcfs, by replay and on the server, of every workload and backend."""
+    found = {(one.case, one.attention, one.policy): one for one in perf_replay.measured(MEASURED)}
+    gains = []
+    for (case, attention, policy), one in found.items():
+        if policy.startswith("feather"):
+            base = found[case, attention, "fcfs"]
+            gains.append(one.ratio("output_tok_s") / base.ratio("output_tok_s"))
+    assert len(gains) >= 19 and max(abs(gain - 1) for gain in gains) < 0.15
+
+
+def test_on_real_traces_the_mean_is_half_of_arrival_orders() -> None:
+    ratios = perf_replay.tail_ratios(MEASURED)["feather"]
+    assert geometric_mean(one["TTFT mean to fcfs's"] for one in ratios) < 0.55
+    assert geometric_mean(one["TTFT p99 to fcfs's"] for one in ratios) < 1.10
+    assert geometric_mean(one["longest wait to fcfs's"] for one in ratios) < 1.25
+    assert min(one["tok/s to the best"] for one in ratios) > 0.98
+
+
+# The generator, on made-up files.
+
+
+def kernel_file(ratio: float = 0.5) -> dict[str, Any]:
+    machine = {"gpu": "G", "torch": "2", "sgl_kernel": "1", "flashinfer": "1", "when": "2026-01-02 03:04:05",
+               "command": "bench_decode_kernel.py --quiet"}  # fmt: skip
+    records = [
+        {"tree": 1, "name": name, "heads": heads, "page_size": 1, "floor_us": 1.0,
+         "systems": {"fa3-planned": {"warm_us": 12.0}, "flashinfer": {"warm_us": 10.0}, "cascade": {"error": "none"},
+                     "feather": {"warm_us": 10.0 * ratio}}}
+        for heads in perf_kernel.HEADS for name in ("1,8_100,10", "8_100")
+    ]  # fmt: skip
+    return {"machine": machine, "records": records}
+
+
+def server_file(backends: dict[str, str], rates: dict[str, dict[str, float]], ttft: float = 2.0) -> dict[str, Any]:
+    """Servers by name and flags, tokens a second by case and server."""
+    machine = {"gpu": "G", "versions": {"sglang": "0.5.17"}}
+    figures = {"ttft_s": {"mean": ttft, "p99": 2 * ttft}, "e2e_s": {"mean": 4 * ttft}}
+    records = [
+        {"server": server, "case": case, "round": 1, "overall": {"tok_s": rate, **figures}, "steady": {"tok_s": rate}}
+        for case, of_case in rates.items()
+        for server, rate in of_case.items()
+    ]
+    servers = {name: {"flags": flags.split(), "kv_tokens": 200_000} for name, flags in backends.items()}
+    return {"command": "bench_server.py --model qwen3-8b --case a b c d e", "when": "2026-01-02 03:04:05",
+            "machine": machine, "servers": servers, "records": records}  # fmt: skip
+
+
+def flags_of(backend: str, policy: str = "") -> str:
+    decode = "--attention-backend fa3 --decode-attention-backend pat" if backend == "pat" else ""
+    return f"{decode or f'--attention-backend {backend}'} {f'--schedule-policy {policy}' if policy else ''}"
+
+
+def one_backend(backend: str, feather: float = 200.0) -> dict[str, Any]:
+    names = {"": "", "+lpm": "lpm", "+feather": "feather"}
+    servers = {backend + suffix: flags_of(backend, policy) for suffix, policy in names.items()}
+    rates = {backend: 100.0, f"{backend}+lpm": 150.0, f"{backend}+feather": feather}
+    return server_file(servers, {case: dict(rates) for case in ("W1", "W2", "W3")})
+
+
+@pytest.fixture
+def files() -> dict[str, Any]:
+    """Result files by name, as small as the page can be made of."""
+    steady = {name: flags_of(name) for name in perf_servers.BACKENDS}
+    batch = {"pat": 300.0, "fa3": 100.0, "flashinfer": 110.0, "triton": 90.0}
+    made: dict[str, Any] = {name: kernel_file() for name in (*perf_kernel.SETS.values(), perf_kernel.H100)}
+    made |= {file: one_backend(name) for name, file in perf_servers.SERVERS.items()}
+    made |= {file: server_file(steady, {"decode:500,5,5000,64": batch}) for file in perf_servers.DECODE}
+    made |= {file: server_file(steady, {"W1": batch}) for file in (perf_servers.TWO_GPUS, perf_servers.LONG)}
+    made |= {file: one_backend(name) for name, file in zip(("pat", "fa3", "fa3"), perf_servers.LOADS, strict=True)}
+    figures = {"output_tok_s": 110.0, "ttft_mean": 2.0, "ttft_p99": 4.0, "e2e_mean": 8.0, "max_wait": 5.0}
+    made[perf_replay.REPLAYS] = {
+        "command": "c", "sglang": "0.5.23", "profile": "h200",
+        "runs": [{"case": case, "attention": backend, "policy": policy, "replay": figures}
+                 for backend in perf_servers.SERVERS for case in ("W1", "W2", "W3")
+                 for policy in ("fcfs", "lpm", "feather")],
+    }  # fmt: skip
+    made[perf_replay.TAIL_SERVER] = {
+        "slice": "s", "gpu": "G", "versions": {"sglang": "0.5.17"},
+        "server": [{"policy": "fcfs", **figures}], "replay": {"fcfs": figures},
+    }  # fmt: skip
+    made[perf_replay.TAIL] = {"a": {"rate_scale": 1.0, "fcfs": figures, "hrrn": figures, "feather": figures}}
+    return json.loads(json.dumps(made))  # nothing in it is the same object twice
+
+
+def written(files: dict[str, Any], root: Path) -> Path:
+    folder = root / "docs" / "measured"
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def rows_with(page: str, *cells: str) -> list[str]:
+    return [line for line in page.splitlines() if line.startswith("|") and all(cell in line for cell in cells)]
+
+
+def test_a_page_without_losses_lists_none(files: dict[str, Any], tmp_path: Path) -> None:
+    page = performance.page(written(files, tmp_path))
+    assert "ehind" not in page.replace("behind by >1%", "")
+
+
+def test_a_losing_kernel_row_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
+    files["decode_h200_small.json"]["records"][0]["systems"]["feather"]["warm_us"] = 17.0
+    page = performance.page(written(files, tmp_path))
+    assert rows_with(page, "`1,8_100,10`", "17.0", "FlashInfer", "1.70")
+
+
+def test_a_losing_backend_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
+    files[perf_servers.LONG]["records"][0]["overall"]["tok_s"] = 77.0
+    page = performance.page(written(files, tmp_path))
+    assert rows_with(page, "|77.0|", "|0.70|")
+
+
+def test_a_losing_policy_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
+    slow, late = (
+        next(record for record in files[perf_servers.SERVERS["fa3"]]["records"]
+             if (record["case"], record["server"]) == (case, "fa3+feather"))
+        for case in ("W2", "W3")
+    )  # fmt: skip
+    slow["overall"]["tok_s"] = 75.0
+    late["overall"]["ttft_s"]["p99"] = 400.0
+    page = performance.page(written(files, tmp_path))
+    assert rows_with(page, "W2", "tok/s", "|75.0|150|0.50|")
+    assert rows_with(page, "W3", "p99", "|400.000|4.000|100.00|")
+
+
+def test_a_replay_that_is_far_off_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
+    files[perf_replay.REPLAYS]["runs"][0]["replay"] = {
+        "output_tok_s": 500.0, "ttft_mean": 2.0, "ttft_p99": 4.0, "e2e_mean": 8.0}  # fmt: skip
+    page = performance.page(written(files, tmp_path))
+    assert rows_with(page, "|all|", "/400%") and "100/500/5.00" in page
+
+
+@pytest.mark.parametrize(
+    ("file", "break_it", "named"),
+    [
+        ("decode_h200.json", lambda content: content.pop("records"), "records"),
+        ("decode_h200_long.json", lambda content: content["records"].clear(), "peer"),
+        ("servers_h200_pat.json", lambda content: content["records"][0]["overall"].pop("tok_s"), "overall.tok_s"),
+        ("servers_h200_pat.json", lambda content: content["machine"]["versions"].clear(), "versions.sglang"),
+        ("server_h200_tp2.json", lambda content: content.pop("when"), "when"),
+        ("replays.json", lambda content: content["runs"].pop(0), "W1 pat fcfs"),
+        ("tail_h200.json", lambda content: content["replay"].clear(), "replay.fcfs"),
+        ("tail.json", lambda content: content["a"].pop("hrrn"), "hrrn"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(
+    file: str, break_it: Any, named: str, files: dict[str, Any], tmp_path: Path
+) -> None:
+    break_it(files[file])
+    folder = written(files, tmp_path)
+    with pytest.raises(ResultError) as error:
+        performance.page(folder)
+    message = str(error.value)
+    assert "\n" not in message and file in message and named in message
+
+
+def test_writing_again_changes_nothing_and_a_changed_file_is_named(
+    files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(files, tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{performance.START}\nold\n{performance.END}\nafter\n")
+    write, check = ["--root", str(tmp_path)], ["--check", "--root", str(tmp_path)]
+    assert performance.main(check) == 1 and not (tmp_path / "docs" / "performance.md").exists()
+    assert performance.main(write) == 0
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert performance.main(check) == 0
+    files["decode_h200.json"]["records"][0]["systems"]["feather"]["warm_us"] = 9.0
+    (folder / "decode_h200.json").write_text(json.dumps(files["decode_h200.json"]))
+    capsys.readouterr()
+    assert performance.main(check) == 1
+    named = {line.partition(":")[0] for line in capsys.readouterr().out.splitlines()}
+    assert named == {"docs/performance.md", "docs/performance/kernel.svg", "README.md"}
+    (folder / "tail.json").unlink()
+    assert performance.main(write) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("performance: tail.json") and said.count("\n") == 1
+
+
+def test_a_readme_without_markers_stays_as_it_is() -> None:
+    assert performance.with_block("text\n", "numbers") == "text\n"
