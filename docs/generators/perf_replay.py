@@ -72,8 +72,8 @@ def agreement(folder: Path) -> Section:
     replays = load(folder, REPLAYS)
     body = [
         "Every workload measured both ways: geometric mean of replay/server; mean/worst |replay/server-1|. "
-        "*Queueing*: the server's mean TTFT is a second or more. Without a queue replayed TTFT is far too low; processor "
-        "time, left out here, is a part of that.",
+        "*Queueing*: the server's mean TTFT is a second or more. Without a queue replayed TTFT is far too low; "
+        "processor time, left out here, is a part of that.",
         summary(found),
         "![Replay against server](performance/agreement.svg)",
         f"<details><summary>All {len(found)} runs: server/replay/ratio, seconds</summary>\n{every_pair(found)}\n"
