@@ -54,7 +54,7 @@ def by_heads(folder: Path) -> str:
                 *(over_floor(mine, peer) for peer in ("fa3-planned", "flashinfer")),
                 f"{geometric_mean(row.ratio for row in theirs):.2f}",
             ])  # fmt: skip
-    return table(["heads", "to best peer", "`pat`/floor", "FA3", "FlashInfer", "H100: to best peer"], lines)
+    return table(["heads", "to best peer", "`pat`<br>/floor", "FA3", "FlashInfer", "H100: to best peer"], lines)
 
 
 def by_set(folder: Path) -> str:

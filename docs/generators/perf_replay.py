@@ -121,7 +121,7 @@ def tail(folder: Path) -> Section:
         cells = []
         for ratio in found.values():
             values = [one[name] for one in ratio]
-            cells.append(f"{geometric_mean(values):.2f}<br>{min(values):.2f}-{max(values):.2f}")
+            cells.append(f"{geometric_mean(values):.2f}<br>{min(values):.2f}\u2011{max(values):.2f}")
         rows.append([name, *cells])
     lost = {name: sum(one[name] > BEHIND for one in found["feather"]) for name in what[:-1]}
     slices = len(found["feather"])

@@ -60,7 +60,7 @@ def backend_rows(found: dict[str, dict[str, Run]], label: str = "") -> list[list
         best = max(run.tok_s for name, run in runs.items() if name != "pat")
         cells = [number(runs[name].tok_s) if name in runs else "-" for name in BACKENDS]
         name = f"{label}{case.partition(':')[0]}" if label else shown(case)
-        rows.append([name, *cells, f"{runs['pat'].tok_s / best:.2f}"])
+        rows.append([name, f"**{runs['pat'].tok_s / best:.2f}**", *cells])
     return rows
 
 
@@ -103,13 +103,13 @@ def backends(folder: Path) -> Section:
     }
     body = [
         "Output tokens/s under fcfs; ratio: `pat` to the best other.",
-        table(["workload", *BACKENDS, "ratio"], rows),
+        table(["workload", "ratio", *BACKENDS], rows),
         "![Decode throughput by batch](performance/backends.svg)",
         f"Over all {len(ratios)} steady batches `pat` has {geometric_mean(ratios):.2f}x the best other (geometric "
         f"mean), {min(ratios):.2f}x to {max(ratios):.2f}x.",
     ]
     if lost:
-        body += ["Behind:", table(["workload", *BACKENDS, "ratio"], backend_rows(lost))]
+        body += ["Behind:", table(["workload", "ratio", *BACKENDS], backend_rows(lost))]
     where = f"{setup(folder, SERVERS['pat'])}; two GPUs and steady batches: {day(load(folder, TWO_GPUS), TWO_GPUS)}."
     files = [SERVERS["flashinfer"], *DECODE, TWO_GPUS, LONG]
     return Section("Decode backends on servers", body, where, [command_of(folder, DECODE[0])], files)
@@ -155,11 +155,11 @@ def policy_tables(measured: Sequence[Policies]) -> tuple[str, str]:
             cells = [runs.get(name) for name in (*names[:-1], one.names[-1])]
             place = [f"{case.partition(':')[0]} `{one.attention}`"]
             rates = [number(run.tok_s) if run else "-" for run in cells]
-            rate_rows.append([*place, *rates, f"**{ours.tok_s / fcfs.tok_s:.2f}**", f"{ours.tok_s / best:.2f}"])
+            rate_rows.append([*place, f"**{ours.tok_s / fcfs.tok_s:.2f}**", f"{ours.tok_s / best:.2f}", *rates])
             waits = [f"{run.ttft_mean:.2f}/{run.ttft_p99:.1f}" if run else "-" for run in cells]
             wait_rows.append([*place, *waits])
     heads = [*names[:-1], "feather"]
-    return table(["", *heads, "to fcfs", "to best"], rate_rows), table(["", *heads], wait_rows)
+    return table(["", "to fcfs", "to best", *heads], rate_rows), table(["", *heads], wait_rows)
 
 
 def behind(measured: Sequence[Policies]) -> tuple[list[list[str]], list[list[str]]]:
@@ -189,7 +189,7 @@ def policy_section(folder: Path) -> Section:
     other = [policies(folder, attention, file) for attention, file in zip(("pat", "fa3", "fa3"), LOADS, strict=True)]
     rates, waits = policy_tables(main)
     body = [
-        "Workloads as above, those whose prefixes fill or exceed the KV pool first. Output tokens/s:",
+        "Workloads as above, those whose prefixes fill or exceed the KV pool first. Output tokens/s, `feather`'s ratios first:",
         rates,
         "![Throughput of each policy to fcfs](performance/policies.svg)",
         "Time to the first token, mean/p99, seconds:",

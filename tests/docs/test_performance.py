@@ -221,7 +221,7 @@ def test_a_losing_kernel_row_is_shown(files: dict[str, Any], tmp_path: Path) -> 
 def test_a_losing_backend_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
     files[perf_servers.LONG]["records"][0]["overall"]["tok_s"] = 77.0
     page = performance.page(written(files, tmp_path))
-    assert rows_with(page, "|77.0|", "|0.70|")
+    assert rows_with(page, "|77.0|", "|**0.70**|")
 
 
 def test_a_losing_policy_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
