@@ -153,13 +153,13 @@ def policy_tables(measured: Sequence[Policies]) -> tuple[str, str]:
             ours, fcfs = runs[one.names[-1]], runs["fcfs"]
             best = max(runs[name].tok_s for name in one.names[:-1] if name in runs)
             cells = [runs.get(name) for name in (*names[:-1], one.names[-1])]
-            place = [f"{case.partition(':')[0]} `{one.attention}`"]
+            place = [f"{case.partition(':')[0]},`{one.attention}`"]
             rates = [number(run.tok_s) if run else "-" for run in cells]
             rate_rows.append([*place, f"**{ours.tok_s / fcfs.tok_s:.2f}**", f"{ours.tok_s / best:.2f}", *rates])
             waits = [f"{run.ttft_mean:.2f}/{run.ttft_p99:.1f}" if run else "-" for run in cells]
             wait_rows.append([*place, *waits])
     heads = [*names[:-1], "feather"]
-    return table(["", "to fcfs", "to best", *heads], rate_rows), table(["", *heads], wait_rows)
+    return table(["", "feather/fcfs", "/best", *heads], rate_rows), table(["", *heads], wait_rows)
 
 
 def behind(measured: Sequence[Policies]) -> tuple[list[list[str]], list[list[str]]]:
@@ -189,7 +189,7 @@ def policy_section(folder: Path) -> Section:
     other = [policies(folder, attention, file) for attention, file in zip(("pat", "fa3", "fa3"), LOADS, strict=True)]
     rates, waits = policy_tables(main)
     body = [
-        "Workloads as above, those whose prefixes fill or exceed the KV pool first. Output tokens/s, `feather`'s ratios first:",
+        "Workloads as above, those whose prefixes fill or exceed the KV pool first. Output tokens/s:",
         rates,
         "![Throughput of each policy to fcfs](performance/policies.svg)",
         "Time to the first token, mean/p99, seconds:",

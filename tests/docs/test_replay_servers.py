@@ -1,0 +1,82 @@
+"""What `benchmarks/replay_servers.py` replays of a server's result file, and what it leaves out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import replay_servers
+
+from feather_sglang.errors import FeatherError
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN = {"num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+
+
+def content(typed: str = "bench_server.py --common '--load-format dummy'", **start: Any) -> dict[str, Any]:
+    """One server under two policies, switched."""
+    pat = ["--attention-backend", "fa3", "--decode-attention-backend", "pat"]
+    paced = [*pat, "--schedule-policy", "feather", "--feather-pace", "0.1"]
+    return {
+        "command": typed, "model": QWEN, "seed": 3, "arrivals": "poisson",
+        "servers": {"pat": {"flags": pat, "kv_tokens": 90_000, "max_running": 40, **start}, "paced": {"flags": paced}},
+        "records": [{"case": case, "server": name} for case in ("W3", "decode:8,2,100") for name in ("pat", "paced")],
+    }  # fmt: skip
+
+
+def test_each_workload_policy_and_backend_is_replayed_with_the_servers_sizes() -> None:
+    runs, left_out = replay_servers.runs_of(content())
+    assert left_out == ["decode:8,2,100: a steady batch"]
+    assert [(run["case"], run["attention"], run["policy"]) for run in runs] == [
+        ("W3", "pat", "fcfs"),
+        ("W3", "pat", "feather"),
+    ]
+    job = replay_servers.job_of(runs[1], "one")
+    assert job.settings == {"kv_tokens": 90_000, "max_running": 40, "charge_scheduler": False}
+    assert job.options == {"seed": 3, "pace": "0.1"} and job.model.attention_name == "pat"
+    assert replay_servers.job_of(runs[0], "two").options == {} and len(job.trace.requests) == 300
+
+
+@pytest.mark.parametrize(
+    ("command", "start", "graphs"),
+    [
+        ("bench_server.py --common '--load-format dummy'", {}, "on"),
+        ("bench_server.py", {}, "off"),  # as the benchmark's own common flags have it
+        ("bench_server.py", {"command": "launch_server --attention-backend fa3"}, "on"),
+        ("bench_server.py --common ''", {"command": "launch_server --disable-prefill-cuda-graph"}, "off"),
+    ],
+)
+def test_prefill_graphs_are_those_of_the_server(command: str, start: dict[str, str], graphs: str) -> None:
+    runs, _ = replay_servers.runs_of(content(command, **start))
+    assert {run["prefill_graphs"] for run in runs} == {graphs}
+
+
+def test_what_a_replay_cannot_be_is_named() -> None:
+    of_two = content("bench_server.py --common '--load-format dummy' --flags '--tp 2'")
+    assert replay_servers.runs_of(of_two)[1][0] == "pat: several GPUs"
+    other = content()
+    other["servers"]["pat"]["flags"] = ["--attention-backend=triton"]
+    assert "pat: the profile has no triton" in replay_servers.runs_of(other)[1]
+    with pytest.raises(FeatherError, match="no built-in shape"):
+        replay_servers.runs_of({**content(), "model": {**QWEN, "hidden_size": 1}})
+
+
+def test_nothing_to_replay_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "servers.json"
+    file.write_text(json.dumps({**content(), "records": []}))
+    with pytest.raises(FeatherError, match="nothing to replay"):
+        replay_servers.main([str(file), "--json", str(tmp_path / "replays.json")])
+
+
+def test_the_committed_replays_are_of_what_servers_were_measured_on() -> None:
+    folder = ROOT / "docs" / "measured"
+    replayed = json.loads((folder / "replays.json").read_text())["runs"]
+    files = (json.loads((folder / f"servers_h200_{name}.json").read_text()) for name in ("pat", "fa3", "flashinfer"))
+    asked = [run for file in files for run in replay_servers.runs_of(file)[0]]
+    assert [{key: value for key, value in run.items() if key != "replay"} for run in replayed] == asked
