@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from server.cases import CASES, KEY, ROOMY, FeatherServer
-from server.sglang_server import SGLangServer
+from server.preloaded import Preloaded
+from server.sglang_server import SERVE, SGLangServer, server_environment
 from server.tiny_model import write_model
 from server.workload import Answer, Request, grouped_requests, stream_all
 
@@ -56,20 +57,29 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fcfs(model: Path, logs: Path, requests: list[Request]) -> list[dict[str, Answer]]:
+def preloaded(prepared: None) -> Iterator[Preloaded]:
+    process = Preloaded(server_environment())
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def fcfs(model: Path, logs: Path, preloaded: Preloaded, requests: list[Request]) -> list[dict[str, Answer]]:
     """Answers under fcfs: of all requests at once, and of the same requests, last first, eight at a time."""
-    with SGLangServer(model, logs / "fcfs.txt", "--schedule-policy", "fcfs", *ROOMY) as server:
+    with SGLangServer(model, logs / "fcfs.txt", "--schedule-policy", "fcfs", *ROOMY, start=preloaded) as server:
         return [stream_all(server.url, requests), stream_all(server.url, requests[::-1], concurrency=8)]
 
 
 @pytest.fixture(scope="module")
-def feather_server(request: pytest.FixtureRequest, model: Path, logs: Path, fcfs: object) -> Iterator[FeatherServer]:
+def feather_server(
+    request: pytest.FixtureRequest, model: Path, logs: Path, preloaded: Preloaded, fcfs: object
+) -> Iterator[FeatherServer]:
     """The server of one case; after every scheduling step it checks its tree against SGLang's queues."""
     case = CASES[request.param]
     flags = ("--schedule-policy", case.policy, *case.flags)
     environment = {"FEATHER_DEBUG_CHECK": "1", **case.environment}
-    key = KEY if case.switches else None
-    with SGLangServer(model, logs / f"{request.param}.txt", *flags, key=key, serve=case.serve, **environment) as server:
+    how = {"start": SERVE if case.serve else preloaded, "key": KEY if case.switches else None}
+    with SGLangServer(model, logs / f"{request.param}.txt", *flags, **how, **environment) as server:
         yield FeatherServer(case, server)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from feather_sglang.adapter.ports import free_port
 from feather_sglang.live.process import end_group
+from server.preloaded import Preloaded
 
 START_SECONDS = 420  # four times what a slow machine takes that does something else beside
 CPU_FLAGS = (
@@ -45,11 +46,13 @@ def run_to_end(command: list[str], **environment: str) -> subprocess.CompletedPr
     )
 
 
-def launch_command(model: Path, *flags: str, serve: bool = False) -> list[str]:
-    """``python -m sglang.launch_server``, or ``sglang serve``, with the flags that a CPU needs."""
-    script = [str(Path(sys.executable).with_name("sglang")), "serve"]
-    entry = script if serve else [sys.executable, "-m", "sglang.launch_server"]
-    return [*entry, "--model-path", str(model), *CPU_FLAGS, *flags]
+LAUNCH = (sys.executable, "-m", "sglang.launch_server")
+SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
+
+
+def flags_for(model: Path, *flags: str) -> list[str]:
+    """With those that a CPU needs."""
+    return ["--model-path", str(model), *CPU_FLAGS, *flags]
 
 
 class SGLangServer:
@@ -59,22 +62,36 @@ class SGLangServer:
     """
 
     def __init__(
-        self, model: Path, log: Path, *flags: str, key: str | None = None, serve: bool = False, **environment: str
+        self,
+        model: Path,
+        log: Path,
+        *flags: str,
+        start: Preloaded | tuple[str, ...] = LAUNCH,
+        key: str | None = None,
+        **environment: str,
     ) -> None:
-        """``key``: the admin key that is in the flags, if one is."""
+        """``start``: a command that takes the flags, or what to fork; ``key``: the admin key of the flags, if any."""
         self.key = key
+        self._start = start
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         ports = ("--port", str(self.port), "--nccl-port", str(free_port()))
-        self._command = launch_command(model, *ports, *flags, serve=serve)
+        self._flags = flags_for(model, *ports, *flags)
         self._environment = server_environment(**environment)
 
     def __enter__(self) -> SGLangServer:
-        with self.log.open("wb") as output:
-            self._process = subprocess.Popen(
-                self._command, stdout=output, stderr=output, env=self._environment, start_new_session=True
-            )
+        if isinstance(self._start, Preloaded):
+            self._process = self._start.launch(self._flags, self._environment, self.log)
+        else:
+            with self.log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    [*self._start, *self._flags],
+                    stdout=output,
+                    stderr=output,
+                    env=self._environment,
+                    start_new_session=True,
+                )
         try:
             self._await_health()
         except BaseException:

@@ -18,6 +18,7 @@ from feather_sglang.adapter.decision_log import compare
 from feather_sglang.adapter.ports import free_port
 from feather_sglang.policy_names import SWITCH_PATH
 from server.cases import KEY, LOSES_FIRST_LOGPROB, REFERENCE, ROOMY, FeatherServer, newest_only
+from server.preloaded import Preloaded
 from server.sglang_server import SGLangServer, run_to_end
 from server.workload import Answer, Request, stream_all
 
@@ -164,7 +165,12 @@ def test_the_log_tells_of_no_failure(feather_server: FeatherServer) -> None:
 
 @newest_only
 def test_two_ranks_form_the_same_batches(
-    model: Path, logs: Path, tmp_path: Path, requests: list[Request], fcfs: list[dict[str, Answer]]
+    model: Path,
+    logs: Path,
+    tmp_path: Path,
+    preloaded: Preloaded,
+    requests: list[Request],
+    fcfs: list[dict[str, Answer]],
 ) -> None:
     # Batches that differ between the ranks hang in the next collective operation, or mix the rows of the answers.
     chosen = requests[::3]  # of all groups; two ranks on few cores wait for each other in every layer of every step
@@ -172,7 +178,7 @@ def test_two_ranks_form_the_same_batches(
     environment = {
         "FEATHER_DEBUG_CHECK": "1", "FEATHER_DECISION_LOG": str(tmp_path), "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
     }  # fmt: skip
-    with SGLangServer(model, logs / "ranks.txt", *flags, **environment) as server:
+    with SGLangServer(model, logs / "ranks.txt", *flags, start=preloaded, **environment) as server:
         answers = stream_all(server.url, chosen)
         server.wait_until_idle()
         log = server.text()

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from server.cases import ROOMY, newest_only
-from server.sglang_server import launch_command, run_to_end
+from server.sglang_server import LAUNCH, flags_for, run_to_end
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("prepared"), newest_only]
 
 
 def test_pat_without_a_gpu_ends_start_up_with_one_line(model: Path) -> None:
-    ended = run_to_end(launch_command(model, "--decode-attention-backend", "pat", *ROOMY))
+    ended = run_to_end([*LAUNCH, *flags_for(model, "--decode-attention-backend", "pat", *ROOMY)])
     assert ended.returncode != 0
     assert "feather: error: the pat backend needs an NVIDIA GPU, this server runs on the CPU" in ended.stderr
     assert "adapter/pat" not in ended.stderr  # no traceback of ours
