@@ -14,6 +14,7 @@ from feather_kernels.tiles import TILES
 from feather_kernels.trees import PAT_TREES, parse_tree, tree_forest
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     forest=forests(tokens=400, tail=600), grow=st.booleans(), min_chunk=st.sampled_from([1, 16, 200]),

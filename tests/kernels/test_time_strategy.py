@@ -75,6 +75,7 @@ def test_never_modelled_worse_than_fixed_strategies(batch, forest, grow, merge):
         assert at_most(time, timed(forest, *batch, strategy, merge, grow))
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     batch=batches(), branches=st.lists(st.integers(1, 5), min_size=2, max_size=4), merge=merges_of_parts,

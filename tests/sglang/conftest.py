@@ -24,3 +24,19 @@ def no_command_line(monkeypatch):
 def known_hash_seeds(monkeypatch):
     """What a server draws in secret is the same in every run: the order of rows follows it, and with that evictions."""
     monkeypatch.setattr(secrets, "randbits", random.Random(0).getrandbits)
+
+
+@pytest.fixture
+def server(tmp_path):
+    """Makes real schedulers, under feather-bandit unless told otherwise, and closes them after the test."""
+    from harness import Server
+
+    made = []
+
+    def make(policy="feather-bandit", **overrides):
+        made.append(Server(tmp_path, policy, **overrides))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

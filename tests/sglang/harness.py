@@ -75,6 +75,28 @@ def take_down():
         bootstrap._PARALLEL_INITIALISED = False
 
 
+def tokenized(rid, tokens, params, **more):
+    """A request as the tokenizer sends it; what this release does not know is left out."""
+    params.normalize(None)
+    fields = {
+        "rid": rid,
+        "input_text": "",
+        "input_ids": array("q", tokens),
+        "input_embeds": None,
+        "mm_inputs": None,
+        "token_type_ids": [],
+        "sampling_params": params,
+        "return_logprob": False,
+        "logprob_start_len": -1,
+        "top_logprobs_num": 0,
+        "token_ids_logprob": None,
+        "stream": False,
+        **more,
+    }
+    known = inspect.signature(TokenizedGenerateReqInput).parameters
+    return TokenizedGenerateReqInput(**{name: value for name, value in fields.items() if name in known})
+
+
 class Server:
     """One scheduler; ``requests`` keeps every request submitted, by id.
 
@@ -134,30 +156,11 @@ class Server:
     ):
         """Queue a request as the tokenizer would send it; False if the scheduler turned it away."""
         params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=ignore_eos, **sampling)
-        params.normalize(None)
+        logged = {"return_logprob": logprobs is not None, "top_logprobs_num": logprobs or 0}
+        request = tokenized(rid, tokens, params, priority=priority, extra_key=extra_key, lora_id=lora_id, **logged)
         params.verify(CONFIG["vocab_size"])
-        wanted = {
-            "rid": rid,
-            "input_text": "",
-            "input_ids": array("q", tokens),
-            "input_embeds": None,
-            "mm_inputs": None,
-            "token_type_ids": [],
-            "sampling_params": params,
-            "return_logprob": logprobs is not None,
-            "logprob_start_len": -1,
-            "top_logprobs_num": logprobs or 0,
-            "token_ids_logprob": None,
-            "stream": False,
-            "priority": priority,
-            "extra_key": extra_key,
-            "lora_id": lora_id,
-        }
-        known = inspect.signature(TokenizedGenerateReqInput).parameters
         before = len(self.scheduler.waiting_queue)
-        self.scheduler.handle_generate_request(
-            TokenizedGenerateReqInput(**{name: value for name, value in wanted.items() if name in known})
-        )
+        self.scheduler.handle_generate_request(request)
         if len(self.scheduler.waiting_queue) == before:
             return False
         self.requests[rid] = self.scheduler.waiting_queue[-1]

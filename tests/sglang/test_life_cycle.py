@@ -11,18 +11,9 @@ from feather_sglang.adapter.switch import Order
 POLICIES = ["feather", "feather-heuristic", "feather-bandit", "feather-qlearning", "feather-order"]
 
 
-@pytest.fixture
-def server(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def checked(monkeypatch):
     monkeypatch.setenv("FEATHER_DEBUG_CHECK", "1")
-    made = []
-
-    def make(policy="feather-bandit", **overrides):
-        made.append(Server(tmp_path, policy, **overrides))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def prompt(group, unique, prefix=100, tail=8):

@@ -2,11 +2,10 @@
 
 import inspect
 import random
-from array import array
 
 import pytest
 import torch
-from harness import CONFIG, OverlapServer, Server
+from harness import CONFIG, OverlapServer, Server, tokenized
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
@@ -36,25 +35,8 @@ SHARED = {
 
 def put(one, rid, tokens, new=OUTPUTS, **more):
     params = SamplingParams(max_new_tokens=new, temperature=0.0, ignore_eos=True)
-    params.normalize(None)
-    wanted = {
-        "rid": rid,
-        "input_text": "",
-        "input_ids": array("q", tokens),
-        "input_embeds": None,
-        "mm_inputs": None,
-        "token_type_ids": [],
-        "sampling_params": params,
-        "return_logprob": False,
-        "logprob_start_len": -1,
-        "top_logprobs_num": 0,
-        "token_ids_logprob": None,
-        "stream": False,
-        **more,
-    }
-    known = inspect.signature(TokenizedGenerateReqInput).parameters
-    assert more.keys() <= set(known)
-    one.scheduler.handle_generate_request(TokenizedGenerateReqInput(**wanted))
+    assert more.keys() <= set(inspect.signature(TokenizedGenerateReqInput).parameters)
+    one.scheduler.handle_generate_request(tokenized(rid, tokens, params, **more))
     one.requests[rid] = one.scheduler.waiting_queue[-1]
     assert one.requests[rid].rid == rid
 

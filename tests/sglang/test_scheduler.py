@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from harness import Server
 
 from feather_sglang.adapter import plugin
 from feather_sglang.adapter import scheduler as feather_scheduler
@@ -14,19 +13,6 @@ from feather_sglang.adapter.decision_log import digest
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.errors import FeatherError
 from feather_sglang.policies import make_policy
-
-
-@pytest.fixture
-def server(tmp_path):
-    made = []
-
-    def make(policy="feather-bandit", **overrides):
-        made.append(Server(tmp_path, policy, **overrides))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def prompt(group, unique=0):

@@ -216,6 +216,7 @@ def test_a_signal_during_a_finalizer_ends_it_all_the_same(number, raised):
     assert ending.run(asyncio.sleep(0, "nothing is told")) == "nothing is told"
 
 
+@pytest.mark.slow
 def test_under_nohup_it_outlives_its_terminal(tmp_path):
     run = Run(tmp_path, "100", "--requests", "150", ignored=[signal.SIGHUP])
     run.await_load()

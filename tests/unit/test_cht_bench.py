@@ -71,6 +71,7 @@ def test_no_operation_costs_more_where_a_hundred_times_as_many_wait():
         assert ratio <= bench.MAX_RATIO, name
 
 
+@pytest.mark.slow
 def test_the_command_prints_verdicts_and_writes_json_and_plot(tmp_path, capsys):
     figures, plot = tmp_path / "cht.json", tmp_path / "cht.png"
     assert main(["bench", "cht", "--quick", "--no-sglang", "--json", str(figures), "--plot", str(plot)]) == 0

@@ -5,6 +5,8 @@ import tracemalloc
 from array import array
 from itertools import count
 
+import pytest
+
 from feather_sglang.cht import ChunkedHashTree
 from feather_sglang.prefix_trie import Node, check
 
@@ -47,6 +49,7 @@ def pass_through(tree, ids, draw, queue=50, batch=30):
         tree.remove(number)
 
 
+@pytest.mark.slow
 def test_a_million_requests_leave_node_count_and_memory_at_the_start():
     tree, draw, ids = ChunkedHashTree(chunk_size=2), random.Random(0), count()
     for group, prompt in enumerate(GROUPS):  # a few stay: their nodes' heaps must not fill up

@@ -347,17 +347,11 @@ OPTIONS = st.fixed_dictionaries(
         "pacing": st.sampled_from([None, 0.1]).map(lambda bound: bound and Pacing(bound)),
     }
 )
+ENGINES = {"seed": st.integers(0, 2**32), "share": SHARES, "gathers": st.booleans(), "options": OPTIONS}
 
 
 @settings(max_examples=100)
-@given(
-    seed=st.integers(0, 2**32),
-    share=SHARES,
-    policy=st.sampled_from(["always", "never", "heuristic", "bandit"]),
-    gathers=st.booleans(),
-    options=OPTIONS,
-    rounds=st.integers(1, 40),
-)
+@given(policy=st.sampled_from(["always", "never", "heuristic", "bandit"]), rounds=st.integers(1, 40), **ENGINES)
 def test_whatever_happens_nobody_is_passed_by_more_than_the_bounds(seed, share, policy, gathers, options, rounds):
     """Nor does anybody who is not late go before a more urgent request that the engine could take."""
     engine = Engine(seed, share, policy, gathers, options)
@@ -444,13 +438,7 @@ def test_nobody_starves_where_more_comes_than_is_served(seed, share, policy):
 
 
 @settings(max_examples=40)
-@given(
-    seed=st.integers(0, 2**32),
-    share=SHARES,
-    policy=st.sampled_from(["always", "never", "heuristic"]),
-    gathers=st.booleans(),
-    options=OPTIONS,
-)
+@given(policy=st.sampled_from(["always", "never", "heuristic"]), **ENGINES)
 def test_all_are_served_in_the_end(seed, share, policy, gathers, options):
     """Whatever they were made to wait for, once memory is free and nobody else comes."""
     engine = Engine(seed, share, policy, gathers, options)
@@ -490,13 +478,7 @@ class Salted:
 
 
 @settings(max_examples=25)
-@given(
-    seed=st.integers(0, 2**32),
-    share=SHARES,
-    policy=st.sampled_from(["always", "never", "bandit"]),
-    gathers=st.booleans(),
-    options=OPTIONS,
-)
+@given(policy=st.sampled_from(["always", "never", "bandit"]), **ENGINES)
 def test_ranks_decide_alike(seed, share, policy, gathers, options):
     """Of the same requests and the same readings, in whatever order their sets are."""
     ranks = []

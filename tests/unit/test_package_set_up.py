@@ -92,6 +92,7 @@ def test_a_wrong_python_is_refused_in_one_line(dev: ModuleType, monkeypatch: pyt
         dev.cpu_python()
 
 
+@pytest.mark.slow
 def test_no_network_is_one_clear_line(dev: ModuleType) -> None:
     # A pip that finds no index stands for a machine without a network.
     ended = run_dev(dev.ROOT, "setup", PIP_NO_INDEX="1", PIP_FIND_LINKS="", PIP_CONFIG_FILE=os.devnull)

@@ -13,6 +13,8 @@ import pytest
 
 from feather_sglang.policies import Action, PolicyState, make_policy
 
+pytestmark = pytest.mark.slow
+
 LEARNERS = ("bandit", "qlearning")
 SEEDS = range(20)
 A_SIZES, B_SIZES = range(8, 64), range(9, 65)  # three batch-size bins, three bins of peers
