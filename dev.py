@@ -26,6 +26,8 @@ REQUIREMENTS = ROOT / "requirements"
 # Tested by default, the ends of the supported range: the first is installed, the other lies beside it.
 RELEASES = ("0.5.23", "0.5.17")
 QUICK = "--quick"  # before pytest's arguments: the inner loop's tests, on the first release only
+# Two processes, each file in one of them, in the order of tests/conftest.py.
+PROCESSES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 INNER_LOOP = ["-m", "not slow", "tests/unit", "tests/property", "tests/kernels"]
 ONLY = "--releases="  # before pytest's arguments: test on these instead, of those that have pins in requirements/
 OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
@@ -245,7 +247,7 @@ def run_docs(arguments: list[str]) -> int:
 def run_quick_tests(arguments: list[str]) -> int:
     """What an edit breaks first: no server, nothing slow."""
     set_up(RELEASES[:1])
-    command = [str(python()), "-m", "pytest", "-q", "-n", "2", *INNER_LOOP, *arguments]
+    command = [str(python()), "-m", "pytest", "-q", *PROCESSES, *INNER_LOOP, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment()).returncode
 
 
@@ -262,10 +264,8 @@ def run_tests(arguments: list[str]) -> int:
         name = "the installed SGLang" if gpu else f"SGLang {release}"
         say(f"testing {'everything' if first else 'tests/sglang and tests/server'} on {name}")
         extra = {} if first else {"PYTHONPATH": str(overlay(release))}
-        # Two processes, each file in one of them, in the order of tests/conftest.py.
-        processes = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
         folders = [] if first else ["tests/server", "tests/sglang"]
-        command = [str(python()), "-m", "pytest", *(arguments or [*processes, *folders])]
+        command = [str(python()), "-m", "pytest", *(arguments or [*PROCESSES, *folders])]
         if subprocess.run(command, cwd=ROOT, env=environment(**extra)).returncode:
             failed.append(name)
     say(f"FAILED on {', '.join(failed)}" if failed else "all tests passed")
