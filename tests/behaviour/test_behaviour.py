@@ -1,0 +1,29 @@
+"""What the scheduler decides and the planner plans is what ``reference.json`` says, in samples; ``record.py`` has all.
+
+A change that is meant to decide otherwise records anew: ``python tests/behaviour/record.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from record import FORESTS_AT_ONCE, REFERENCE, STRATEGIES, decisions, plans
+
+KNOWN = json.loads(REFERENCE.read_text())
+
+
+@pytest.mark.parametrize("workload", ("fits", "priorities"))
+def test_the_default_policy_decides_as_recorded(workload: str) -> None:
+    pytest.importorskip("sglang", reason="SGLang is not installed")
+    assert decisions(workload, "feather-bandit") == KNOWN[f"decisions {workload} feather-bandit"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_forests_are_planned_as_recorded(strategy: str) -> None:
+    assert plans(strategy, 0, FORESTS_AT_ONCE) == KNOWN[f"plans {strategy} 0"]
