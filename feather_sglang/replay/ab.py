@@ -43,7 +43,7 @@ from feather_sglang.report import plots
 from feather_sglang.report.summary import RunSummary
 from feather_sglang.report.tables import comparison
 
-DEFAULT_POLICIES = "fcfs,lpm,dfs-weight,hrrn,feather-order,feather-bandit"  # without what SGLang is too old for
+DEFAULT_POLICIES = "fcfs,lpm,dfs-weight,hrrn,feather-order,feather"  # without what SGLang is too old for
 RESULTS_VERSION = 1
 REPLAY_ONLY = {"profile": "h200", "prefill_graphs": "on", "scheduler_cost": "on", "jobs": 2}
 

@@ -94,7 +94,7 @@ class TestCommandLine:
     @pytest.mark.parametrize(("version", "hrrn"), [("0.5.19", []), ("0.5.20", ["hrrn"]), (None, ["hrrn"])])
     def test_by_default_hrrn_is_there_where_sglang_has_it(self, monkeypatch, version, hrrn):
         monkeypatch.setattr(replay_ab, "installed_version", lambda: version)
-        rest = ["feather-order", "feather-bandit"]
+        rest = ["feather-order", "feather"]
         assert replay_ab.chosen_policies(arguments()) == ["fcfs", "lpm", "dfs-weight", *hrrn, *rest]
 
     def test_results_that_cannot_be_written_are_found_before_any_server_starts(self, model, capsys):
