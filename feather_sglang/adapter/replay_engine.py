@@ -160,7 +160,10 @@ class Replay:
                 while position < len(pending) and pending[position].arrival_s <= self.clock:
                     self._submit(trace, pending[position])
                     position += 1
-                idle = 0 if self._turn(by_id) else idle + 1
+                put_aside = self._put_aside()
+                ran = self._turn(by_id)
+                # Who puts some aside has looked at no more of them: the next turn goes on with others.
+                idle = 0 if ran or self._put_aside() > put_aside else idle + 1
                 # One idle turn is no rest: up to 0.5.21 SGLang frees a full batch's place only in the turn after.
                 if idle > 1:
                     if position == len(pending):
@@ -177,6 +180,13 @@ class Replay:
         scheduler.flush_cache()
         self._paths.clear()
         return outcome
+
+    def _put_aside(self) -> int:
+        """How many prefixes feather has made to wait or to go last so far."""
+        if self.feather is None:
+            return 0
+        passing_over = self.feather.builder.passing_over
+        return passing_over.postponements + passing_over.put_last
 
     def _turn(self, by_id: dict[str, TraceRequest]) -> bool:
         """One turn of SGLang's ``event_loop_normal``; False if nothing ran."""
