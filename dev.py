@@ -239,7 +239,7 @@ def run_docs(arguments: list[str]) -> int:
     """Serve the site, or build it so that a broken link or a missing page is an error."""
     set_up(RELEASES[:1])
     install_docs()
-    job = ["build", "--strict", "--quiet"] if arguments[:1] == ["--build"] else ["serve"]
+    job = ["build", "--strict"] if arguments[:1] == ["--build"] else ["serve"]
     command = [str(VENV / "bin" / "mkdocs"), *job, *(arguments[1:] if job[0] == "build" else arguments)]
     return subprocess.run(command, cwd=ROOT, env=environment(NO_MKDOCS_2_WARNING="1")).returncode
 
