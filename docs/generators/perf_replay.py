@@ -72,7 +72,7 @@ def agreement(folder: Path) -> Section:
     replays = load(folder, REPLAYS)
     body = [
         "Every workload measured both ways: geometric mean of replay/server; mean/worst |replay/server-1|. "
-        "*Queueing*: the server's mean TTFT is a second or more. Without a queue replayed TTFT is far too low; "
+        "*Queueing*: server's mean TTFT a second or more. Without a queue replayed TTFT is far too low; "
         "processor time, left out here, is a part of that.",
         summary(found),
         "![Replay against server](performance/agreement.svg)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ from perf_results import (
     server_runs,
 )
 from perf_text import Section, command, number, table
+
+from feather_sglang.live.process import COMMON_FLAGS
 
 SERVERS = {"pat": "servers_h200_pat.json", "fa3": "servers_h200_fa3.json", "flashinfer": "servers_h200_flashinfer.json"}
 DECODE = ("server_h200_decode.json", "server_h200_decode_flashinfer.json", "server_h200_decode_triton.json")
@@ -41,6 +44,35 @@ def setup(folder: Path, file: str) -> str:
 def command_of(folder: Path, file: str) -> str:
     """The command of a server run, the first where there were several."""
     return command(get(load(folder, file), file, "command").partition("; ")[0])
+
+
+def days(folder: Path, files: Sequence[str]) -> str:
+    """From the first to the last of these files' days."""
+    first, *_, last = sorted(datetime.fromisoformat(get(load(folder, file), file, "when")) for file in (*files, *files))
+    begin = f"{first.day}" if (first.year, first.month) == (last.year, last.month) else f"{first.day} {first:%b %Y}"
+    return f"{'' if first.date() == last.date() else f'{begin} to '}{last.day} {last:%b %Y}"
+
+
+def prefill_graphs(folder: Path, file: str) -> bool:
+    """Whether the servers of a run had CUDA graphs for prefill."""
+    words = shlex.split(get(load(folder, file), file, "command").partition("; ")[0])
+    given = {flag: words[words.index(flag) + 1] for flag in ("--common", "--flags") if flag in words[:-1]}
+    flags = f"{given.get('--common', COMMON_FLAGS)} {given.get('--flags', '')}"
+    return "--disable-prefill-cuda-graph" not in flags.split()
+
+
+def unlike(folder: Path) -> str:
+    """What the servers side by side do not have in common."""
+    without = [name for name, file in SERVERS.items() if not prefill_graphs(folder, file)]
+    graphs = f", {' and '.join(f'`{name}`' for name in without)} without prefill CUDA graphs" if without else ""
+    tokens = [server_runs(folder, file)[0].kv_tokens for file in (SERVERS["pat"], DECODE[0])]
+    steady = f" Steady batches: {tokens[1]:,} KV tokens." if tokens[0] != tokens[1] else ""
+    return f" W1-W7: separate runs{graphs}.{steady}"
+
+
+def unshared(case: str) -> bool:
+    """Whether no two prompts of a workload share anything."""
+    return case == "W3" or (case.startswith("decode:") and case.split(",")[1] == "0")
 
 
 def by_backend(folder: Path, files: Sequence[str]) -> dict[str, dict[str, Run]]:
@@ -102,7 +134,7 @@ def backends(folder: Path) -> Section:
         if runs["pat"].tok_s < SLOWER * max(run.tok_s for run in runs.values())
     }
     body = [
-        "Output tokens/s under fcfs; ratio: `pat` to the best other.",
+        f"Output tokens/s under fcfs; ratio: `pat` to the best other.{unlike(folder)}",
         table(["workload", "ratio", *BACKENDS], rows),
         "![Decode throughput by batch](performance/backends.svg)",
         f"Over all {len(ratios)} steady batches `pat` has {geometric_mean(ratios):.2f}x the best other (geometric "
@@ -110,8 +142,8 @@ def backends(folder: Path) -> Section:
     ]
     if lost:
         body += ["Behind:", table(["workload", "ratio", *BACKENDS], backend_rows(lost))]
-    where = f"{setup(folder, SERVERS['pat'])}; two GPUs and steady batches: {day(load(folder, TWO_GPUS), TWO_GPUS)}."
     files = [SERVERS["flashinfer"], *DECODE, TWO_GPUS, LONG]
+    where = f"{setup(folder, SERVERS['pat'])}; others: {days(folder, [SERVERS['fa3'], *files])}."
     return Section("Decode backends on servers", body, where, [command_of(folder, DECODE[0])], files)
 
 
@@ -198,10 +230,10 @@ def policy_section(folder: Path) -> Section:
     slower, later = behind([*main, *other])
     if slower or later:
         body += [
-            f"Behind the best of SGLang's policies, these and {sum(len(one.runs) for one in other)} other loads: "
+            f"Behind SGLang's best measured policy, these and {sum(len(one.runs) for one in other)} other loads: "
             f"throughput in {len(slower)}, TTFT mean or p99 in {len(later)}; the worst:",
             table(["workload", "figure", "feather", "best", "ratio"], [*slower[:RATES], *later[:WAITS]]),
         ]
-    where = f"{setup(folder, SERVERS['pat'])}; other loads: {setup(folder, LOADS[0])}."
+    where = f"{setup(folder, SERVERS['pat'])}; other loads: {days(folder, LOADS)}."
     files = [SERVERS["pat"], SERVERS["fa3"], *LOADS]
     return Section("Policies on servers", body, where, [command_of(folder, SERVERS["pat"])], files)

@@ -24,7 +24,7 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "<table>\n" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table>"
 
 
-def command(text: str, most: int = 3) -> str:
+def command(text: str, most: int = 2) -> str:
     """A benchmark's command as it is typed: the first of many cases, and nothing about its files and time limits."""
     words = shlex.split(text)
     if words and words[0].startswith("bench_"):
