@@ -3,10 +3,18 @@
 import atexit
 import gc
 import os
-from collections.abc import Generator
+import shlex
+import sys
+import sysconfig
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from preloaded import ADDRESS, Preloaded
+
+TESTS = Path(__file__).resolve().parent
 
 # Before torch is imported, and for the processes that tests start: to models this small, threads that wait for each
 # other cost more than they bring, and several times the work where other tests keep the cores busy.
@@ -36,3 +44,43 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         gc.enable()
         atexit.register(gc.unfreeze)  # or nanobind reports what lies there as leaked
+
+
+def without_a_gpu() -> dict[str, str]:
+    """Variables for SGLang where nobody asks for a GPU or a network."""
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    return variables
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list) -> None:
+    """Fork the processes that run tests from one that has imported SGLang, where this environment is one without a GPU.
+
+    Else each of them imports it, and so do the servers and programs that they start.
+    """
+    import execnet
+
+    from feather_sglang.adapter import cpu_shims
+
+    chosen = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    needed = [TESTS / "server", TESTS / "sglang"]
+    touched = any(one.is_relative_to(path) or path.is_relative_to(one) for one in needed for path in chosen)
+    if not touched or not (Path(sysconfig.get_path("purelib")) / cpu_shims.PTH_NAME).exists():
+        return
+    made = Preloaded.start(without_a_gpu())
+    config.add_cleanup(made.close)
+    os.environ[ADDRESS] = made.address
+    python = shlex.join([sys.executable, str(TESTS / "preloaded.py"), made.address])
+    specs[:] = [execnet.XSpec(f"popen//python={python}") for _ in specs]
+
+
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[Preloaded]:
+    """A Python that has imported SGLang already: the one that this process comes from, or one of its own."""
+    if address := os.environ.get(ADDRESS):
+        yield Preloaded(address)
+    else:
+        made = Preloaded.start(without_a_gpu())
+        yield made
+        made.close()

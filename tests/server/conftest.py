@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from preloaded import Preloaded
 from server.cases import CASES, KEY, ROOMY, FeatherServer
-from server.preloaded import Preloaded
-from server.sglang_server import SERVE, SGLangServer, server_environment
+from server.sglang_server import SERVE, SGLangServer
 from server.tiny_model import write_model
 from server.workload import Answer, Request, grouped_requests, stream_all
 
@@ -54,13 +54,6 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the servers' output goes: the folder named by FEATHER_TEST_LOGS, which is kept, or a temporary one."""
     kept = os.environ.get("FEATHER_TEST_LOGS")
     return Path(kept) if kept else tmp_path_factory.mktemp("logs")
-
-
-@pytest.fixture(scope="session")
-def preloaded(prepared: None) -> Iterator[Preloaded]:
-    process = Preloaded(server_environment())
-    yield process
-    process.close()
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from typing import Any
 
 from feather_sglang.adapter.ports import free_port
 from feather_sglang.live.process import end_group
-from server.preloaded import Preloaded
+from preloaded import Preloaded
 
 START_SECONDS = 420  # four times what a slow machine takes that does something else beside
 CPU_FLAGS = (
@@ -81,10 +81,12 @@ class SGLangServer:
         self._environment = server_environment(**environment)
 
     def __enter__(self) -> SGLangServer:
-        if isinstance(self._start, Preloaded):
-            self._process = self._start.launch(self._flags, self._environment, self.log)
-        else:
-            with self.log.open("wb") as output:
+        with self.log.open("wb") as output, open(os.devnull) as nothing:
+            if isinstance(self._start, Preloaded):
+                command = [*LAUNCH[1:], *self._flags]
+                files = (nothing, output, output)
+                self._process = self._start.python(command, self._environment, files, own_session=True)
+            else:
                 self._process = subprocess.Popen(
                     [*self._start, *self._flags],
                     stdout=output,

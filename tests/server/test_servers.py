@@ -17,8 +17,8 @@ import pytest
 from feather_sglang.adapter.decision_log import compare
 from feather_sglang.adapter.ports import free_port
 from feather_sglang.policy_names import SWITCH_PATH
+from preloaded import Preloaded
 from server.cases import KEY, LOSES_FIRST_LOGPROB, REFERENCE, ROOMY, FeatherServer, newest_only
-from server.preloaded import Preloaded
 from server.sglang_server import SGLangServer, run_to_end
 from server.workload import Answer, Request, stream_all
 

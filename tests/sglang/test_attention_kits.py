@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -31,13 +30,13 @@ def kit_found():
 
 
 @pytest.mark.skipif(not kit_found(), reason="this SGLang has no attention kits (sglang.test.kits)")
-def test_the_kits_pass_and_notice_wrong_values():
+def test_the_kits_pass_and_notice_wrong_values(preloaded):
     paths = [str(CHECK.parent), *sys.path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=environment)
-    summaries = [line for line in ran.stdout.splitlines() if line.startswith("SGLang ")]
-    assert "status 0 1" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-3000:]
+    shown, errors = preloaded.run(CODE, environment)
+    summaries = [line for line in shown.splitlines() if line.startswith("SGLang ")]
+    assert "status 0 1" in shown, shown[-3000:] + errors[-3000:]
     assert ", 0 wrong, 0 could not run" in summaries[0]
     assert ": 0 dense, 0 graph cases right" in summaries[1]
-    assert "left out dense  swa_extend_prefix_window_edges, page size 16: sliding window" in ran.stdout
+    assert "left out dense  swa_extend_prefix_window_edges, page size 16: sliding window" in shown

@@ -2,8 +2,6 @@
 
 import logging
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -35,7 +33,7 @@ def test_without_a_policy_to_learn_nothing_is_measured(server):
     assert "process_batch_result" in vars(server("feather").scheduler)
 
 
-def test_the_plugin_alone_adds_the_policies_and_changes_no_per_step_function():
+def test_the_plugin_alone_adds_the_policies_and_changes_no_per_step_function(preloaded):
     """In a process of its own: without it no feather policy; with it every per-step function as SGLang defined it."""
     code = """
 import pkgutil
@@ -60,9 +58,9 @@ assert hasattr(ServerArgs.add_cli_args, '__wrapped__')
 assert [resolve(hook) for hook in hooks] == before
 print('untouched', len(hooks))
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    assert done.stdout.startswith("untouched"), done.stderr[-2000:]
-    assert "invalid choice: 'feather'" in done.stderr
+    shown, errors = preloaded.run(code, os.environ)
+    assert shown.startswith("untouched"), errors[-2000:]
+    assert "invalid choice: 'feather'" in errors
 
 
 # Loud activation ------------------------------------------------------------------------------------------------
