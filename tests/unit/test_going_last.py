@@ -204,11 +204,17 @@ def needs_exactly(b, name, tokens):
     return b.fits(name, tokens) and not b.fits(name, tokens - 1)
 
 
-def test_whoever_joins_fits_only_if_all_do_to_their_ends():
-    b = looking_ahead(generated={"a0": 40})
+def beside_one(pending_tokens=0, **options):
+    """A round is open for a1 and b0, while a0 runs."""
+    b = looking_ahead(**options)
     run_one(b)
     arrive_all(b, "a1", "b0")
-    b.begin_round(0.0, None)
+    b.begin_round(0.0, None, pending_tokens=pending_tokens)
+    return b
+
+
+def test_whoever_joins_fits_only_if_all_do_to_their_ends():
+    b = beside_one(generated={"a0": 40})
     tail = PROMPT - PREFIX
     # Both take 60 tokens more; then a0 is gone with what it holds alone, far more than a1 still takes.
     assert needs_exactly(b, "a1", tail + 120) and b.kept_out == 1
@@ -217,10 +223,7 @@ def test_whoever_joins_fits_only_if_all_do_to_their_ends():
 
 
 def test_who_has_been_admitted_in_the_round_counts_with_its_prompt():
-    b = looking_ahead()
-    run_one(b)
-    arrive_all(b, "a1", "b0")
-    b.begin_round(0.0, None, pending_tokens=7)
+    b = beside_one(pending_tokens=7)
     assert b.fits("b0", 7 + PROMPT + 200)
     b.admitted("b0", 0)
     assert needs_exactly(b, "a1", 7 + PROMPT + (PROMPT - PREFIX) + 300)
@@ -231,10 +234,7 @@ def test_who_has_been_admitted_in_the_round_counts_with_its_prompt():
 
 
 def test_a_prefix_is_given_back_when_the_last_that_has_it_ends():
-    b = looking_ahead(generated={"a0": 90})
-    run_one(b)
-    arrive_all(b, "a1", "b0")
-    b.begin_round(0.0, None)
+    b = beside_one(generated={"a0": 90})
     tail = PROMPT - PREFIX
     # Both take 10 tokens more; then a0 gives back its prompt.
     assert needs_exactly(b, "b0", PROMPT + 20)
