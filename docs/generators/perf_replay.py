@@ -112,6 +112,15 @@ def tail_ratios(folder: Path) -> dict[str, list[dict[str, float]]]:
     return {policy: [ratios(row, policy) for row in rows.values()] for policy in names}
 
 
+def on_server(folder: Path, figure: str) -> float:
+    """feather's figure to fcfs's on a real server under a real trace, each the mean of its runs."""
+    runs = get(load(folder, TAIL_SERVER), TAIL_SERVER, "server")
+    figures = {name: [run[figure] for run in runs if run["policy"] == name] for name in ("fcfs", "feather")}
+    if missing := [name for name, values in figures.items() if not values]:
+        raise ResultError(f"{TAIL_SERVER}: no run of {missing[0]} on a server")
+    return mean(figures["feather"]) / mean(figures["fcfs"])
+
+
 def tail(folder: Path) -> Section:
     """Who waits on real traces, by replay."""
     found = tail_ratios(folder)

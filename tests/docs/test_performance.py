@@ -189,7 +189,8 @@ def files() -> dict[str, Any]:
     }  # fmt: skip
     made[perf_replay.TAIL_SERVER] = {
         "slice": "s", "gpu": "G", "versions": {"sglang": "0.5.17"},
-        "server": [{"policy": "fcfs", **figures}], "replay": {"fcfs": figures},
+        "server": [{"policy": name, **figures} for name in ("fcfs", "feather")],
+        "replay": {name: figures for name in ("fcfs", "feather")},
     }  # fmt: skip
     made[perf_replay.TAIL] = {"a": {"rate_scale": 1.0, "fcfs": figures, "hrrn": figures, "feather": figures}}
     return json.loads(json.dumps(made))  # nothing in it is the same object twice
