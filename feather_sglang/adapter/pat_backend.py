@@ -41,7 +41,7 @@ DEBUG_CHECK = "FEATHER_DEBUG_CHECK"
 
 
 class PatBackend(AttentionBackend):
-    """Decode attention that reads each shared KV token once for all requests of the batch that share it.
+    """Decode attention that reads each shared KV token once for a tile of the query rows that share it.
 
     Parameters
     ----------

@@ -110,11 +110,19 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "--scheduler-cost",
         choices=("on", "off"),
         default=REPLAY_ONLY["scheduler_cost"],
-        help="charge the measured CPU time of scheduling to the clock; off makes a replay fully deterministic",
+        help="charge the measured CPU time of scheduling to the clock; off: the same decisions and times in each run",
     )
     policy = parser.add_argument_group("feather policies")
-    policy.add_argument("--feather-chunk-size", type=int, default=64, metavar="TOKENS")
-    policy.add_argument("--feather-max-wait", type=float, default=120.0, metavar="SECONDS")
+    policy.add_argument(
+        "--feather-chunk-size", type=int, default=64, metavar="TOKENS", help="of a chunk of the tree (%(default)s)"
+    )
+    policy.add_argument(
+        "--feather-max-wait",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="from then on a request is next once as many passed it as were ahead (%(default)g)",
+    )
     policy.add_argument(
         "--feather-max-overtaking",
         type=float,
@@ -153,7 +161,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policies", help=f"comma-separated (default {DEFAULT_POLICIES}; as far as SGLang has them)")
     parser.add_argument("--feather-policy-file", metavar="FILE", help="policy file written by `feather train`")
-    parser.add_argument("--feather-explore", choices=("on", "off"), default="on")
+    parser.add_argument(
+        "--feather-explore", choices=("on", "off"), default="on", help="off: the policy learns nothing (%(default)s)"
+    )
     parser.add_argument(
         "--jobs", type=int, default=REPLAY_ONLY["jobs"], metavar="N", help="policies replayed at a time (%(default)s)"
     )

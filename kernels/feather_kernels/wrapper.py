@@ -22,7 +22,7 @@ _NOTHING = -1  # a partial row's note, as int32, before anybody has written it (
 
 
 class PackedDecodeWrapper:
-    """Decode attention that reads each shared KV token once for all requests that share it (PAT, sections 4 to 7).
+    """Decode attention that reads each shared KV token once for a tile of query rows (PAT, sections 4 to 7).
 
     `plan` packs a batch by its prefix forest; `run` attends with that plan, once per layer, as long as it is valid.
     Scratch memory and the device's copy of the plan keep their addresses while ``max_requests`` and ``max_parts``
