@@ -53,11 +53,6 @@ def argument_rows(parser: argparse.ArgumentParser) -> list[tuple[str, ...]]:
     return rows
 
 
-def as_on_a_server(parser: argparse.ArgumentParser) -> list[str]:
-    """The flags that mean what they mean on a server, and do not say so."""
-    return [shown_as(a) for a in parser._actions if a.help is None and a.option_strings[-1].startswith("--feather-")]
-
-
 def server_rows() -> list[tuple[str, ...]]:
     """(flag with its value, key in FEATHER_OPTIONS, meaning) of each option of a server."""
     parser = argparse.ArgumentParser()
@@ -115,8 +110,6 @@ def flags_page() -> str:
         shown.update((row, name) for row in rows if row not in shown)
         if rows:
             parts += ["", table(("argument", "meaning"), rows)]
-        if same := as_on_a_server(parser):
-            parts += ["", f"As on a server: {', '.join(same)}."]
     return "\n".join(parts) + "\n"
 
 

@@ -51,5 +51,5 @@ def _metrics() -> PatMetrics:
             buckets=(50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3, 12.8e-3),
         ),
         Counter("feather_pat_attended_tokens", "KV tokens that the requests of all decode steps attended to."),
-        Counter("feather_pat_read_tokens", "KV tokens that their plans read, shared ones once for up to 128 query rows."),
+        Counter("feather_pat_read_tokens", "KV tokens that their plans read, shared ones once a row tile."),
     )
