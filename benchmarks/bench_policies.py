@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from feather_sglang.policies import POLICIES, PolicyState, StopPolicy, make_policy
+from feather_sglang.scheduling.policies import POLICIES, PolicyState, StopPolicy, make_policy
 
 COUNT, ROUND, REPEATS = 4096, 16, 7
 

@@ -10,8 +10,8 @@ import time
 import numpy as np
 import torch
 
-from feather_sglang.adapter.pat_rows import CHUNK, RowSharing
-from feather_sglang.running_forest import RunningForest
+from feather_sglang.adapter.attention.rows import CHUNK, RowSharing
+from feather_sglang.attention.running_forest import RunningForest
 
 
 def microseconds(work):

@@ -6,7 +6,7 @@
 A server is a known name (``fa3``, ``flashinfer``, ``triton``, ``pat``; ``fa3+feather-order`` adds a policy) or
 ``NAME=FLAGS``. Cases: ``W1`` .. ``W7`` and ``open:...`` send requests one by one as they arrive; ``decode:B,G,L``
 measures the time in which a batch of B requests in G groups with L shared tokens decodes, and nothing else (the
-docstring of feather_sglang/live/cases.py has them all). The cache is flushed before each case.
+docstring of feather_sglang/compare/server/cases.py has them all). The cache is flushed before each case.
 
 Servers run one after the other; one that does not come up, or ends, is left out. ``--repeat 2`` runs A B B A; with
 ``--overlap-starts N`` N servers start at once, before anything is measured, stay up and take turns case by case, if the
@@ -36,15 +36,13 @@ from typing import Any
 from finished import read_finished
 from server_report import merged, plot, progress, report
 
-from feather_sglang.errors import FeatherError
-from feather_sglang.file_writing import replace_text
-from feather_sglang.live import ending
-from feather_sglang.live.ab import check_model
-from feather_sglang.live.activity import Activity
-from feather_sglang.live.cases import Case, Request, parse_case, probes
-from feather_sglang.live.client import HttpError, allow_open_files, call_all, drive
-from feather_sglang.live.machine import Clocks, machine
-from feather_sglang.live.process import (
+from feather_sglang.compare.on_servers import check_model
+from feather_sglang.compare.server import ending
+from feather_sglang.compare.server.activity import Activity
+from feather_sglang.compare.server.cases import Case, Request, parse_case, probes
+from feather_sglang.compare.server.client import HttpError, allow_open_files, call_all, drive
+from feather_sglang.compare.server.machine import Clocks, machine
+from feather_sglang.compare.server.process import (
     COMMON_FLAGS,
     POLICY_FLAG,
     Configuration,
@@ -56,8 +54,10 @@ from feather_sglang.live.process import (
     shown,
     switch_flags,
 )
-from feather_sglang.live.result import Admission
-from feather_sglang.live.stats import overall, steady
+from feather_sglang.compare.server.result import Admission
+from feather_sglang.compare.server.stats import overall, steady
+from feather_sglang.errors import FeatherError
+from feather_sglang.file_writing import replace_text
 
 LEAST_CASE, RESERVE = 10.0, 5.0  # seconds that a case must have, and that are kept for the end
 TAIL_LINES = 30

@@ -23,11 +23,12 @@ from finished import read_finished
 from rich.console import Console
 
 from feather_sglang.adapter.options import FeatherOptions
+from feather_sglang.compare.server.cases import parse_case
+from feather_sglang.compare.server.process import COMMON_FLAGS, Configuration
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import replace_text
-from feather_sglang.live.cases import parse_case
-from feather_sglang.live.process import COMMON_FLAGS, Configuration
-from feather_sglang.replay.ab import Job, check_fits, check_sglang, run_jobs, suited
+from feather_sglang.replay.arguments import check_fits, check_sglang, suited
+from feather_sglang.replay.jobs import Job, run_jobs
 from feather_sglang.replay.model_shape import MODELS
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel

@@ -9,8 +9,8 @@ from typing import Any
 
 from decode_cases import grid
 
-from feather_sglang.live.result import CLIENT_BOUND
-from feather_sglang.live.stats import agreeing
+from feather_sglang.compare.server.result import CLIENT_BOUND
+from feather_sglang.compare.server.stats import agreeing
 
 Record = dict[str, Any]
 MARKS = {

@@ -16,11 +16,11 @@ from feather_sglang import __version__
 from feather_sglang.errors import FeatherError
 
 COMMANDS = {
-    "ab": ("feather_sglang.replay.ab", "run a trace under several scheduling policies, replayed or on real servers"),
+    "ab": ("feather_sglang.compare.ab", "run a trace under several scheduling policies, replayed or on real servers"),
     "train": ("feather_sglang.replay.train", "train a stop policy on a trace and write its policy file"),
     "trace": ("feather_sglang.replay.trace_cli", "make or inspect a request trace"),
     "bench": ("feather_sglang.bench", "measure a part of feather beside its peers"),
-    "explain-plan": ("feather_sglang.explain_cli", "draw the forest, the packs and the work items of a decode batch"),
+    "explain-plan": ("feather_sglang.plans.cli", "draw the forest, the packs and the work items of a decode batch"),
     "doctor": ("feather_sglang.adapter.doctor", "show what this installation has and whether feather is active"),
 }
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from feather_sglang.live.cases import WORKLOADS, parse_case
-from feather_sglang.live.process import Configuration
+from feather_sglang.compare.server.cases import WORKLOADS, parse_case
+from feather_sglang.compare.server.process import Configuration
 
 PEERS = ("fa3", "fa3-planned", "flashinfer", "cascade")  # FlashAttention-3, FlashInfer and its cascade
 STOCK_POLICIES = ("fcfs", "lpm", "dfs-weight", "hrrn")

@@ -22,7 +22,7 @@ from perf_results import (
 )
 from perf_text import Section, command, number, table
 
-from feather_sglang.live.process import COMMON_FLAGS
+from feather_sglang.compare.server.process import COMMON_FLAGS
 
 SERVERS = {"pat": "servers_h200_pat.json", "fa3": "servers_h200_fa3.json", "flashinfer": "servers_h200_flashinfer.json"}
 DECODE = ("server_h200_decode.json", "server_h200_decode_flashinfer.json", "server_h200_decode_triton.json")

@@ -18,7 +18,7 @@ from feather_sglang import __version__
 from feather_sglang.adapter.hooks import HOOKS, SUPPORTED, installed_version, mismatch
 from feather_sglang.adapter.options import VARIABLE, FeatherOptions
 from feather_sglang.errors import FeatherError
-from feather_sglang.policies import load_policy
+from feather_sglang.scheduling.policies import load_policy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +71,7 @@ def _pat() -> str:
         except BuildError as error:
             compiler = str(error)
         return f"cannot serve here: no GPU ({compiler})"
-    from feather_sglang.adapter.pat_self_test import self_test
+    from feather_sglang.adapter.attention.self_test import self_test
 
     try:
         return self_test()

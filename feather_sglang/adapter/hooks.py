@@ -22,7 +22,7 @@ import inspect
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from feather_sglang.policy_names import SINCE
+from feather_sglang.scheduling.policy_names import SINCE
 
 SUPPORTED = tuple(f"0.5.{patch}" for patch in range(17, 24))
 

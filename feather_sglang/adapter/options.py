@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from feather_sglang.errors import FeatherError
-from feather_sglang.pacing import BOUND
+from feather_sglang.scheduling.admission.pacing import BOUND
 
 VARIABLE = "FEATHER_OPTIONS"
 
@@ -213,7 +213,7 @@ class _SetOption(argparse.Action):
             current = asdict(FeatherOptions.from_environment())
             current[name] = spec.metadata["parse"](value)
             if name == "policy_file":
-                from feather_sglang.policies import load_policy
+                from feather_sglang.scheduling.policies import load_policy
 
                 load_policy(current[name])
         except (TypeError, ValueError) as error:

@@ -13,13 +13,13 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from feather_sglang.adapter.attention import decode_only, offer_backend, register_backend
+from feather_sglang.adapter.attention.registration import decode_only, offer_backend, register_backend
 from feather_sglang.adapter.failures import begin_command_line, end_start_up
 from feather_sglang.adapter.hooks import HOOKS, exists, installed_version, mismatches
 from feather_sglang.adapter.options import FeatherOptions, add_flags, switch_allowed
 from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.errors import FeatherError
-from feather_sglang.policy_names import FEATHER
+from feather_sglang.scheduling.policy_names import FEATHER
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def check_server_args(original: Any, args: Any) -> Any:
     """
     try:
         if switch_allowed():
-            from feather_sglang.adapter.switch_endpoint import add_endpoint, refuse_unguarded
+            from feather_sglang.adapter.switch.endpoint import add_endpoint, refuse_unguarded
 
             refuse_unguarded(args)
             add_endpoint()
@@ -86,7 +86,7 @@ def start(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
 def _start_policy(scheduler: Any, name: str) -> None:
     if found := mismatches():
         raise FeatherError(f"this SGLang does not fit --schedule-policy {name}: {'; '.join(found)}")
-    from feather_sglang.adapter.scheduler import make_stop_policy, refuse_unsupported, take_over
+    from feather_sglang.adapter.scheduler.feather_scheduler import make_stop_policy, refuse_unsupported, take_over
 
     options = FeatherOptions.from_environment()
     refuse_unsupported(scheduler, name, options)
@@ -109,7 +109,7 @@ def _watch_pauses(scheduler: Any) -> None:
 def _start_switch(scheduler: Any, initialise: Any) -> None:
     if found := mismatches("switch"):
         raise FeatherError(f"this SGLang does not fit --feather-allow-switch: {'; '.join(found)}")
-    from feather_sglang.adapter.switch import Switch
+    from feather_sglang.adapter.switch.switch import Switch
 
     Switch(scheduler, initialise).install()
 

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -23,12 +23,14 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from feather_sglang.adapter.inprocess import build_scheduler
-from feather_sglang.adapter.k_lpm import KLpm
-from feather_sglang.cht import ChunkedHashTree
+from feather_sglang.adapter.scheduler.k_lpm import KLpm
 from feather_sglang.errors import FeatherError
-from feather_sglang.policy_names import K_LPM
-from feather_sglang.replay.step_time import BatchSharing, StepTimeModel
-from feather_sglang.replay.traces import Trace, TraceRequest
+from feather_sglang.scheduling.policy_names import K_LPM
+from feather_sglang.scheduling.tree.cht import ChunkedHashTree
+
+if TYPE_CHECKING:  # it is handed a trace and a model, and makes neither
+    from feather_sglang.replay.step_time import BatchSharing, StepTimeModel
+    from feather_sglang.replay.traces import Trace, TraceRequest
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Replay:
             lengths = batch.seq_lens_cpu.numpy()
             if batch.reqs is not self._rows:  # SGLang makes a new list whenever the composition changes
                 paths = [self._paths[req.rid] for req in batch.reqs]
-                self._sharing = BatchSharing.from_paths(paths, self._block_size, lengths.tolist())
+                self._sharing = self.model.sharing(paths, self._block_size, lengths.tolist())
                 self._rows = batch.reqs
             assert self._sharing is not None
             seconds = self.model.decode(lengths, self._sharing)

@@ -139,7 +139,7 @@ def _stock_policies() -> Any:
     cpu_shims.install()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang's imports name every device that this machine lacks
-        return importlib.import_module("feather_sglang.adapter.stock_policies")
+        return importlib.import_module("feather_sglang.adapter.scheduler.stock_policies")
 
 
 def _print(console: Console, results: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from statistics import fmean, median
 from time import perf_counter_ns
 from typing import Any, Protocol, TypeVar
 
-from feather_sglang.cht import ChunkedHashTree
+from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 
 # Table 5.1 of the paper: 5,000 requests of 5,000 tokens, in C++.
 PAPER_CALLS = {"insert": 5_000, "add_to_batch": 5_000, "finish": 5_000, "find_best": 26_405}

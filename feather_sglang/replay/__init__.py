@@ -1,1 +1,4 @@
+"""Traces replayed in virtual time: workloads, step times, jobs, training.
 
+May import: the adapter (its engine), scheduling, report.
+"""

@@ -81,6 +81,10 @@ class StepTimeModel:
         seconds = self.profile.step_overhead_s + self._products(tokens, len(new)) + attention
         return max(seconds, self._least_prefill_s)
 
+    def sharing(self, paths: Sequence[tuple[int, ...]], block_size: int, lengths: Sequence[int]) -> BatchSharing:
+        """What the rows of a batch share: the hash ids of each prompt's blocks, and the KV tokens of each row."""
+        return BatchSharing.from_paths(paths, block_size, lengths)
+
     def decode(self, seq_lens: Sequence[int] | np.ndarray, sharing: BatchSharing) -> float:
         """Return the time of one decode step.
 

@@ -16,17 +16,26 @@ from rich.table import Table
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import check_target
-from feather_sglang.policies.rehearsal import FIRST_RULES, NEVER, Rehearsal, Rule, neighbours
-from feather_sglang.policies.rehearsal import teach as credit
-from feather_sglang.replay import ab
+from feather_sglang.replay.arguments import (
+    add_workload_arguments,
+    check_fits,
+    check_sglang,
+    common_options,
+    step_model,
+    suited,
+    workload,
+)
+from feather_sglang.replay.jobs import RESULTS_VERSION, Job, make_folder, run_jobs, write_json
 from feather_sglang.report import plots
 from feather_sglang.report.tables import comparison
+from feather_sglang.scheduling.policies.rehearsal import FIRST_RULES, NEVER, Rehearsal, Rule, neighbours
+from feather_sglang.scheduling.policies.rehearsal import teach as credit
 
 SETTLED = 0.01  # change of the policy's throughput from one round to the next
 
 
 @dataclass(frozen=True)
-class TrainJob(ab.Job):
+class TrainJob(Job):
     """A training run."""
 
     rounds: int = 4
@@ -44,7 +53,7 @@ class Pass:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``feather train``."""
-    ab.add_workload_arguments(parser)
+    add_workload_arguments(parser)
     parser.set_defaults(out=Path("policy.json"))
     parser.add_argument("--policy", required=True, choices=("bandit", "qlearning"), help="learner to train")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="most rounds over the training part (4)")
@@ -108,15 +117,15 @@ def run(args: argparse.Namespace) -> int:
     if args.out.suffix != ".json":
         raise FeatherError(f"--out {args.out}: must be a .json file, the policy file to write")
     check_target(args.out, "policy file")
-    ab.check_sglang()
-    first, rest = ab.workload(args).split(args.split)
+    check_sglang()
+    first, rest = workload(args).split(args.split)
     if not first.requests or not rest.requests:
         raise FeatherError(f"{first.name}: too few requests to train on one part and report on another")
-    model, settings = ab.step_model(args)
+    model, settings = step_model(args)
     for part in (first, rest):
-        ab.check_fits(part, settings["kv_tokens"], args.page_size)
-    options, out = ab.common_options(args), str(args.out.absolute())
-    folder = ab.make_folder(args.out.parent / f"{args.out.stem}-training", "results.json", "learning_curve.png")
+        check_fits(part, settings["kv_tokens"], args.page_size)
+    options, out = common_options(args), str(args.out.absolute())
+    folder = make_folder(args.out.parent / f"{args.out.stem}-training", "results.json", "learning_curve.png")
     name = f"feather-{args.policy}"
     console = Console()
     for notice in first.notices:
@@ -124,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"training {name} on {len(first.requests):,} requests of {escape(f'{first.name}, {args.profile}')}")
     job = TrainJob(name, first, model, settings, options, "training", rounds=args.rounds, out=out)
     most = len(FIRST_RULES) + 1 + (args.rounds - 1) * (len(neighbours(FIRST_RULES[-1])) + 1)
-    passes: list[Pass] = ab.run_jobs([job], 1, folder, console, teach, passes=most)["training"]
+    passes: list[Pass] = run_jobs([job], 1, folder, console, teach, passes=most)["training"]
 
     never = next(one.rate for one in passes if one.rule == NEVER)
     own = [one.rate for one in passes if one.rule is None]
@@ -140,20 +149,20 @@ def run(args: argparse.Namespace) -> int:
         console.print("[yellow]notice:[/yellow] the policy loses to never stopping on this trace: do not serve with it")
 
     frozen = {**options, "policy_file": str(args.out.absolute()), "explore": False}
-    base = ab.Job("fcfs", rest, model, settings, options)
+    base = Job("fcfs", rest, model, settings, options)
     jobs = [
         base,
-        replace(base, policy="feather-order", options=ab.suited("feather-order", options)),
+        replace(base, policy="feather-order", options=suited("feather-order", options)),
         replace(base, policy=name, label=f"{name} untrained"),
         replace(base, policy=name, label=f"{name} trained", options=frozen),
     ]
-    results = ab.run_jobs(jobs, 2, folder, console)
+    results = run_jobs(jobs, 2, folder, console)
     title = f"held out: {len(rest.requests):,} requests of {rest.name}, {args.profile}"
     console.print(comparison([r.summary for r in results.values()], title))
-    ab.write_json(
+    write_json(
         folder / "results.json",
         {
-            "version": ab.RESULTS_VERSION,
+            "version": RESULTS_VERSION,
             "training": [asdict(one) for one in passes],
             "held_out": {label: r.summary.as_dict() for label, r in results.items()},
         },

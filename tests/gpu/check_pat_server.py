@@ -43,8 +43,8 @@ from pat_churn import Churn
 from pat_compare import Answer, Answers, Spread, Tolerance
 from sending import body
 
-from feather_sglang.live.client import HttpError, call
-from feather_sglang.live.process import Configuration, Server, ServerFailed, retracted
+from feather_sglang.compare.server.client import HttpError, call
+from feather_sglang.compare.server.process import Configuration, Server, ServerFailed, retracted
 
 TOP = 8  # most likely tokens that the reference names at each position
 EXACT = 1e-3  # accepted in float32 in any case, in which two right backends differ by about 1e-5

@@ -40,11 +40,10 @@ from columns import aligned
 from ranks_load import Jobs, Load
 from ranks_memory import SCHEDULER, Growth, Sample
 
-from feather_sglang.adapter.decision_log import DECISION_LOG, Comparison, compare
-from feather_sglang.errors import FeatherError
-from feather_sglang.live.client import HttpError, allow_open_files, call
-from feather_sglang.live.machine import machine
-from feather_sglang.live.process import (
+from feather_sglang.adapter.scheduler.decision_log import DECISION_LOG, Comparison, compare
+from feather_sglang.compare.server.client import HttpError, allow_open_files, call
+from feather_sglang.compare.server.machine import machine
+from feather_sglang.compare.server.process import (
     BACKENDS,
     Configuration,
     Server,
@@ -53,7 +52,8 @@ from feather_sglang.live.process import (
     shown,
     switch_flags,
 )
-from feather_sglang.policy_names import FEATHER, STOCK
+from feather_sglang.errors import FeatherError
+from feather_sglang.scheduling.policy_names import FEATHER, STOCK
 
 ALLOWED_BYTES = 1024  # that a scheduler may grow by with each short request after the warm-up
 SLACK_KIB = 16 * 1024  # and once: heaps are not returned page by page

@@ -15,7 +15,7 @@ import pat_compare
 from pat_compare import Answers, Divergence, Spread, Tolerance, Verdict
 from sending import outcome, reason_of, send
 
-from feather_sglang.live.client import Address, HttpError, call
+from feather_sglang.compare.server.client import Address, HttpError, call
 
 FATES = {"finish": 0.7, "abort": 0.15, "hang up": 0.15}
 LOST_SECONDS = 120.0  # after which a request that has no answer is lost

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from sending import outcome, reason_of, send
 
-from feather_sglang.live.client import Address
+from feather_sglang.compare.server.client import Address
 
 LOST_SECONDS = 300.0  # a request without an end after so long hangs; a policy may let one wait for 120 s
 STALL_SECONDS = 90.0  # or where none of the open ones ends in such a time

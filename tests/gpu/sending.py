@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from feather_sglang.live.client import Address, HttpError, call
+from feather_sglang.compare.server.client import Address, HttpError, call
 
 _ids = itertools.count()
 

@@ -20,7 +20,7 @@ import heapq
 
 
 class PaperTree:
-    """Same operations and results as ``feather_sglang.cht.ChunkedHashTree``, as plain tuples."""
+    """Same operations and results as ``feather_sglang.scheduling.tree.cht.ChunkedHashTree``, as plain tuples."""
 
     def __init__(self, chunk_size):
         self.chunk_size = chunk_size

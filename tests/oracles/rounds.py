@@ -1,8 +1,8 @@
 """A batch builder over a small tree, and admission rounds as the scheduler holds them."""
 
-from feather_sglang.batch_builder import BatchBuilder
-from feather_sglang.cht import ChunkedHashTree
-from feather_sglang.policies import make_policy
+from feather_sglang.scheduling.admission.batch_builder import BatchBuilder
+from feather_sglang.scheduling.policies import make_policy
+from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 
 
 def builder(policy=None, **options):

@@ -1,6 +1,6 @@
 """A stop policy for tests that need to know what it is asked and told."""
 
-from feather_sglang.policies import Action
+from feather_sglang.scheduling.policies import Action
 
 
 class Scripted:

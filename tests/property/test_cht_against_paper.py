@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from feather_sglang.cht import ChunkedHashTree
+from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 from oracles.paper_cht import PaperTree
 
 # Two tokens and a few shared stems give prefixes of several levels, duplicates and empty prompts in every history.

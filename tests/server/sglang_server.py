@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from feather_sglang.adapter.ports import free_port
-from feather_sglang.live.process import end_group
+from feather_sglang.compare.server.process import end_group
 from preloaded import Preloaded
 
 START_SECONDS = 420  # four times what a slow machine takes that does something else beside

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from feather_sglang.adapter.decision_log import compare
 from feather_sglang.adapter.ports import free_port
-from feather_sglang.policy_names import SWITCH_PATH
+from feather_sglang.adapter.scheduler.decision_log import compare
+from feather_sglang.scheduling.policy_names import SWITCH_PATH
 from preloaded import Preloaded
 from server.cases import KEY, LOSES_FIRST_LOGPROB, REFERENCE, ROOMY, FeatherServer, newest_only
 from server.sglang_server import SGLangServer, run_to_end

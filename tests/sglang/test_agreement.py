@@ -7,12 +7,12 @@ from array import array
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from feather_sglang.adapter.agreement import Agreement
-from feather_sglang.batch_builder import BatchBuilder
-from feather_sglang.cht import ChunkedHashTree
-from feather_sglang.gathering import Gathering
-from feather_sglang.pacing import Pacing
-from feather_sglang.policies import make_policy
+from feather_sglang.adapter.scheduler.agreement import Agreement
+from feather_sglang.scheduling.admission.batch_builder import BatchBuilder
+from feather_sglang.scheduling.admission.gathering import Gathering
+from feather_sglang.scheduling.admission.pacing import Pacing
+from feather_sglang.scheduling.policies import make_policy
+from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 
 
 class SometimesShort(Gathering):

@@ -8,8 +8,8 @@ from harness import CONFIG, Server
 from sglang.srt.lora.lora_registry import LoRARef
 from torch.overrides import TorchFunctionMode
 
-from feather_sglang.adapter.scheduler import FeatherScheduler
-from feather_sglang.policies import make_policy
+from feather_sglang.adapter.scheduler.feather_scheduler import FeatherScheduler
+from feather_sglang.scheduling.policies import make_policy
 
 PREFIX, TAIL = 640, 4
 TOKEN_SECONDS = 0.002  # of prefill, on the tests' clock

@@ -6,7 +6,7 @@ import random
 import pytest
 from harness import Server
 
-from feather_sglang.adapter.k_lpm import KLpm, interleaved
+from feather_sglang.adapter.scheduler.k_lpm import KLpm, interleaved
 
 CACHED = {100: 64, 101: 48, 102: 40}  # first token of a group: tokens of its prefix that the cache holds
 TWINS = range(103, 107)  # of each of these two wait, sharing 50 tokens that the cache does not hold

@@ -6,7 +6,7 @@ import time
 import pytest
 from harness import Server
 
-from feather_sglang.adapter.switch import Order
+from feather_sglang.adapter.switch.switch import Order
 
 POLICIES = ["feather", "feather-heuristic", "feather-bandit", "feather-qlearning", "feather-order"]
 

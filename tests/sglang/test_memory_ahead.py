@@ -5,8 +5,8 @@ import random
 import pytest
 from harness import OverlapServer, Server
 
-from feather_sglang.adapter.scheduler import FeatherScheduler
-from feather_sglang.policies import make_policy
+from feather_sglang.adapter.scheduler.feather_scheduler import FeatherScheduler
+from feather_sglang.scheduling.policies import make_policy
 
 PREFIX, TAIL = 640, 4
 

@@ -9,7 +9,7 @@ from harness import Server
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from feather_sglang import batch_builder, gathering, overtaking, passing_over
+from feather_sglang.scheduling.admission import batch_builder, gathering, overtaking, passing_over
 from oracles.overtaken import Witness
 
 ALLOWANCE = 32  # as small as the prompts are

@@ -3,9 +3,9 @@
 import pytest
 from harness import OverlapServer, Server
 
-from feather_sglang.adapter import scheduler as feather_scheduler
+from feather_sglang.adapter.scheduler import feather_scheduler
 from feather_sglang.errors import FeatherError
-from feather_sglang.policies import make_policy
+from feather_sglang.scheduling.policies import make_policy
 
 DECODE, FIXED, TOKEN = 0.01, 0.05, 1e-4  # seconds of a decode step; of a prefill step, and of each token in it
 

@@ -21,14 +21,17 @@ from sglang.srt.server_args import ServerArgs
 
 from feather_kernels.plan import Planner
 from feather_kernels.reference import direct_decode
-from feather_sglang.adapter import attention, pat_backend, pat_limits, pat_record
+from feather_sglang.adapter.attention import backend as pat_backend
+from feather_sglang.adapter.attention import limits as pat_limits
+from feather_sglang.adapter.attention import record as pat_record
+from feather_sglang.adapter.attention import registration as attention
+from feather_sglang.adapter.attention.metrics import pat_metrics
+from feather_sglang.adapter.attention.rows import CHUNK, Hashes, RowHasher, RowSharing
 from feather_sglang.adapter.hooks import installed_version
 from feather_sglang.adapter.options import VARIABLE
-from feather_sglang.adapter.pat_metrics import pat_metrics
-from feather_sglang.adapter.pat_rows import CHUNK, Hashes, RowHasher, RowSharing
-from feather_sglang.batch_file import LATEST, load_batch
 from feather_sglang.errors import FeatherError
-from feather_sglang.explain import explain
+from feather_sglang.plans.batch_file import LATEST, load_batch
+from feather_sglang.plans.explain import explain
 
 
 @pytest.fixture(scope="module")
@@ -461,7 +464,7 @@ def test_hashes_that_arrive_late(monkeypatch):
     table = torch.zeros(4, 200, dtype=torch.int32)
     sharing, _ = sharing_of(table, 1)
     arrived = []
-    monkeypatch.setattr("feather_sglang.adapter.pat_rows.Hashes.ready", lambda self: bool(arrived))
+    monkeypatch.setattr("feather_sglang.adapter.attention.rows.Hashes.ready", lambda self: bool(arrived))
     rows = np.array([1, 2])
     assert sharing.observe(["a", "b"], rows, lengths(100, 100))
     assert sharing.forest(rows, lengths(100, 100)).n_nodes == 0
@@ -521,7 +524,7 @@ def test_rows_known_to_the_last_chunk_are_not_hashed_again(monkeypatch):
 @pytest.mark.parametrize("late", [False, True])
 def test_what_was_found_for_the_owner_before_is_forgotten(monkeypatch, late):
     arrived = [True]
-    monkeypatch.setattr("feather_sglang.adapter.pat_rows.Hashes.ready", lambda self: arrived[-1])
+    monkeypatch.setattr("feather_sglang.adapter.attention.rows.Hashes.ready", lambda self: arrived[-1])
     sharing, _ = sharing_of(torch.zeros(4, 200, dtype=torch.int32), 2)
     arrived.append(not late)
     sharing.prefill(np.array([1, 2]), np.array([100, 100]))
@@ -652,7 +655,7 @@ def test_a_server_in_miniature_shares_what_was_cached_at_once():
 
 
 def test_one_step_hashes_so_much_and_no_more(monkeypatch):
-    monkeypatch.setattr("feather_sglang.adapter.pat_rows.MAX_SLOTS", 8 * CHUNK)
+    monkeypatch.setattr("feather_sglang.adapter.attention.rows.MAX_SLOTS", 8 * CHUNK)
     sharing, _ = sharing_of(torch.zeros(6, 400, dtype=torch.int32), 1)
     rows, now = np.arange(1, 6), lengths(300, 70, 70, 140, 70)
     rids = list("abcde")

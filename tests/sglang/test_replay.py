@@ -13,12 +13,14 @@ from rich.console import Console
 
 from feather_sglang.adapter.hooks import SUPPORTED, installed_version, lacks_policy
 from feather_sglang.cli import main
+from feather_sglang.compare import ab as command
 from feather_sglang.errors import FeatherError
-from feather_sglang.policy_names import SINCE, STOCK
-from feather_sglang.replay import ab as replay_ab
+from feather_sglang.replay import arguments as replay_arguments
+from feather_sglang.replay import jobs as replay_jobs
 from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 from feather_sglang.replay.traces import save_trace
 from feather_sglang.replay.workloads import shared_prefix
+from feather_sglang.scheduling.policy_names import SINCE, STOCK
 
 newest_only = pytest.mark.skipif(
     installed_version() != SUPPORTED[-1], reason=f"long: runs on the newest supported SGLang, {SUPPORTED[-1]}, only"
@@ -83,7 +85,7 @@ def test_which_stock_policies_this_sglang_has():
 @pytest.mark.parametrize("engine", ["replay", "server"])
 @pytest.mark.parametrize(("version", "name"), [("0.5.19", "hrrn"), ("0.5.20", "shortest-prefill-first")])
 def test_a_policy_that_this_sglang_lacks_is_one_line(tmp_path, monkeypatch, capsys, engine, version, name):
-    monkeypatch.setattr(replay_ab, "installed_version", lambda: version)
+    monkeypatch.setattr(replay_arguments, "installed_version", lambda: version)
     (tmp_path / "config.json").write_text('{"vocab_size": 300}')
     flags = ["--engine", engine, *(["--model", str(tmp_path)] if engine == "server" else [])]
     assert main(["ab", *flags, "--policies", f"fcfs,{name}", "--out", str(tmp_path / "out")]) == 2
@@ -239,7 +241,7 @@ def test_in_the_least_pool_every_request_comes_to_its_end(tmp_path, page_size, k
 
 @pytest.mark.parametrize("name", ["results.json", "latency.png"])
 def test_a_file_that_cannot_be_written_is_noticed_before_anything_long_starts(tmp_path, capsys, monkeypatch, name):
-    monkeypatch.setattr(replay_ab, "run_jobs", None)
+    monkeypatch.setattr(command, "run_jobs", None)
     (tmp_path / name).mkdir()
     assert main(["ab", *SMALL, "--policies", "fcfs", "--out", str(tmp_path)]) == 2
     assert f"cannot write results {tmp_path / name}: it exists and is no regular file" in capsys.readouterr().err
@@ -276,7 +278,7 @@ def test_brackets_in_the_name_of_a_trace_are_text(tmp_path, monkeypatch, capsys,
     trace = tmp_path / "t[red].jsonl"
     save_trace(shared_prefix(requests=10), trace)
     trace.write_text("".join(reversed(trace.read_text().splitlines(keepends=True))))
-    monkeypatch.setattr(replay_ab, "run_jobs", stop)
+    monkeypatch.setattr(command, "run_jobs", stop)
     monkeypatch.setenv("COLUMNS", "400")
     assert main([*command, str(trace), "--out", str(tmp_path / "out.json")]) == 2
     shown = capsys.readouterr().out
@@ -315,23 +317,23 @@ def _dawdle(job, tell):
 
 def test_who_is_ended_early_leaves_no_temporary_files(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    jobs = [replay_ab.Job(name, shared_prefix(requests=1), None, {}, {}) for name in ("fcfs", "lpm")]
+    jobs = [replay_jobs.Job(name, shared_prefix(requests=1), None, {}, {}) for name in ("fcfs", "lpm")]
     logs = tmp_path / "logs"
     logs.mkdir()
     with pytest.raises(FeatherError) as error:
-        replay_ab.run_jobs(jobs, 2, logs, Console(quiet=True), _dawdle)
+        replay_jobs.run_jobs(jobs, 2, logs, Console(quiet=True), _dawdle)
     made = Path(str(error.value))
     assert made.parent.parent == tmp_path and not made.parent.exists()
 
 
 def _models_imported(job, tell):
     before = set(sys.modules)
-    replay_ab.replay(job, tell)
+    replay_jobs.replay(job, tell)
     return [name for name in set(sys.modules) - before if name.startswith("sglang.srt.models.")]
 
 
 def test_the_process_that_replays_start_from_has_imported_all_models(tmp_path):
     """SGLang imports them when it builds a scheduler, and every replay would take two seconds longer."""
     model = StepTimeModel(load_profile("h200"), load_model("qwen3-8b"))
-    job = replay_ab.Job("fcfs", shared_prefix(1, 40, output_tokens=2, requests=2), model, {"kv_tokens": 4000}, {})
-    assert replay_ab.run_jobs([job], 1, tmp_path, Console(quiet=True), _models_imported) == {"fcfs": []}
+    job = replay_jobs.Job("fcfs", shared_prefix(1, 40, output_tokens=2, requests=2), model, {"kv_tokens": 4000}, {})
+    assert replay_jobs.run_jobs([job], 1, tmp_path, Console(quiet=True), _models_imported) == {"fcfs": []}

@@ -6,11 +6,11 @@ import os
 import pytest
 
 from feather_sglang.adapter import plugin
-from feather_sglang.adapter import scheduler as feather_scheduler
-from feather_sglang.adapter.decision_log import digest
 from feather_sglang.adapter.options import FeatherOptions
+from feather_sglang.adapter.scheduler import feather_scheduler
+from feather_sglang.adapter.scheduler.decision_log import digest
 from feather_sglang.errors import FeatherError
-from feather_sglang.policies import make_policy
+from feather_sglang.scheduling.policies import make_policy
 
 
 def prompt(group, unique=0):

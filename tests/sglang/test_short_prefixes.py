@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from feather_sglang.adapter.hooks import SUPPORTED, installed_version
-from feather_sglang.replay import ab
+from feather_sglang.replay import jobs as replays
 from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 from feather_sglang.replay.traces import Trace
 from feather_sglang.replay.workloads import shared_prefix
@@ -75,7 +75,7 @@ class Served(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sweep(ab.Job):
+class Sweep(replays.Job):
     cases: tuple[Case, ...] = ()
 
 
@@ -92,7 +92,7 @@ def serve(job, tell):
             engine._block_size = trace.block_size  # it is taken from the trace that a server is made for
             outcome = engine.run(trace)
             computed = sum(one.request.input_length - one.cached_tokens for one in outcome.served)
-            served.append(Served(ab.result_of(job.name, outcome).summary.output_tok_s, computed))
+            served.append(Served(replays.result_of(job.name, outcome).summary.output_tok_s, computed))
     return served
 
 
@@ -105,7 +105,7 @@ def served(tmp_path_factory):
         Sweep(name, longest, StepTimeModel(profile, shape, "pat"), settings, {"explore": False}, cases=tuple(CASES))
         for name in POLICIES
     ]
-    results = ab.run_jobs(jobs, 2, tmp_path_factory.mktemp("logs"), Console(quiet=True), serve)
+    results = replays.run_jobs(jobs, 2, tmp_path_factory.mktemp("logs"), Console(quiet=True), serve)
     return {case: [results[name][i] for name in POLICIES] for i, case in enumerate(CASES)}
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from feather_sglang.adapter.stock_policies import STOCK_POLICIES, StockPolicies
+from feather_sglang.adapter.scheduler.stock_policies import STOCK_POLICIES, StockPolicies
 from feather_sglang.bench.cht_measure import measure_rounds
 
 GROUPS = [array("q", range(start, start + 64)) for start in (1000, 2000, 3000)]

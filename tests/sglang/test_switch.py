@@ -11,12 +11,14 @@ from sglang.srt.managers.io_struct import GetInternalStateReq, SetInternalStateR
 from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.runtime_context import get_context
 
-from feather_sglang.adapter import failures, plugin, switch, switch_endpoint
-from feather_sglang.adapter import scheduler as feather_scheduler
+from feather_sglang.adapter import failures, plugin
 from feather_sglang.adapter.hooks import lacks_policy
-from feather_sglang.adapter.switch import Order
+from feather_sglang.adapter.scheduler import feather_scheduler
+from feather_sglang.adapter.switch import endpoint as switch_endpoint
+from feather_sglang.adapter.switch import switch
+from feather_sglang.adapter.switch.switch import Order
 from feather_sglang.errors import FeatherError
-from feather_sglang.policies import make_policy
+from feather_sglang.scheduling.policies import make_policy
 
 ALLOWED = '{"allow_switch": true}'
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from feather_sglang.live import ending
+from feather_sglang.compare.server import ending
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--prefix-tokens", "40", "--output-tokens", "8", "--groups", "2", "--policies", "fcfs", "--rate"]

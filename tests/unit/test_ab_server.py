@@ -14,16 +14,17 @@ import pytest
 from rich.console import Console
 
 from feather_sglang.cli import main
+from feather_sglang.compare import ab as command
+from feather_sglang.compare import on_servers as ab
+from feather_sglang.compare import policies
+from feather_sglang.compare.server.bench_serving import read_results
+from feather_sglang.compare.server.cases import Case
+from feather_sglang.compare.server.client import Driven
+from feather_sglang.compare.server.process import ServerFailed, in_turns
+from feather_sglang.compare.server.result import Admission, decode_steps, notes, summarize, together
+from feather_sglang.compare.server.stats import Stream, token_gaps
+from feather_sglang.compare.server.watch import Line, read_lines, scheduler_cpu
 from feather_sglang.errors import FeatherError
-from feather_sglang.live import ab
-from feather_sglang.live.bench_serving import read_results
-from feather_sglang.live.cases import Case
-from feather_sglang.live.client import Driven
-from feather_sglang.live.process import ServerFailed, in_turns
-from feather_sglang.live.result import Admission, decode_steps, notes, summarize, together
-from feather_sglang.live.stats import Stream, token_gaps
-from feather_sglang.live.watch import Line, read_lines, scheduler_cpu
-from feather_sglang.replay import ab as replay_ab
 from feather_sglang.replay.traces import Trace, TraceRequest, save_trace
 from feather_sglang.replay.workloads import shared_prefix
 from feather_sglang.report.summary import RunSummary
@@ -47,7 +48,7 @@ def save(trace, path):
 
 def arguments(*words):
     parser = argparse.ArgumentParser()
-    replay_ab.add_arguments(parser)
+    command.add_arguments(parser)
     return parser.parse_args(["--engine", "server", *words])
 
 
@@ -93,9 +94,9 @@ class TestCommandLine:
 
     @pytest.mark.parametrize(("version", "hrrn"), [("0.5.19", []), ("0.5.20", ["hrrn"]), (None, ["hrrn"])])
     def test_by_default_hrrn_is_there_where_sglang_has_it(self, monkeypatch, version, hrrn):
-        monkeypatch.setattr(replay_ab, "installed_version", lambda: version)
+        monkeypatch.setattr(policies, "installed_version", lambda: version)
         rest = ["feather-order", "feather"]
-        assert replay_ab.chosen_policies(arguments()) == ["fcfs", "lpm", "dfs-weight", *hrrn, *rest]
+        assert policies.chosen_policies(arguments()) == ["fcfs", "lpm", "dfs-weight", *hrrn, *rest]
 
     def test_results_that_cannot_be_written_are_found_before_any_server_starts(self, model, capsys):
         base = ["ab", "--engine", "server", "--model", str(model), "--out", str(model / "out"), "--requests", "2"]

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from feather_sglang.live import activity
-from feather_sglang.live.activity import Activity, average
+from feather_sglang.compare.server import activity
+from feather_sglang.compare.server.activity import Activity, average
 
 
 class Library:

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang import passing_over
-from feather_sglang.batch_builder import BatchBuilder
-from feather_sglang.cht import ChunkedHashTree
-from feather_sglang.gathering import OFTEN, Gathering
-from feather_sglang.policies import Action, make_policy
+from feather_sglang.scheduling.admission import passing_over
+from feather_sglang.scheduling.admission.batch_builder import BatchBuilder
+from feather_sglang.scheduling.admission.gathering import OFTEN, Gathering
+from feather_sglang.scheduling.policies import Action, make_policy
+from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 from oracles.rounds import builder, judged_round
 from oracles.scripted import Scripted
 

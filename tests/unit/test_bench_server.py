@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import bench_server as bench
 import server_report as report
 
-from feather_sglang.live.cases import parse_case
-from feather_sglang.live.process import parse_server
-from feather_sglang.live.stats import spread
+from feather_sglang.compare.server.cases import parse_case
+from feather_sglang.compare.server.process import parse_server
+from feather_sglang.compare.server.stats import spread
 
 
 def record(server, case, rate, *, round=1, **changes):

@@ -5,10 +5,10 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.batch_builder import BatchBuilder
-from feather_sglang.cached_prefixes import LEAST_TOKENS, CachedPrefixes
-from feather_sglang.cht import ChunkedHashTree
-from feather_sglang.policies import make_policy
+from feather_sglang.scheduling.admission.batch_builder import BatchBuilder
+from feather_sglang.scheduling.admission.cached_prefixes import LEAST_TOKENS, CachedPrefixes
+from feather_sglang.scheduling.policies import make_policy
+from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 
 OPERATIONS = st.lists(
     st.one_of(

@@ -14,8 +14,8 @@ import pytest
 
 from feather_sglang.bench import cht as bench
 from feather_sglang.bench.cht_measure import PAPER_US, measure_calls, measure_scaling
-from feather_sglang.chunk_hash import hash_vector
 from feather_sglang.cli import main
+from feather_sglang.scheduling.tree.chunk_hash import hash_vector
 
 ATTEMPTS = 5
 
@@ -123,7 +123,7 @@ def test_a_plot_of_an_unknown_kind_is_refused_before_measuring(name, tmp_path, c
 def test_without_sglang_one_line_says_what_to_do(monkeypatch, capsys):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sglang" else find_spec(name))
-    monkeypatch.delitem(sys.modules, "feather_sglang.adapter.stock_policies", raising=False)
+    monkeypatch.delitem(sys.modules, "feather_sglang.adapter.scheduler.stock_policies", raising=False)
     assert main(["bench", "cht"]) == 2
     error = capsys.readouterr().err.strip()
     assert error.count("\n") == 0 and "SGLang is not installed" in error and "--no-sglang" in error

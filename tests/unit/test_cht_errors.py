@@ -5,7 +5,7 @@ from array import array
 import numpy as np
 import pytest
 
-from feather_sglang.cht import ChunkedHashTree, RequestStateError, UnknownRequestError
+from feather_sglang.scheduling.tree.cht import ChunkedHashTree, RequestStateError, UnknownRequestError
 
 
 def snapshot(tree):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from feather_sglang.cht import Candidate, ChunkedHashTree
+from feather_sglang.scheduling.tree.cht import Candidate, ChunkedHashTree
 
 
 def tree_of(chunk_size=1, **prompts):
@@ -228,7 +228,7 @@ def test_colliding_hashes_cost_sharing_never_an_error(monkeypatch):
     """Vectors of two-valued "hashes" collide all the time; every operation must still work and leave nothing."""
     draw = random.Random(3)
     monkeypatch.setattr(
-        "feather_sglang.cht.hash_vector",
+        "feather_sglang.scheduling.tree.cht.hash_vector",
         lambda tokens, *_: b"".join(draw.choice((b"a" * 8, b"b" * 8)) for _ in tokens),
     )
     tree = ChunkedHashTree(1)

@@ -7,8 +7,8 @@ from itertools import count
 
 import pytest
 
-from feather_sglang.cht import ChunkedHashTree
-from feather_sglang.prefix_trie import Node, check
+from feather_sglang.scheduling.tree.cht import ChunkedHashTree
+from feather_sglang.scheduling.tree.prefix_trie import Node, check
 
 GROUPS = [array("q", [group] * 6) for group in range(5)]
 

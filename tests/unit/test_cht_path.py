@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.cht import ChunkedHashTree, UnknownRequestError
+from feather_sglang.scheduling.tree.cht import ChunkedHashTree, UnknownRequestError
 from oracles.sequences import common
 
 STATES = ["active", "active", "waiting", "held", "finished", "removed", "back in line"]

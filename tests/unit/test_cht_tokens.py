@@ -7,8 +7,8 @@ from collections import UserList, deque
 import numpy as np
 import pytest
 
-from feather_sglang.cht import ChunkedHashTree
-from feather_sglang.chunk_hash import hash_vector
+from feather_sglang.scheduling.tree.cht import ChunkedHashTree
+from feather_sglang.scheduling.tree.chunk_hash import hash_vector
 
 TOKENS = [0, 1, 2, 100, 7, 7, 1, 0, 42]
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from feather_sglang.adapter import decision_log
-from feather_sglang.adapter.decision_log import AHEAD, DecisionLog, compare, digest, log_file
+from feather_sglang.adapter.scheduler import decision_log
+from feather_sglang.adapter.scheduler.decision_log import AHEAD, DecisionLog, compare, digest, log_file
 from feather_sglang.errors import FeatherError
 
 STATS = {"postponements": 0, "policy": {"adds": 0, "stops": 0}}

@@ -13,11 +13,11 @@ from feather_kernels.pack import STRATEGIES
 from feather_kernels.plan import CLOSES, make_plan
 from feather_kernels.tiles import TILES, built_tiles, n_choices
 from feather_kernels.trees import forest_table, parse_tree, random_forest, tree_forest
-from feather_sglang import explain as explain_module
-from feather_sglang.batch_file import LATEST, Batch, batch_text, load_batch, path_of
 from feather_sglang.cli import main
 from feather_sglang.errors import FeatherError
-from feather_sglang.explain import Spread, explain
+from feather_sglang.plans import explain as explain_module
+from feather_sglang.plans.batch_file import LATEST, Batch, batch_text, load_batch, path_of
+from feather_sglang.plans.explain import Spread, explain
 
 TREE = "1,4,256_32,256,32"
 

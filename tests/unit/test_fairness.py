@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.fairness import Fairness
-from feather_sglang.policies import Action
+from feather_sglang.scheduling.admission.fairness import Fairness
+from feather_sglang.scheduling.policies import Action
 from oracles.rounds import builder, run_round
 from oracles.scripted import Scripted
 

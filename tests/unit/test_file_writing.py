@@ -10,15 +10,15 @@ from rich.console import Console
 from feather_sglang.cli import main
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import replace_text
-from feather_sglang.policies import load_policy, make_policy
-from feather_sglang.replay import ab, trace_cli
+from feather_sglang.replay import jobs, trace_cli
 from feather_sglang.replay.traces import load_trace, save_trace
 from feather_sglang.replay.workloads import no_sharing
+from feather_sglang.scheduling.policies import load_policy, make_policy
 
 WRITERS = {
     "trace": (lambda path: save_trace(no_sharing(requests=2), path), load_trace),
     "policy file": (lambda path: make_policy("bandit").save(path), load_policy),
-    "results": (lambda path: ab.write_json(path, [1]), lambda path: json.loads(path.read_text())),
+    "results": (lambda path: jobs.write_json(path, [1]), lambda path: json.loads(path.read_text())),
 }
 
 
@@ -78,9 +78,9 @@ def test_what_the_system_refuses_is_one_line_and_status_2(tmp_path, monkeypatch,
 
 def test_a_log_that_cannot_be_written_ends_the_command_before_its_child_starts(tmp_path):
     (tmp_path / "fcfs.log").mkdir()
-    job = ab.Job("fcfs", no_sharing(requests=1), None, {}, {})
+    job = jobs.Job("fcfs", no_sharing(requests=1), None, {}, {})
     with pytest.raises(IsADirectoryError, match=r"fcfs\.log"):
-        ab.run_jobs([job], 1, tmp_path, Console(quiet=True))
+        jobs.run_jobs([job], 1, tmp_path, Console(quiet=True))
 
 
 def test_a_folder_in_the_place_of_the_policy_file_is_found_before_training(tmp_path, capsys):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.gathering import AGAIN, LEAST_TOKENS, OFTEN, STEP_TOKENS, Gathering
+from feather_sglang.scheduling.admission.gathering import AGAIN, LEAST_TOKENS, OFTEN, STEP_TOKENS, Gathering
 
 
 def gathering(pool=10_000, often=1.0, output=100.0, seconds=1e-3):

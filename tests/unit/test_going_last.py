@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.gathering import LEAST_TOKENS, Gathering
-from feather_sglang.kv_forecast import KVForecast, Outlook
-from feather_sglang.overtaking import Overtaking
-from feather_sglang.pacing import Pacing
+from feather_sglang.scheduling.admission.gathering import LEAST_TOKENS, Gathering
+from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
+from feather_sglang.scheduling.admission.overtaking import Overtaking
+from feather_sglang.scheduling.admission.pacing import Pacing
 from oracles.rounds import builder, judged_round
 
 PREFIX, PROMPT = 768, 772

@@ -10,12 +10,12 @@ from itertools import pairwise
 
 import pytest
 
+from feather_sglang.compare.server.cases import fold, parse_case, probes
+from feather_sglang.compare.server.client import Address, HttpError, call, drive
+from feather_sglang.compare.server.machine import Clocks, machine, summarize_clocks
+from feather_sglang.compare.server.process import Configuration, group_alive, parse_server, read_log
+from feather_sglang.compare.server.stats import Stream, agreeing, overall, peak_running, steady
 from feather_sglang.errors import FeatherError
-from feather_sglang.live.cases import fold, parse_case, probes
-from feather_sglang.live.client import Address, HttpError, call, drive
-from feather_sglang.live.machine import Clocks, machine, summarize_clocks
-from feather_sglang.live.process import Configuration, group_alive, parse_server, read_log
-from feather_sglang.live.stats import Stream, agreeing, overall, peak_running, steady
 
 
 def stream(*events, due=0.0, prompt=10, cached=0, finished=True, error=None):

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from feather_sglang import overtaking as module
-from feather_sglang.batch_builder import BatchBuilder
-from feather_sglang.cht import ChunkedHashTree
-from feather_sglang.gathering import Gathering
-from feather_sglang.kv_forecast import KVForecast, Outlook
-from feather_sglang.overtaking import Overtaking
-from feather_sglang.pacing import Pacing
-from feather_sglang.policies import make_policy
-from feather_sglang.work import Work
+from feather_sglang.scheduling.admission import overtaking as module
+from feather_sglang.scheduling.admission.batch_builder import BatchBuilder
+from feather_sglang.scheduling.admission.gathering import Gathering
+from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
+from feather_sglang.scheduling.admission.overtaking import Overtaking
+from feather_sglang.scheduling.admission.pacing import Pacing
+from feather_sglang.scheduling.admission.work import Work
+from feather_sglang.scheduling.policies import make_policy
+from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 from oracles.overtaken import ALLOWANCE, OLDEST, WINDOW, PlainLine, Witness
 
 SHARES = st.sampled_from([0.0, 0.5, 1.0, 3.0, inf])

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.gathering import Gathering
-from feather_sglang.pacing import Pacing
-from feather_sglang.policies import Action, make_policy
+from feather_sglang.scheduling.admission.gathering import Gathering
+from feather_sglang.scheduling.admission.pacing import Pacing
+from feather_sglang.scheduling.policies import Action, make_policy
 from oracles import rounds
 from oracles.scripted import Scripted
 

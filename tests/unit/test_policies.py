@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from feather_sglang.errors import FeatherError
-from feather_sglang.policies import POLICIES, Action, PolicyState, StopPolicy, make_policy
-from feather_sglang.policies.estimates import NEW_CELL, lead, learn
+from feather_sglang.scheduling.policies import POLICIES, Action, PolicyState, StopPolicy, make_policy
+from feather_sglang.scheduling.policies.estimates import NEW_CELL, lead, learn
 
 ADD, STOP = Action.ADD, Action.STOP
 LEARNERS = ("bandit", "qlearning")

@@ -11,7 +11,7 @@ from statistics import mean
 
 import pytest
 
-from feather_sglang.policies import Action, PolicyState, make_policy
+from feather_sglang.scheduling.policies import Action, PolicyState, make_policy
 
 pytestmark = pytest.mark.slow
 

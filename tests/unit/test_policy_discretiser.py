@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from feather_sglang.errors import FeatherError
-from feather_sglang.policies import PolicyState
-from feather_sglang.policies.discretiser import FEATURES, Discretiser
+from feather_sglang.scheduling.policies import PolicyState
+from feather_sglang.scheduling.policies.discretiser import FEATURES, Discretiser
 
 counts = st.integers(-5, 2**40)
 states = st.builds(PolicyState, counts, counts, counts, st.floats(-1.0, 2.0), st.none())

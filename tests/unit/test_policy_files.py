@@ -8,7 +8,7 @@ import pytest
 from test_policies import LEARNERS, POLICIES, answers
 
 from feather_sglang.errors import FeatherError
-from feather_sglang.policies import PolicyState, load_policy, make_policy
+from feather_sglang.scheduling.policies import PolicyState, load_policy, make_policy
 
 
 @pytest.fixture(params=POLICIES)

@@ -13,9 +13,9 @@ from statistics import mean
 
 import pytest
 
-from feather_sglang.batch_builder import BatchBuilder
-from feather_sglang.cht import ChunkedHashTree
-from feather_sglang.policies import make_policy
+from feather_sglang.scheduling.admission.batch_builder import BatchBuilder
+from feather_sglang.scheduling.policies import make_policy
+from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 
 pytestmark = pytest.mark.slow
 

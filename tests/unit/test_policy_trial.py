@@ -2,7 +2,7 @@
 
 import pytest
 
-from feather_sglang.policies.trial import Trial
+from feather_sglang.scheduling.policies.trial import Trial
 
 
 def ordinary(trial, rewards, rate=100.0):

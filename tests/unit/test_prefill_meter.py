@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.prefill_meter import LEAST_TOKENS, PrefillMeter
+from feather_sglang.scheduling.meters.prefill import LEAST_TOKENS, PrefillMeter
 
 
 def metered(*steps, chunk_tokens=None):

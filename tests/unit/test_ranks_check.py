@@ -16,8 +16,8 @@ from ranks_load import Job, Jobs, Load
 from ranks_memory import Sample, growths
 from sending import outcome, reason_of
 
-from feather_sglang.adapter.decision_log import HEAD
-from feather_sglang.live.client import Address
+from feather_sglang.adapter.scheduler.decision_log import HEAD
+from feather_sglang.compare.server.client import Address
 
 POOL = 200_000
 

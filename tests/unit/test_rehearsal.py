@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from feather_sglang.policies import Action, PolicyState, make_policy
-from feather_sglang.policies.discretiser import Discretiser
-from feather_sglang.policies.rehearsal import FIRST_RULES, NEVER, Rehearsal, Rule, firm, neighbours, teach
+from feather_sglang.scheduling.policies import Action, PolicyState, make_policy
+from feather_sglang.scheduling.policies.discretiser import Discretiser
+from feather_sglang.scheduling.policies.rehearsal import FIRST_RULES, NEVER, Rehearsal, Rule, firm, neighbours, teach
 
 
 def states(count=300):

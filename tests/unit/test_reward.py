@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.reward import DecodeMeter
+from feather_sglang.scheduling.meters.decode import DecodeMeter
 
 
 def feed(meter, *steps):

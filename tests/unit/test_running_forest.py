@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.running_forest import RunningForest
+from feather_sglang.attention.running_forest import RunningForest
 from oracles.sequences import common
 
 CHUNK = 32

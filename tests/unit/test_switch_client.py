@@ -8,9 +8,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from feather_sglang.live.client import Address, HttpError, call
-from feather_sglang.live.process import Configuration, Server, ServerFailed
-from feather_sglang.policy_names import SWITCH_PATH
+from feather_sglang.compare.server.client import Address, HttpError, call
+from feather_sglang.compare.server.process import Configuration, Server, ServerFailed
+from feather_sglang.scheduling.policy_names import SWITCH_PATH
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from feather_sglang.prefill_meter import PrefillMeter
-from feather_sglang.reward import DecodeMeter
-from feather_sglang.work import Work
+from feather_sglang.scheduling.admission.work import Work
+from feather_sglang.scheduling.meters.decode import DecodeMeter
+from feather_sglang.scheduling.meters.prefill import PrefillMeter
 
 
 def measured(pool=None, pair=0.0, step=0.0, finished=()):

@@ -1,0 +1,254 @@
+"""SGLang's decode attention through `feather_kernels.PackedDecodeWrapper`: the backend ``pat``.
+
+A decode step walks through: `watch_batches` hands the batch's host side to the backend (``expect``); ``_out_graph``
+finds out whether the last plan still holds and plans if not; ``_in_graph``, which a CUDA graph records, copies the
+lengths to where the kernel reads them; ``forward_decode`` runs once a layer. Prefill is another backend's, through
+SGLang's ``HybridAttnBackend``.
+
+There is no switch for batches that share nothing: on the Hopper path the planner's strategy, ``time``, packs only
+where that takes less of the processors' modelled time, and a batch without sharing is then planned as ``query`` would
+plan it. A failure here ends the request's server as any other backend's does; it never falls back to another kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.attention import base_attn_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+from feather_kernels import BuildError, PlanError
+from feather_kernels.forest import Forest
+from feather_kernels.plan import PackPlan
+from feather_sglang.adapter.attention.limits import attention_layers, uses_reference
+from feather_sglang.adapter.attention.metrics import pat_metrics
+from feather_sglang.adapter.attention.record import plan_recorder
+from feather_sglang.adapter.attention.rows import RowSharing
+from feather_sglang.errors import FeatherError
+
+logger = logging.getLogger(__name__)
+
+FILL = 1  # KV tokens of the rows that pad a batch to the size of a CUDA graph
+COARSE_BARRIER = "SGLANG_FORCE_COARSE_WAR_BARRIER"
+DEBUG_CHECK = "FEATHER_DEBUG_CHECK"
+
+
+class PatBackend(AttentionBackend):
+    """Decode attention that reads each shared KV token once for a tile of the query rows that share it.
+
+    Parameters
+    ----------
+    model_runner : ModelRunner
+        Its model and its memory pools exist already.
+
+    Attributes
+    ----------
+    sharing : RowSharing
+        Which rows of the batch share what.
+    plan : PackPlan or None
+        The plan in force.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        self._reference = uses_reference(model_runner)
+        layer = attention_layers(model_runner, self._reference)[0]
+        self._shape = layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim
+        self._scores = {"sm_scale": layer.scaling, "logit_soft_cap": layer.logit_cap}
+        self._dtype, self._device = model_runner.dtype, model_runner.device
+        self._pool = model_runner.token_to_kv_pool
+        rows = model_runner.req_to_token_pool
+        self._table = rows.req_to_token
+        self._page = model_runner.server_args.page_size or 1
+        overlap = not model_runner.server_args.disable_overlap_schedule
+        self.sharing = RowSharing(self._table, rows.req_generation.numpy(), settled_at=2 if overlap else 1)
+        self.plan: PackPlan | None = None
+        self._expected: tuple[list[Any], np.ndarray] | None = None
+        self._metrics = pat_metrics()
+        self._recorder = plan_recorder()
+        self._debug = os.environ.get(DEBUG_CHECK) == "1"
+        self._planned = self._read = 0  # KV tokens of the plan in force, and how many it reads
+        self._warned = False  # of a plan that does not fit
+        self._allocate(rows.size)
+        _finish_reading_late()
+        watch_batches()
+        model_runner.feather_pat = self
+
+    def _allocate(self, max_requests: int) -> None:
+        """Build the engine and the lengths that it reads; both keep their addresses from here on."""
+        self._max_requests = max_requests
+        if self._reference:
+            from feather_sglang.adapter.attention.reference import ReferenceEngine
+
+            self._engine: Any = ReferenceEngine(*self._shape, max_requests=max_requests, **self._scores)
+        else:
+            from feather_kernels import PackedDecodeWrapper
+
+            try:
+                self._engine = PackedDecodeWrapper(
+                    *self._shape, page_size=1, dtype=self._dtype, device=self._device, max_requests=max_requests,
+                    **self._scores,
+                )  # fmt: skip
+            except (BuildError, ValueError) as error:
+                raise FeatherError(f"the pat backend cannot start: {error}") from None
+        self._lens = torch.full((max_requests,), FILL, dtype=torch.int32, device=self._device)
+        self.plan = None
+
+    # What SGLang asks of a backend -----------------------------------------------------------------------------
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if max_bs > self._max_requests:
+            self._allocate(max_bs)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return FILL
+
+    if hasattr(base_attn_backend, "SharedReadEnds"):
+
+        def shared_read_ends(self, fm: Any) -> Any:
+            """Every layer reads the table of slots, so nobody may write to it before the last one is done."""
+            return base_attn_backend.SharedReadEnds.POST_REPLAY
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        if forward_batch.forward_mode.is_idle():
+            return
+        requests = forward_batch.seq_lens.shape[0]
+        if requests > self._max_requests:
+            raise RuntimeError(f"pat: a batch of {requests} rows, the backend was built for {self._max_requests}")
+        expected, self._expected = self._expected, None
+        if in_capture or expected is None:  # a dummy batch: nobody's requests
+            self._plan_apart(forward_batch)
+            return
+        requests_now, rows = expected
+        if forward_batch.seq_lens_cpu is None:
+            raise RuntimeError("pat: SGLang gave no lengths on the host")
+        if len(rows) > requests:
+            raise RuntimeError(f"pat: SGLang announced {len(rows)} rows and runs {requests}")
+        lens = np.full(requests, FILL, np.int32)
+        lens[: len(rows)] = forward_batch.seq_lens_cpu.numpy()[: len(rows)]
+        changed = self.sharing.observe(requests_now, rows, lens[: len(rows)])
+        total = int(lens.sum())
+        plan = self.plan
+        seconds = None
+        if changed or plan is None or not plan.valid_for(lens)[0]:
+            start = time.perf_counter()
+            plan = self._use(self.sharing.forest(rows, lens), total)
+            seconds = time.perf_counter() - start
+        if self._debug:
+            self.sharing.check(plan.forest, lens)
+        if self._recorder is not None:
+            self._recorder.offer(plan, len(rows))
+        if self._metrics is not None:
+            self._metrics.step(seconds, total, self._read + total - self._planned)  # private tails have grown since
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        if not forward_batch.forward_mode.is_idle():
+            self._lens[: forward_batch.seq_lens.shape[0]].copy_(forward_batch.seq_lens)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **extras: Any,
+    ) -> torch.Tensor:
+        """q [rows, heads * head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads * head_dim]"""
+        if given := [name for name, value in extras.items() if value is not None and value is not False]:
+            raise FeatherError(
+                f"the pat backend does not support {', '.join(given)} in attention, which this model uses: choose "
+                "another --decode-attention-backend"
+            )
+        if save_kv_cache and k is not None:
+            self._pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, layer.k_scale, layer.v_scale)
+        heads, _, dim = self._shape
+        q = q.reshape(-1, heads * dim)
+        out = q.new_empty(q.shape)
+        self._engine.run(
+            q.view(-1, heads, dim),
+            self._pool.get_key_buffer(layer.layer_id),
+            self._pool.get_value_buffer(layer.layer_id),
+            out=out.view(-1, heads, dim),
+        )
+        return out
+
+    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("pat decodes only: prefill belongs to another backend")
+
+    # Plans -----------------------------------------------------------------------------------------------------
+
+    def expect(self, batch: Any) -> None:
+        """The host side of the decode batch that SGLang is about to run."""
+        self._expected = list(batch.reqs), batch.req_pool_indices_cpu.numpy()
+
+    def prefill(self, batch: Any) -> None:
+        """The host side of the prefill batch that SGLang is about to run."""
+        rows = batch.req_pool_indices_cpu.numpy()
+        cached = np.zeros(len(rows), np.int64)
+        # Rows that decode in the same batch are not final, and a page of which the cache has a part is not yet its own.
+        if not batch.forward_mode.is_mixed() and len(batch.prefix_lens) == len(rows):
+            cached[:] = np.array(batch.prefix_lens) // self._page * self._page
+        self.sharing.prefill(rows, cached)
+
+    def _use(self, forest: Forest, total: int) -> PackPlan:
+        lens = self._lens[: forest.n_requests]
+        try:
+            self.plan = self._engine.plan(forest, self._table, lens)
+        except PlanError as error:  # more levels than there is memory for parts
+            if self._metrics is not None:
+                self._metrics.unshared.inc()
+            if not self._warned:
+                self._warned = True
+                logger.warning("feather: pat decodes a batch without sharing, as its plan does not fit: %s", error)
+            self.plan = self._engine.plan(_alone(forest.seq_len, forest.row_offset), self._table, lens)
+        self._planned, self._read = total, self.plan.tokens_read
+        return self.plan
+
+    def _plan_apart(self, forward_batch: Any) -> None:
+        """Plan a dummy batch, whose rows share nothing."""
+        rows = forward_batch.req_pool_indices.cpu().numpy().astype(np.int64)
+        lens = forward_batch.seq_lens.cpu().numpy().astype(np.int32)
+        self.sharing.forget()
+        self._use(_alone(lens, rows * self._table.stride(0)), int(lens.sum()))
+
+
+def _alone(lens: np.ndarray, row_offset: np.ndarray) -> Forest:
+    """The forest of requests that share nothing."""
+    nothing = np.empty(0, np.int32)
+    return Forest(nothing, nothing, np.full(len(lens), -1, np.int32), lens, row_offset)
+
+
+@functools.cache
+def watch_batches() -> None:
+    """Tell each pat backend which requests its next batch has: SGLang passes on their rows on the device only."""
+    original = ForwardBatch.__dict__["init_new"].__func__
+
+    @functools.wraps(original)
+    def init_new(cls: Any, batch: Any, model_runner: Any, *args: Any, **kwargs: Any) -> Any:
+        backend = getattr(model_runner, "feather_pat", None)
+        if backend is not None and batch.forward_mode.is_decode():
+            backend.expect(batch)
+        elif backend is not None and batch.forward_mode.is_extend():
+            backend.prefill(batch)
+        return original(cls, batch, model_runner, *args, **kwargs)
+
+    ForwardBatch.init_new = classmethod(init_new)
+
+
+def _finish_reading_late() -> None:
+    """Where backends cannot say when they are done with the table, let SGLang wait for the whole step.
+
+    Else it would let the next step's preparation write to the table as soon as a CUDA graph's replay begins. A row that
+    it gives to a new request may then be one through which this step still reads what several requests share.
+    """
+    if not hasattr(base_attn_backend, "SharedReadEnds"):
+        os.environ[COARSE_BARRIER] = "1"

@@ -1,0 +1,68 @@
+"""The attention backend ``pat`` among SGLang's own: its name, its flags, and how its start-up ends when it cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+from feather_sglang.adapter.failures import end_start_up
+from feather_sglang.adapter.hooks import installed_version, mismatches
+from feather_sglang.errors import FeatherError
+
+logger = logging.getLogger(__name__)
+
+PAT = "pat"
+FLAGS = ("attention_backend", "decode_attention_backend")
+
+
+def offer_backend(parser: Any) -> None:
+    """Offer ``pat`` wherever it can serve decoding; ``--prefill-attention-backend`` goes on refusing it."""
+    for action in parser._actions:
+        if action.dest in FLAGS and action.choices is not None:
+            action.choices = [*action.choices, PAT]
+
+
+def decode_only(args: Any) -> None:
+    """Turn ``--attention-backend pat`` into the decode backend, before SGLang chooses the one for prefill."""
+    try:
+        _refuse_contradictions(args)
+    except FeatherError as error:
+        end_start_up(error)
+    if args.attention_backend == PAT:
+        args.attention_backend, args.decode_attention_backend = None, PAT
+
+
+def _refuse_contradictions(args: Any) -> None:
+    if args.prefill_attention_backend == PAT:
+        raise FeatherError("--prefill-attention-backend pat: pat decodes only; drop the flag, or name another backend")
+    if args.attention_backend == PAT and args.decode_attention_backend not in (None, PAT):
+        raise FeatherError(
+            f"--attention-backend pat decodes only, and --decode-attention-backend is {args.decode_attention_backend}: "
+            "drop one of the two"
+        )
+
+
+def create_backend(runner: Any) -> Any:
+    """The backend of one model runner, or the end of start-up with one clear line."""
+    try:
+        if found := mismatches(PAT):
+            raise FeatherError(f"this SGLang does not fit --decode-attention-backend pat: {'; '.join(found)}")
+        if PAT in (runner.server_args.attention_backend, runner.server_args.prefill_attention_backend):
+            raise FeatherError("SGLang would prefill with pat, as a hook did not work; use --decode-attention-backend")
+        if importlib.util.find_spec("feather_kernels") is None:
+            raise FeatherError("the pat backend needs the package feather_kernels: reinstall feather-sglang")
+        from feather_sglang.adapter.attention.backend import PatBackend
+
+        backend = PatBackend(runner)
+    except FeatherError as error:
+        end_start_up(error)
+    logger.info("feather: pat is active (sglang %s)", installed_version())
+    return backend
+
+
+def register_backend() -> None:
+    """Put ``pat`` into SGLang's registry; nothing is built, or imported, until a server asks for it."""
+    register_attention_backend(PAT)(create_backend)

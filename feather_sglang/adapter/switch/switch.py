@@ -1,0 +1,205 @@
+"""Changing the schedule policy of a running scheduler: what ``--feather-allow-switch`` adds to each SGLang scheduler.
+
+An order travels in SGLang's own ``SetInternalStateReq``, which every rank handles between the same two steps. Its
+values can only be numbers and its answer only yes or no, so the order, a JSON object, is its one key, and what came
+of it stands in the state that ``GetInternalStateReq`` reads, under ``feather``. ``switch_endpoint`` sends both.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+from sglang.srt.runtime_context import get_context
+
+from feather_sglang.adapter.hooks import installed_version, lacks_policy, mismatches
+from feather_sglang.adapter.options import FeatherOptions
+from feather_sglang.adapter.scheduler.agreement import Agreement
+from feather_sglang.adapter.scheduler.feather_scheduler import make_stop_policy, refuse_unsupported, take_over
+from feather_sglang.adapter.switch.admission_clock import AdmissionClock
+from feather_sglang.adapter.wrapping import Wrappings
+from feather_sglang.errors import FeatherError
+from feather_sglang.scheduling.policies import StopPolicy
+from feather_sglang.scheduling.policy_names import FEATHER, SINCE, STOCK
+
+logger = logging.getLogger(__name__)
+
+STATE = "feather"  # key of the scheduler's state
+FOR_PRIORITIES = ("fcfs", "lof")  # what SGLang allows together with --enable-priority-scheduling
+
+
+class Busy(FeatherError):
+    """The scheduler has requests; the same order may do later."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A policy and the options that differ from those at start."""
+
+    schedule_policy: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Order:
+        """Read ``{"schedule_policy": NAME, "options": {...}}``; raise ``FeatherError`` for anything else."""
+        try:
+            given = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise FeatherError(f'not JSON ({error}); send {{"schedule_policy": "lpm"}}') from None
+        name = given.get("schedule_policy") if isinstance(given, dict) else None
+        if not isinstance(name, str) or set(given) - {"schedule_policy", "options"}:
+            raise FeatherError('expected {"schedule_policy": NAME}, with "options": {...} where they differ')
+        if name not in STOCK + FEATHER:
+            raise FeatherError(f"unknown schedule policy {name!r}; choose from {', '.join(STOCK + FEATHER)}")
+        options = given.get("options", {})
+        if not isinstance(options, dict) or (options and name not in FEATHER):
+            raise FeatherError(f'"options" must be an object, and {name} takes {"them" if name in FEATHER else "none"}')
+        return cls(name, options)
+
+    def as_message(self) -> dict[str, int]:
+        """The arguments of ``SetInternalStateReq``."""
+        return {json.dumps(asdict(self)): 1}
+
+    @classmethod
+    def in_message(cls, arguments: dict[str, Any]) -> Order | None:
+        """The order in a ``SetInternalStateReq``, or None where SGLang itself is meant."""
+        keys = list(arguments)
+        return cls.from_json(keys[0]) if len(keys) == 1 and keys[0].startswith("{") else None
+
+
+class _Plan(NamedTuple):
+    """An order that this rank can carry out."""
+
+    name: str
+    options: FeatherOptions
+    stop_policy: StopPolicy | None
+
+
+class Switch:
+    """Carries out orders on one scheduler, and counts what admission costs there.
+
+    Parameters
+    ----------
+    initialise : SGLang's ``init_schedule_policy`` of this scheduler.
+    """
+
+    def __init__(self, scheduler: Any, initialise: Callable[[], Any]) -> None:
+        self.scheduler = scheduler
+        self._initialise = initialise
+        self._options = FeatherOptions.from_environment()
+        self._agreement = Agreement(scheduler.tp_cpu_group)
+        self._refused: dict[str, Any] | None = None
+        self._clock = AdmissionClock()
+
+    def install(self) -> None:
+        """Take orders; SGLang binds its handlers of messages after its policy is set up, so it binds these."""
+        wrappings = Wrappings()
+        wrappings.wrap(self.scheduler, "set_internal_state", self._set_internal_state)
+        wrappings.wrap(self.scheduler, "get_internal_state", self._get_internal_state)
+        self._clock.install(self.scheduler)
+
+    def _set_internal_state(self, original: Callable[..., Any], recv_req: Any) -> Any:
+        plan = self._refused = None
+        try:
+            order = Order.in_message(recv_req.server_args)
+            if order is None:
+                return original(recv_req)
+            plan = self._plan(order)
+        except FeatherError as error:
+            self._refused = {"status": 409 if isinstance(error, Busy) else 400, "reason": str(error)}
+            logger.warning("feather: the schedule policy stays %s: %s", self.scheduler.schedule_policy, error)
+        # One rank alone must not switch: the ranks would form different batches from then on.
+        if self._agreement.all(plan is not None) and plan is not None:
+            self._carry_out(plan)
+        elif plan is not None:
+            self._refused = {"status": 400, "reason": "another rank refused; its log says why"}
+        return SetInternalStateReqOutput(updated=self._refused is None)
+
+    def _get_internal_state(self, original: Callable[..., Any], recv_req: Any) -> Any:
+        output = original(recv_req)
+        output.internal_state[STATE] = self.state()
+        return output
+
+    def _plan(self, order: Order) -> _Plan:
+        """Check everything that can be wrong, and change nothing; raise ``FeatherError`` if something is."""
+        scheduler, name = self.scheduler, order.schedule_policy
+        self._refuse_busy()
+        refuse_unswitchable(scheduler)
+        options = self._options.updated(order.options)
+        if name in FEATHER:
+            if found := mismatches():
+                raise FeatherError(f"this SGLang does not fit --schedule-policy {name}: {'; '.join(found)}")
+            refuse_unsupported(scheduler, name, options)
+            return _Plan(name, options, make_stop_policy(name, options))
+        if scheduler.enable_priority_scheduling and name not in FOR_PRIORITIES:
+            raise FeatherError(f"--enable-priority-scheduling does not allow {name}; choose fcfs, lof or a feather one")
+        try:
+            meant = scheduler.policy._validate_and_adjust_policy(name, scheduler.tree_cache).value
+        except ValueError:
+            version = installed_version()
+            if name in SINCE and not lacks_policy(version, name):  # SGLang says the same of both
+                raise FeatherError(f"{name} needs a prefix cache, and this server has none") from None
+            raise FeatherError(f"sglang {version} has no schedule policy {name}") from None
+        if meant != name:
+            raise FeatherError(f"this server would run {meant} in place of {name}: it has no prefix cache")
+        return _Plan(name, options, None)
+
+    def _refuse_busy(self) -> None:
+        scheduler = self.scheduler
+        if scheduler.is_fully_idle():
+            return
+        batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
+        requests = {req.rid for batch in batches for req in batch.reqs if not req.finished()}
+        requests |= {req.rid for req in scheduler.waiting_queue}
+        count = len(requests) + len(scheduler.grammar_manager.grammar_queue)
+        if count:
+            raise Busy(f"{count} request{'s are' if count > 1 else ' is'} running or waiting: switch when idle")
+        raise Busy("the last step is not over: switch when idle")
+
+    def _carry_out(self, plan: _Plan) -> None:
+        """Undo all of the old policy, then start the new one as SGLang's start-up does."""
+        scheduler = self.scheduler
+        self._clock.uninstall()
+        if hasattr(scheduler, "feather"):
+            scheduler.feather.uninstall()
+            del scheduler.feather
+        scheduler.schedule_policy = plan.name
+        self._initialise()
+        get_context().override("feather.switch", schedule_policy=plan.name)
+        if plan.name in FEATHER:
+            take_over(scheduler, plan.name, plan.options, plan.stop_policy)
+        self._clock = AdmissionClock()
+        self._clock.install(scheduler)
+        logger.info("feather: the schedule policy is now %s", plan.name)
+
+    def state(self) -> dict[str, Any]:
+        """Plain data: the policy, why the last order was refused, and what was counted since the last switch."""
+        feather = getattr(self.scheduler, "feather", None)
+        state = {
+            "schedule_policy": self.scheduler.schedule_policy,
+            "refused": self._refused,
+            "rounds": self._clock.rounds,
+            "admission_seconds": self._clock.seconds,
+            "stops": 0,
+        }
+        if feather is not None:
+            stats = feather.stats()
+            shown = ("stops", "held_rounds", "permutations", "permutation_seconds", "failed")
+            state |= {name: stats[name] for name in shown}
+        return state
+
+
+def refuse_unswitchable(scheduler: Any) -> None:
+    """Raise ``FeatherError`` where the schedulers of a server do not all handle an order between the same two steps."""
+    args = scheduler.server_args
+    for unsupported, flag in (
+        (getattr(args, "pp_size", 1) > 1, "--pp-size above 1"),
+        (getattr(args, "disaggregation_mode", "null") != "null", "--disaggregation-mode"),
+        (getattr(args, "enable_dp_attention", False), "--enable-dp-attention"),
+    ):
+        if unsupported:
+            raise FeatherError(f"the schedule policy cannot be switched under {flag}")

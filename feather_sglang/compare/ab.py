@@ -1,0 +1,106 @@
+"""``feather ab``: one trace under several scheduling policies, side by side, by replay or on real servers."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shlex
+import sys
+
+from rich.console import Console
+from rich.markup import escape
+
+from feather_sglang import __version__
+from feather_sglang.compare import on_servers
+from feather_sglang.compare.policies import DEFAULT_POLICIES, chosen_policies, options_of
+from feather_sglang.compare.server.arguments import SERVER_ONLY, add_server_arguments
+from feather_sglang.errors import FeatherError
+from feather_sglang.replay.arguments import (
+    REPLAY_ONLY,
+    add_workload_arguments,
+    check_fits,
+    check_sglang,
+    step_model,
+    workload,
+)
+from feather_sglang.replay.jobs import RESULTS_VERSION, Job, make_folder, run_jobs, write_json
+from feather_sglang.report import plots
+from feather_sglang.report.tables import comparison
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``feather ab``."""
+    add_workload_arguments(parser)
+    parser.add_argument(
+        "--engine",
+        choices=("replay", "server"),
+        default="replay",
+        help="virtual time with a model of the GPU, or real servers (%(default)s)",
+    )
+    parser.add_argument("--policies", help=f"comma-separated (default {DEFAULT_POLICIES}; as far as SGLang has them)")
+    parser.add_argument("--feather-policy-file", metavar="FILE", help="policy file written by `feather train`")
+    parser.add_argument(
+        "--feather-explore", choices=("on", "off"), default="on", help="off: the policy learns nothing (%(default)s)"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=REPLAY_ONLY["jobs"], metavar="N", help="policies replayed at a time (%(default)s)"
+    )
+    add_server_arguments(parser)
+
+
+def check_engine(args: argparse.Namespace) -> None:
+    """Raise ``FeatherError`` for a flag that the chosen engine would silently ignore."""
+    other, foreign = ("server", SERVER_ONLY) if args.engine == "replay" else ("replay", REPLAY_ONLY)
+    for name, default in foreign.items():
+        if getattr(args, name) != default:
+            raise FeatherError(f"--{name.replace('_', '-')} goes with --engine {other}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the trace under all policies, print the table, write results and plots."""
+    check_engine(args)
+    if args.engine == "server":
+        return on_servers.run(args)
+    policies = chosen_policies(args)
+    if args.jobs < 1:
+        raise FeatherError(f"--jobs {args.jobs}: must be at least 1")
+    version = check_sglang(policies)
+    trace = workload(args)
+    model, settings = step_model(args)
+    check_fits(trace, settings["kv_tokens"], args.page_size)
+    by_policy = options_of(args, policies)
+    out = make_folder(args.out, "results.json", "throughput.png", "batch_size.png", "latency.png")
+    console = Console()
+    for notice in trace.notices:
+        console.print(f"[yellow]notice:[/yellow] {escape(notice)}")
+    title = f"{trace.name}: {len(trace.requests):,} requests, {args.profile}, {settings['kv_tokens']:,} KV tokens"
+    console.print(f"feather {__version__}, sglang {version}, {escape(title)}")
+    jobs = [Job(name, trace, model, settings, by_policy[name]) for name in policies]
+    results = run_jobs(jobs, args.jobs, out, console)
+    console.print(comparison([r.summary for r in results.values()], title))
+    write_json(
+        out / "results.json",
+        {
+            "version": RESULTS_VERSION,
+            "command": shlex.join(["feather", *sys.argv[1:]]),
+            "feather": __version__,
+            "sglang": version,
+            "python": platform.python_version(),
+            "workload": {"name": trace.name, "requests": len(trace.requests), "block_size": trace.block_size},
+            "profile": args.profile,
+            "model": args.model,
+            "attention": model.attention_name,
+            "prefill_graphs": args.prefill_graphs,
+            "settings": settings,
+            "options": by_policy,
+            "runs": {
+                name: {**r.summary.as_dict(), "prefills": r.prefills, "feather": r.feather}
+                for name, r in results.items()
+            },
+        },
+    )
+    plots.throughput({name: r.summary.output_tok_s for name, r in results.items()}, out / "throughput.png")
+    plots.batch_size({name: r.batches for name, r in results.items()}, out / "batch_size.png")
+    plots.latency({name: r.latencies for name, r in results.items()}, out / "latency.png")
+    console.print(f"results.json, throughput.png, batch_size.png and latency.png are in {escape(str(out))}")
+    return 0

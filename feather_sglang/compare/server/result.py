@@ -1,0 +1,181 @@
+"""From what client and server saw of a run to the figures of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from statistics import mean
+from typing import Any, NamedTuple
+
+from feather_sglang.compare.server.client import Driven
+from feather_sglang.compare.server.stats import overall, token_gaps
+from feather_sglang.compare.server.watch import Line
+from feather_sglang.report.summary import RunSummary
+
+FEW_STEPS = 20  # lines about decode batches below which their means are coarse
+CLIENT_BOUND = 0.7  # share of a processor from which on the client, not the server, may set the pace
+
+
+class Step(NamedTuple):
+    """The decode batch at one moment: seconds from the beginning, rows, seconds since the step before, KV use."""
+
+    at: float
+    rows: int
+    seconds: float
+    kv_use: float | None
+
+
+class Admission(NamedTuple):
+    """What the scheduler counted during a run: admission rounds, their processor time, and decisions to stop."""
+
+    rounds: int
+    seconds: float
+    stops: int
+
+    @classmethod
+    def between(cls, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Admission | None:
+        """From two readings of ``Server.counters``; None where there was none."""
+        if before is None or after is None:
+            return None
+        return cls(*(after[name] - before[name] for name in ("rounds", "admission_seconds", "stops")))
+
+
+class Seen(NamedTuple):
+    """One run as figures.
+
+    Attributes
+    ----------
+    counted : what `live.stats.overall` counts.
+    latencies : end-to-end seconds of the finished requests.
+    """
+
+    summary: RunSummary
+    counted: dict[str, Any]
+    steps: list[Step]
+    latencies: list[float]
+
+
+def decode_steps(lines: Sequence[Line], begin: float) -> list[Step]:
+    """The decode batch wherever the scheduler printed a line about it."""
+    found, before = [], begin
+    for line in lines:
+        if line.decode and line.at > before:
+            found.append(Step(line.at - begin, line.running, line.at - before, line.kv_use))
+            before = line.at
+    return found
+
+
+def summarize(
+    name: str,
+    driven: Driven,
+    lines: Sequence[Line],
+    scheduler_seconds: float | None,
+    retractions: int,
+    admission: Admission | None = None,
+    activity: Mapping[str, Any] | None = None,
+    clocks: Mapping[str, Any] | None = None,
+) -> Seen:
+    """Figures of a run in which some request finished.
+
+    Latencies are those of finished requests and count from the moment a request was due. The longest wait for a first
+    token also counts requests that had none by the end, with the time that they had waited by then.
+    """
+    counted = overall(driven.streams, driven.end)
+    done = [stream for stream in driven.streams if stream.finished]
+    answered = [stream for stream in driven.streams if stream.events]
+    steps = decode_steps(lines, min(stream.sent for stream in driven.streams if stream.sent is not None))
+    gaps = token_gaps(done)
+    summary = RunSummary.from_times(
+        name,
+        arrivals=[stream.due for stream in done],
+        first_tokens=[stream.span[0] for stream in done],
+        finishes=[stream.span[1] for stream in done],
+        output_tokens=counted["output_tokens"],
+        input_tokens=sum(stream.prompt_tokens for stream in answered),
+        cached_tokens=sum(stream.cached_tokens for stream in answered),
+        token_gaps=gaps.tolist(),
+        batch_rows=[step.rows for step in steps],
+        batch_seconds=[step.seconds for step in steps],
+        makespan=counted["seconds"],
+        scheduler_seconds=scheduler_seconds or 0.0,
+        retractions=retractions,
+    )
+    waits = [
+        (stream.span[0] if stream.events else driven.end) - stream.due
+        for stream in driven.streams
+        if stream.error is None and stream.due < driven.end
+    ]
+    held = [(step.kv_use, step.seconds) for step in steps if step.kv_use is not None]
+    worked = activity or {}
+    figures: dict[str, Any] = {
+        "max_wait": max(waits),
+        "kv_mean": sum(use * seconds for use, seconds in held) / sum(seconds for _, seconds in held) if held else None,
+        "kv_peak": max((line.kv_use for line in lines if line.kv_use is not None), default=None),
+        "stops": admission.stops if admission else None,
+        "admission_share": admission.seconds / counted["seconds"] if admission else None,
+        "admission_us": admission.seconds / admission.rounds * 1e6 if admission and admission.rounds else None,
+        "gpu_busy": worked["busy"] / 100 if "busy" in worked else None,
+        "dram_use": worked["dram"] / 100 if "dram" in worked else None,
+        "sm_ghz": clocks["sm_mhz"]["mean"] / 1e3 if clocks else None,
+        "watt": clocks["watt"]["mean"] if clocks else None,
+    }
+    if not len(gaps):
+        figures |= dict.fromkeys(("tbt_mean_ms", "tbt_p50_ms", "tbt_p99_ms"))
+    if not steps:
+        figures["mean_batch"] = None
+    if not lines:  # a server that logs so little would not tell of retractions either
+        figures["retractions"] = None
+    if scheduler_seconds is None:
+        figures["scheduler_share"] = None
+    summary = replace(summary, **figures)
+    return Seen(summary, counted, steps, [stream.span[1] - stream.due for stream in done])
+
+
+def together(rounds: Sequence[RunSummary]) -> RunSummary:
+    """The mean of each figure over the rounds; of the longest wait and the peak the largest."""
+    figures: dict[str, Any] = {}
+    for field in fields(RunSummary):
+        values = [getattr(one, field.name) for one in rounds]
+        if field.name == "policy" or any(value is None for value in values):
+            figures[field.name] = values[0] if field.name == "policy" else None
+        elif field.name in ("max_wait", "kv_peak"):
+            figures[field.name] = max(values)
+        else:
+            figures[field.name] = values[0] if len(set(values)) == 1 else mean(values)
+    return RunSummary(**figures)
+
+
+def notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a reader must know of the runs to trust the table, one line each."""
+    lines = []
+    for record in records:
+        head = f"{record['name']} (round {record['round']})"
+        if "error" in record:
+            lines.append(f"{head}: not measured: {record['error']}")
+            continue
+        counted = record["counted"]
+        if record["fell_back"]:
+            lines.append(f"{head}: the feather policy failed during the run and the server went on as fcfs")
+        if counted["failed"]:
+            lines.append(
+                f"{head}: {counted['failed']} of {counted['requests']} requests failed: {counted['errors'][0]}"
+            )
+        if counted["unfinished"]:
+            lines.append(
+                f"{head}: cut with {counted['unfinished']} requests open; tok/s up to the cut, latencies without them"
+            )
+        if record["client_cpu"] >= CLIENT_BOUND:
+            lines.append(f"{head}: the client used {record['client_cpu']:.0%} of a processor; the server may be faster")
+        if len(record["steps"]) < FEW_STEPS:
+            lines.append(f"{head}: only {len(record['steps'])} lines about decode batches: batch and KV use are coarse")
+    return lines + _apart(records)
+
+
+def _apart(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How far the rounds lie apart in throughput."""
+    rates: dict[str, list[float]] = {}
+    for record in records:
+        if "error" not in record:
+            rates.setdefault(record["name"], []).append(record["summary"]["output_tok_s"])
+    shown = [f"{name} {', '.join(f'{rate:,.4g}' for rate in found)}" for name, found in rates.items() if len(found) > 1]
+    return [f"output tok/s by round: {'; '.join(shown)}"] if shown else []

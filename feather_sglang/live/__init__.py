@@ -1,1 +1,0 @@
-"""Real SGLang servers, started and driven from outside: nothing here imports SGLang or torch."""

@@ -1,0 +1,195 @@
+"""What is replayed and on what: the flags that ``feather ab`` and ``feather train`` share, and what they say."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from feather_sglang.adapter.hooks import SUPPORTED, installed_version, lacks_policy
+from feather_sglang.adapter.options import FeatherOptions
+from feather_sglang.errors import FeatherError
+from feather_sglang.replay import workloads
+from feather_sglang.replay.model_shape import DEFAULT_MODEL, MODELS, load_model
+from feather_sglang.replay.profiles import list_profiles, load_profile
+from feather_sglang.replay.step_time import StepTimeModel
+from feather_sglang.replay.traces import Trace, load_trace
+from feather_sglang.scheduling.admission.pacing import BOUND
+from feather_sglang.scheduling.policy_names import SINCE
+
+REPLAY_ONLY = {"profile": "h200", "prefill_graphs": "on", "scheduler_cost": "on", "jobs": 2}
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that say what is replayed and on what."""
+    parser.add_argument(
+        "trace", nargs="?", help="trace in Mooncake's JSON lines; none: the paper's workload, generated"
+    )
+    parser.add_argument("--requests", type=int, metavar="N", help="replay the first N requests (generated: 1000)")
+    parser.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="X times the requests per second")
+    parser.add_argument("--block-size", type=int, default=512, metavar="TOKENS", help="tokens per hash id of the trace")
+    made = parser.add_argument_group("generated workload", "used when no trace is given (paper 5.2)")
+    workloads.add_arguments(made)
+    server = parser.add_argument_group("server and hardware")
+    server.add_argument(
+        "--profile",
+        default=REPLAY_ONLY["profile"],
+        help=f"hardware profile: {', '.join(list_profiles())} or a .json file",
+    )
+    server.add_argument(
+        "--model", default=DEFAULT_MODEL, help=f"model whose steps are timed: {', '.join(sorted(MODELS))} (%(default)s)"
+    )
+    server.add_argument("--attention", help="decode kernel of the profile (its first)")
+    server.add_argument("--kv-tokens", type=int, metavar="N", help="KV capacity in tokens (what the profile leaves)")
+    server.add_argument("--max-running", type=int, default=500, metavar="N", help="most running requests (500)")
+    server.add_argument("--chunked-prefill", type=int, default=8192, metavar="TOKENS", help="prefill chunk (8192)")
+    server.add_argument("--page-size", type=int, default=1, metavar="TOKENS", help="KV page size (1)")
+    server.add_argument(
+        "--prefill-graphs",
+        choices=("on", "off"),
+        default=REPLAY_ONLY["prefill_graphs"],
+        help="off: no prefill step is shorter than the profile's without CUDA graphs (%(default)s)",
+    )
+    server.add_argument("--seed", type=int, default=0, help="of the generated workload and of exploration")
+    server.add_argument(
+        "--scheduler-cost",
+        choices=("on", "off"),
+        default=REPLAY_ONLY["scheduler_cost"],
+        help="charge the measured CPU time of scheduling to the clock; off: the same decisions and times in each run",
+    )
+    policy = parser.add_argument_group("feather policies")
+    policy.add_argument(
+        "--feather-chunk-size", type=int, default=64, metavar="TOKENS", help="of a chunk of the tree (%(default)s)"
+    )
+    policy.add_argument(
+        "--feather-max-wait",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="from then on a request is next once as many passed it as were ahead (%(default)g)",
+    )
+    policy.add_argument(
+        "--feather-max-overtaking",
+        type=float,
+        default=2.0,
+        metavar="SHARE",
+        help="what later requests take before one, in queues that it found (2); inf: no bound",
+    )
+    policy.add_argument(
+        "--feather-gather", choices=("on", "off"), default="on", help="mind prefixes where memory is short (on)"
+    )
+    policy.add_argument(
+        "--feather-pace",
+        type=_seconds_or_auto,
+        metavar="SECONDS|auto",
+        help=f"let those who wait gather for a prefill step, for so long at most (0: never; auto: {BOUND}); "
+        "not feather-order",
+    )
+    parser.add_argument("--out", type=Path, default=Path("feather-ab-results"), help="folder for results and plots")
+
+
+def _seconds_or_auto(text: str) -> float | None:
+    try:
+        return None if text == "auto" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, or auto") from None
+
+
+def workload(args: argparse.Namespace) -> Trace:
+    """The trace that the flags ask for."""
+    if args.requests is not None and args.requests < 1:
+        raise FeatherError(f"--requests {args.requests}: must be at least 1")
+    if args.trace is not None:
+        if ignored := workloads.given(args):
+            instead = "; with a trace use --rate-scale" if ignored == ["rate"] else ", not with a trace"
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in ignored)
+            raise FeatherError(f"{flags}: for a generated workload{instead}")
+        trace = load_trace(args.trace, args.block_size)
+        trace = trace.head(args.requests) if args.requests else trace
+    elif args.no_sharing:
+        trace = workloads.no_sharing(
+            output_tokens=args.output_tokens, rate=args.rate, requests=args.requests or 1000, seed=args.seed
+        )
+    else:
+        trace = workloads.shared_prefix(
+            groups=args.groups,
+            prefix_tokens=args.prefix_tokens,
+            levels=args.levels,
+            output_tokens=args.output_tokens,
+            rate=args.rate,
+            requests=args.requests or 1000,
+            seed=args.seed,
+        )
+    return trace.scaled(args.rate_scale)
+
+
+def step_model(args: argparse.Namespace) -> tuple[StepTimeModel, dict[str, Any]]:
+    """The step-time model and the replayed server's settings."""
+    profile, shape = load_profile(args.profile), load_model(args.model)
+    model = StepTimeModel(profile, shape, args.attention, prefill_graphs=args.prefill_graphs == "on")
+    check_sizes(args)
+    settings = {
+        "kv_tokens": args.kv_tokens or profile.kv_tokens(shape),
+        "max_running": args.max_running,
+        "chunked_prefill": args.chunked_prefill,
+        "page_size": args.page_size,
+        "charge_scheduler": args.scheduler_cost == "on",
+    }
+    return model, settings
+
+
+def check_sizes(args: argparse.Namespace) -> None:
+    """Raise ``FeatherError`` for a size of the server that cannot be."""
+    for name in ("kv_tokens", "max_running", "page_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise FeatherError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+
+
+def check_sglang(policies: Sequence[str] = ()) -> str:
+    """Version of the installed SGLang; one clear line if there is none, or none that fits and has these policies."""
+    if importlib.util.find_spec("sglang") is None:
+        raise FeatherError("SGLang is not installed here; see README, or run `feather doctor`")
+    version = installed_version()
+    if version not in SUPPORTED:
+        raise FeatherError(f"sglang {version} is not supported; install one of {SUPPORTED[0]} to {SUPPORTED[-1]}")
+    for name in policies:
+        if lacks_policy(version, name):
+            raise FeatherError(
+                f"--policies: sglang {version} has no {name}; leave it out, or install sglang {SINCE[name]} or later"
+            )
+    return version
+
+
+def check_fits(trace: Trace, kv_tokens: int, page_size: int) -> None:
+    """Raise ``FeatherError`` if a request could never run, or not to its end."""
+    least = trace.least_pool(page_size)
+    if least > kv_tokens:
+        pages = f" in pages of {page_size}" if page_size > 1 else ""
+        raise FeatherError(
+            f"a request of {trace.name} needs {least} tokens of KV{pages}, --kv-tokens is {kv_tokens}; raise it"
+        )
+
+
+def common_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What FEATHER_OPTIONS holds for nearly all policies (``suited``), whether they are compared or trained."""
+    if args.feather_pace is not None and not 0 <= args.feather_pace < math.inf:
+        raise FeatherError(f"--feather-pace {args.feather_pace:g}: expected seconds, 0 or more")
+    options = {
+        "seed": args.seed,
+        "chunk_size": args.feather_chunk_size,
+        "gather": args.feather_gather == "on",
+        "pace": args.feather_pace,
+        "max_wait": args.feather_max_wait,
+        "max_overtaking": "inf" if args.feather_max_overtaking == math.inf else args.feather_max_overtaking,
+    }
+    FeatherOptions().updated(options)  # a mistake ends the command here, not a replay after minutes
+    return options
+
+
+def suited(policy: str, options: dict[str, Any]) -> dict[str, Any]:
+    """These options as that policy takes them: under feather-order SGLang admits, and nothing is paced."""
+    return {**options, "pace": 0.0} if policy == "feather-order" else dict(options)

@@ -1,0 +1,188 @@
+"""Replays in child processes, one a job, and the folder that their results go to."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from feather_sglang.errors import FeatherError
+from feather_sglang.file_writing import check_target, replace_text
+from feather_sglang.replay.step_time import StepTimeModel
+from feather_sglang.replay.traces import Trace
+from feather_sglang.report.summary import RunSummary
+
+RESULTS_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: everything a child process needs. ``label`` names it in the report; the policy's name if empty."""
+
+    policy: str
+    trace: Trace
+    model: StepTimeModel
+    settings: dict[str, Any]
+    options: dict[str, Any]
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.label or self.policy
+
+
+@dataclass
+class RunResult:
+    """What a child process sends back; `prefills` counts prefill steps."""
+
+    summary: RunSummary
+    prefills: int
+    batches: list[tuple[float, int, float]]
+    latencies: list[float]
+    feather: dict[str, Any] | None
+
+
+def replay(job: Job, tell: Any) -> RunResult:
+    """Run one job in this process (once per process: SGLang keeps global state)."""
+    os.environ["FEATHER_OPTIONS"] = json.dumps(job.options)
+    from feather_sglang.adapter import cpu_shims
+
+    cpu_shims.install()
+    from feather_sglang.adapter.replay_engine import Replay, ReplaySettings
+
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Replay(Path(folder), job.policy, job.trace, job.model, ReplaySettings(**job.settings))
+        return result_of(job.name, engine.run(job.trace, tell))
+
+
+def result_of(policy: str, outcome: Any) -> RunResult:
+    """Turn what the engine measured into figures."""
+    served = outcome.served
+    feather = outcome.feather
+    summary = RunSummary.from_times(
+        policy,
+        arrivals=[s.request.arrival_s for s in served],
+        first_tokens=[s.first_token for s in served],
+        finishes=[s.finish for s in served],
+        output_tokens=sum(s.request.output_length for s in served),
+        input_tokens=sum(s.request.input_length for s in served),
+        cached_tokens=sum(s.cached_tokens for s in served),
+        token_gaps=outcome.token_gaps,
+        batch_rows=[rows for _, rows, _ in outcome.batches],
+        batch_seconds=[seconds for _, _, seconds in outcome.batches],
+        makespan=outcome.makespan,
+        scheduler_seconds=outcome.scheduler_seconds,
+        retractions=outcome.retractions,
+        stops=feather["stops"] if feather else 0,
+    )
+    every = max(1, len(outcome.batches) // 4000)
+    latencies = [s.finish - s.request.arrival_s for s in served]
+    return RunResult(summary, outcome.prefills, outcome.batches[::every], latencies, feather)
+
+
+def _child(work: Callable[[Job, Any], Any], job: Job, log: Path, scratch: str, queue: Any) -> None:
+    """Entry point of a child process; everything it prints goes to its log, temporary files into a folder."""
+    tempfile.tempdir = scratch
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    parent = multiprocessing.parent_process()
+
+    def tell(done: int) -> None:
+        if parent is not None and not parent.is_alive():
+            os._exit(1)  # the command was killed: nobody waits for this replay
+        queue.put((job.name, "progress", done))
+
+    try:
+        queue.put((job.name, "done", work(job, tell)))
+    except FeatherError as error:
+        queue.put((job.name, "mistake", str(error)))
+    except BaseException as error:
+        traceback.print_exc()
+        queue.put((job.name, "crash", f"{type(error).__name__}: {error}"))
+    queue.close()
+    queue.join_thread()
+    os._exit(0)  # nothing of SGLang's interpreter shutdown is of use here
+
+
+def run_jobs(
+    jobs: list[Job],
+    at_a_time: int,
+    logs: Path,
+    console: Console,
+    work: Callable[[Any, Any], Any] = replay,
+    passes: int = 1,
+) -> dict[str, Any]:
+    """Run ``work`` on the jobs in child processes, with a progress bar each; the first failure ends them all."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["feather_sglang.adapter.preload"])
+    queue = context.Queue()
+    waiting = list(jobs)
+    running: dict[str, Any] = {}
+    results: dict[str, Any] = {}
+    columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # One folder for all: a child that is terminated removes nothing.
+    with tempfile.TemporaryDirectory() as scratch, Progress(*columns, console=console) as progress:
+        bars = {
+            job.name: progress.add_task(job.name, total=passes * len(job.trace.requests), start=False) for job in jobs
+        }
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_a_time:
+                    job = waiting.pop(0)
+                    log = logs / f"{job.name}.log"
+                    log.write_bytes(b"")  # a child that cannot write its log could not even say so
+                    process = context.Process(target=_child, args=(work, job, log, scratch, queue))
+                    process.start()
+                    running[job.name] = process
+                    progress.start_task(bars[job.name])
+                try:
+                    policy, kind, value = queue.get(timeout=1.0)
+                except Empty:
+                    dead = [name for name, process in running.items() if not process.is_alive()]
+                    if dead and queue.empty():
+                        raise FeatherError(f"the replay under {dead[0]} ended without a result; see its log") from None
+                    continue
+                if kind == "progress":
+                    progress.update(bars[policy], completed=value)
+                elif kind == "done":
+                    results[policy] = value
+                    progress.update(bars[policy], completed=progress.tasks[bars[policy]].total)
+                    progress.stop_task(bars[policy])
+                    running.pop(policy).join()
+                elif kind == "mistake":
+                    raise FeatherError(value)
+                else:
+                    raise FeatherError(f"the replay under {policy} failed ({value}); see {logs / f'{policy}.log'}")
+        finally:
+            for process in running.values():
+                process.terminate()
+            for process in running.values():
+                process.join()
+    return {job.name: results[job.name] for job in jobs}
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically."""
+    replace_text(path, json.dumps(content, indent=1), "results")
+
+
+def make_folder(path: Path, *files: str) -> Path:
+    """Make the output folder, in which files of these names can be written, or say in one line why not."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FeatherError(f"--out {path}: cannot make the folder: {error.strerror}") from error
+    for name in files:
+        check_target(path / name, "results")
+    return path

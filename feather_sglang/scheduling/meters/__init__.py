@@ -1,0 +1,4 @@
+"""What a decode step and a prefill token take, measured while serving.
+
+May import: itself.
+"""
