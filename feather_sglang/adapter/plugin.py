@@ -86,7 +86,9 @@ def start(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
 def _start_policy(scheduler: Any, name: str) -> None:
     if found := mismatches():
         raise FeatherError(f"this SGLang does not fit --schedule-policy {name}: {'; '.join(found)}")
-    from feather_sglang.adapter.scheduler.feather_scheduler import make_stop_policy, refuse_unsupported, take_over
+    from feather_sglang.adapter.scheduler.checks import refuse_unsupported
+    from feather_sglang.adapter.scheduler.construction import make_stop_policy
+    from feather_sglang.adapter.scheduler.feather_scheduler import take_over
 
     options = FeatherOptions.from_environment()
     refuse_unsupported(scheduler, name, options)

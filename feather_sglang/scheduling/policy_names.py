@@ -5,3 +5,16 @@ SINCE = {"hrrn": "0.5.20", "shortest-prefill-first": "0.5.21"}  # the first SGLa
 K_LPM = "k-lpm"  # no server has it: a baseline of the replay alone
 FEATHER = ("feather", "feather-heuristic", "feather-bandit", "feather-qlearning", "feather-order")
 SWITCH_PATH = "/feather/schedule_policy"  # where a running server takes another of these names
+# Server policy name -> stop policy; None is prefix row order alone, with first-come-first-served admission.
+POLICY_NAMES: dict[str, str | None] = {
+    "feather": "bandit",
+    "feather-heuristic": "heuristic",
+    "feather-bandit": "bandit",
+    "feather-qlearning": "qlearning",
+    "feather-order": None,
+}
+
+
+def admits(name: str) -> bool:
+    """Whether that policy decides who is admitted, and does not leave it to SGLang."""
+    return POLICY_NAMES[name] is not None

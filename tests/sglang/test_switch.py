@@ -13,7 +13,7 @@ from sglang.srt.runtime_context import get_context
 
 from feather_sglang.adapter import failures, plugin
 from feather_sglang.adapter.hooks import lacks_policy
-from feather_sglang.adapter.scheduler import feather_scheduler
+from feather_sglang.adapter.scheduler import admission
 from feather_sglang.adapter.switch import endpoint as switch_endpoint
 from feather_sglang.adapter.switch import switch
 from feather_sglang.adapter.switch.switch import Order
@@ -26,7 +26,7 @@ ALLOWED = '{"allow_switch": true}'
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     made = []
-    feather_scheduler._leave_adder()  # what an earlier scheduler of this process left
+    admission.leave_adder()  # what an earlier scheduler of this process left
 
     def make(policy="fcfs", options=ALLOWED, **overrides):
         monkeypatch.setenv("FEATHER_OPTIONS", options)
@@ -36,7 +36,7 @@ def server(tmp_path, monkeypatch):
     yield make
     for one in made:
         one.close()
-    feather_scheduler._leave_adder()
+    admission.leave_adder()
 
 
 def order(one, name, **options):

@@ -13,45 +13,35 @@ import functools
 import inspect
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import Counter
-from sglang.srt.managers.schedule_policy import AddReqResult, CacheAwarePolicy, PrefillAdder
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.managers.schedule_policy import AddReqResult, CacheAwarePolicy
 
 from feather_sglang.adapter.options import FeatherOptions
+from feather_sglang.adapter.scheduler.admission import AdmissionQueue, admitting, leave_adder, watch_adder
 from feather_sglang.adapter.scheduler.agreement import Agreement
-from feather_sglang.adapter.scheduler.decision_log import DecisionLog, log_file
+from feather_sglang.adapter.scheduler.checks import decision_file
+from feather_sglang.adapter.scheduler.construction import make_forecast, make_gathering, pace_bound
+from feather_sglang.adapter.scheduler.decision_log import DecisionLog
 from feather_sglang.adapter.scheduler.prefix_use import tokens_to_share
 from feather_sglang.adapter.scheduler.row_order import permute_rows
 from feather_sglang.adapter.wrapping import Wrappings
-from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.admission.batch_builder import BatchBuilder
-from feather_sglang.scheduling.admission.gathering import Gathering
-from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
+from feather_sglang.scheduling.admission.kv_forecast import Outlook
 from feather_sglang.scheduling.admission.overtaking import Overtaking
-from feather_sglang.scheduling.admission.pacing import BOUND, Pacing
+from feather_sglang.scheduling.admission.pacing import Pacing
 from feather_sglang.scheduling.admission.work import Work
 from feather_sglang.scheduling.meters.decode import DecodeMeter
 from feather_sglang.scheduling.meters.prefill import PrefillMeter
-from feather_sglang.scheduling.policies import StopPolicy, load_policy, make_policy
+from feather_sglang.scheduling.policies import StopPolicy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 
 logger = logging.getLogger(__name__)
 
-# Server policy name -> stop policy; None is prefix row order alone, with first-come-first-served admission.
-POLICY_NAMES: dict[str, str | None] = {
-    "feather": "bandit",
-    "feather-heuristic": "heuristic",
-    "feather-bandit": "bandit",
-    "feather-qlearning": "qlearning",
-    "feather-order": None,
-}
 DEBUG_CHECK = "FEATHER_DEBUG_CHECK"
 _ENDLESS = 1 << 40  # tokens of a request without a limit
 
@@ -60,46 +50,6 @@ _ENDLESS = 1 << 40  # tokens of a request without a limit
 def failure_counter() -> Counter:
     """Metric: run-time failures after which a scheduler went on as fcfs."""
     return Counter("feather_policy_failures", "Run-time failures of a feather policy; the scheduler goes on as fcfs.")
-
-
-class AdmissionQueue(list):
-    """The waiting queue during one admission round.
-
-    The loop that admits requests draws them from ``admissions``; every other reader sees the plain list. The loop
-    is told apart by its code object, because SGLang also iterates over the queue for LoRA draining and load reports.
-    """
-
-    def __init__(self, requests: list[Any], admissions: Callable[[], Iterator[Any]], loop_code: Any) -> None:
-        super().__init__(requests)
-        self._admissions: Callable[[], Iterator[Any]] | None = admissions
-        self._loop_code = loop_code
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._admissions is not None and sys._getframe(1).f_code is self._loop_code:
-            admissions, self._admissions = self._admissions, None
-            return admissions()
-        return super().__iter__()
-
-
-def make_stop_policy(name: str, options: FeatherOptions) -> StopPolicy | None:
-    """The stop policy behind a server policy name, from its policy file if one is set."""
-    kind = POLICY_NAMES[name]
-    if kind is None:
-        if options.policy_file:
-            raise FeatherError(f"--schedule-policy {name} has no policy to load {options.policy_file} into; drop it")
-        return None
-    if not options.policy_file:
-        parameters: dict[str, Any] = {} if kind == "heuristic" else {"features": options.features}
-        policy = make_policy(kind, seed=options.seed, **parameters)
-    else:
-        policy = load_policy(options.policy_file, seed=options.seed)
-        if policy.name != kind:
-            raise FeatherError(
-                f"{options.policy_file}: holds a {policy.name} policy, --schedule-policy {name} needs {kind}"
-            )
-    if not options.explore:
-        policy.explore = False
-    return policy
 
 
 class FeatherScheduler:
@@ -133,15 +83,15 @@ class FeatherScheduler:
         self._agreement = Agreement(scheduler.tp_cpu_group)
         self._decisions: DecisionLog | None = None
         self._wrappings = Wrappings()
-        pace = _pace_bound(scheduler.server_args, name, options)
-        gathering = _make_gathering(scheduler, options) if policy is not None else None
+        pace = pace_bound(scheduler.server_args, name, options)
+        gathering = make_gathering(scheduler, options) if policy is not None else None
         self.builder = BatchBuilder(
             ChunkedHashTree(options.chunk_size, seed=self._agreement.secret()),
             policy,
             max_wait=options.max_wait,
             max_wait_rounds=options.max_wait_rounds,
             gathering=gathering,
-            forecast=_make_forecast(scheduler) if gathering is not None else None,
+            forecast=make_forecast(scheduler) if gathering is not None else None,
             outlook_of=self._outlook,
             pacing=Pacing(pace) if pace else None,
             overtaking=Overtaking(options.max_overtaking),
@@ -167,15 +117,15 @@ class FeatherScheduler:
             self._wrappings.wrap(scheduler, "process_batch_result", self._process_batch_result)
         if os.environ.get(DEBUG_CHECK) == "1":
             self._wrappings.wrap(scheduler, "get_next_batch_to_run", self._checked)
-        if (file := _decision_file(scheduler)) is not None:
+        if (file := decision_file(scheduler)) is not None:
             self._decisions = DecisionLog(file, self.name)
             self._wrappings.wrap(scheduler, "get_next_batch_to_run", self._logged)
-        _watch_adder()
+        watch_adder()
 
     def uninstall(self) -> None:
         """Leave scheduler and adder as SGLang made them."""
         self._wrappings.undo()
-        _leave_adder()
+        leave_adder()
         if self._decisions is not None:
             self._decisions.close()
 
@@ -353,8 +303,8 @@ class FeatherScheduler:
     def _get_new_batch_prefill_raw(
         self, original: Callable[..., Any], *args: Any, running_batch: Any, **kwargs: Any
     ) -> Any:
-        global _admitting
-        self._adder, _admitting = None, self
+        self._adder = None
+        admitting(self)
         if self.builder.passing_over.computing and not self.failed:
             # Else a batch that had no room for somebody else's prefix would be closed, until a request leaves it, to
             # those whose prefix has been computed since.
@@ -366,7 +316,7 @@ class FeatherScheduler:
                 self._prefill_meter.begin(self.clock())
             return plan
         finally:
-            _admitting = None
+            admitting(None)
             if isinstance(self.scheduler.waiting_queue, AdmissionQueue):
                 self.scheduler.waiting_queue = list(list.__iter__(self.scheduler.waiting_queue))
             if not self.failed:
@@ -502,95 +452,6 @@ def _cached_tokens(req: Any) -> int:
 def _tokens(req: Any) -> int:
     """Prompt and output of a request: what it holds, or has to compute before it goes on."""
     return len(req.origin_input_ids) + len(req.output_ids)
-
-
-def _decision_file(scheduler: Any) -> Path | None:
-    """Where this rank's decisions go, if anywhere; raises ``FeatherError`` if they cannot."""
-    ranks = getattr(scheduler, "ps", None) or get_parallel()  # since 0.5.21
-    return log_file(ranks.tp_rank, ranks.dp_rank)
-
-
-def _make_gathering(scheduler: Any, options: FeatherOptions) -> Gathering | None:
-    # Looking up a prefix in the cache of a model with recurrent state takes one of the few places for such states.
-    if not options.gather or getattr(scheduler, "is_hybrid_ssm", False):
-        return None
-    return Gathering(scheduler.max_total_num_tokens)
-
-
-def _make_forecast(scheduler: Any) -> KVForecast | None:
-    # With sliding windows there is a second pool, in which nobody holds more than a window.
-    if getattr(scheduler, "is_hybrid_swa", False):
-        return None
-    # Under overlap the next step is launched before the last one has told who ended in it.
-    return KVForecast(scheduler.page_size, late_steps=int(scheduler.enable_overlap))
-
-
-_admitting: FeatherScheduler | None = None  # the scheduler inside an admission round, for the adder it has made
-
-
-_add_one_req: Callable[..., Any] | None = None  # SGLang's own, while it is wrapped
-
-
-def _watch_adder() -> None:
-    """Report every ``PrefillAdder.add_one_req`` of an admission round; SGLang makes a new adder per round."""
-    global _add_one_req
-    if _add_one_req is not None:
-        return
-    _add_one_req = original = PrefillAdder.add_one_req
-
-    @functools.wraps(original)
-    def add_one_req(adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-        if _admitting is not None and (verdict := _admitting.judge(adder, req)) is not None:
-            return verdict
-        result = original(adder, req, *args, **kwargs)
-        if _admitting is not None:
-            _admitting.after_add(adder, req)
-        return result
-
-    PrefillAdder.add_one_req = add_one_req
-
-
-def _leave_adder() -> None:
-    global _add_one_req
-    if _add_one_req is not None:
-        PrefillAdder.add_one_req, _add_one_req = _add_one_req, None
-
-
-def refuse_unsupported(scheduler: Any, name: str, options: FeatherOptions) -> None:
-    """Raise ``FeatherError`` for a server configuration that feather policies, or these options, do not support."""
-    args = scheduler.server_args
-    for unsupported, flag in (
-        (getattr(args, "pp_size", 1) > 1, "--pp-size above 1"),
-        (getattr(args, "disaggregation_mode", "null") != "null", "--disaggregation-mode"),
-        (getattr(args, "speculative_algorithm", None) is not None, "--speculative-algorithm"),
-        (getattr(args, "enable_dp_attention", False), "--enable-dp-attention"),
-        (getattr(args, "dllm_algorithm", None) is not None, "--dllm-algorithm"),
-        (getattr(args, "disable_radix_cache", False), "--disable-radix-cache"),
-    ):
-        if unsupported:
-            raise FeatherError(f"--schedule-policy {name} does not support {flag}; drop it or choose another policy")
-    if options.pace and not _admits(name):
-        raise FeatherError(
-            f"--schedule-policy {name} leaves admission to SGLang, so --feather-pace cannot work; drop it"
-        )
-    if options.pace and _mixes_chunks(args):
-        raise FeatherError("--feather-pace saves nothing under --enable-mixed-chunk, where decode goes on; drop one")
-    _decision_file(scheduler)  # before anything is changed
-
-
-def _admits(name: str) -> bool:
-    return POLICY_NAMES[name] is not None
-
-
-def _mixes_chunks(server_args: Any) -> bool:
-    return getattr(server_args, "enable_mixed_chunk", False)
-
-
-def _pace_bound(server_args: Any, name: str, options: FeatherOptions) -> float:
-    """Seconds that a round is held at most; what nobody asked for is off where it cannot work."""
-    if options.pace is not None:
-        return options.pace
-    return BOUND if _admits(name) and not _mixes_chunks(server_args) else 0.0
 
 
 def take_over(scheduler: Any, name: str, options: FeatherOptions, policy: StopPolicy | None) -> FeatherScheduler:

@@ -19,7 +19,9 @@ from sglang.srt.runtime_context import get_context
 from feather_sglang.adapter.hooks import installed_version, lacks_policy, mismatches
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.scheduler.agreement import Agreement
-from feather_sglang.adapter.scheduler.feather_scheduler import make_stop_policy, refuse_unsupported, take_over
+from feather_sglang.adapter.scheduler.checks import refuse_unsupported
+from feather_sglang.adapter.scheduler.construction import make_stop_policy
+from feather_sglang.adapter.scheduler.feather_scheduler import take_over
 from feather_sglang.adapter.switch.admission_clock import AdmissionClock
 from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.errors import FeatherError
