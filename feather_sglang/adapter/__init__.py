@@ -1,4 +1,4 @@
 """Everything that touches SGLang; no other package of feather imports it.
 
-May import: SGLang, torch, scheduling, attention, plans, feather_kernels.
+May import: sglang, torch, errors, scheduling, attention, plans, feather_kernels.
 """

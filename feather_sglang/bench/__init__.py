@@ -1,4 +1,7 @@
-"""``feather bench``: one sub-benchmark per claim, each measured beside its peers."""
+"""``feather bench``: one sub-benchmark per claim, each measured beside its peers.
+
+May import: errors, file_writing, report, scheduling, adapter.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
 """One comparison of policies, two engines: replay and real servers; one report.
 
-May import: everything below it; nobody imports it but the command line.
+May import: errors, report, scheduling, adapter, replay.
 """

@@ -1,4 +1,4 @@
 """Recorded decode batches, and how they are explained and drawn.
 
-May import: feather_kernels, errors.
+May import: errors, report, feather_kernels.
 """

@@ -62,19 +62,23 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     )
     policy = parser.add_argument_group("feather policies")
     policy.add_argument(
-        "--feather-chunk-size", type=int, default=64, metavar="TOKENS", help="of a chunk of the tree (%(default)s)"
+        "--feather-chunk-size",
+        type=int,
+        default=FeatherOptions.chunk_size,
+        metavar="TOKENS",
+        help="of a chunk of the tree (%(default)s)",
     )
     policy.add_argument(
         "--feather-max-wait",
         type=float,
-        default=120.0,
+        default=FeatherOptions.max_wait,
         metavar="SECONDS",
         help="from then on a request is next once as many passed it as were ahead (%(default)g)",
     )
     policy.add_argument(
         "--feather-max-overtaking",
         type=float,
-        default=2.0,
+        default=FeatherOptions.max_overtaking,
         metavar="SHARE",
         help="what later requests take before one, in queues that it found (2); inf: no bound",
     )

@@ -1,4 +1,4 @@
 """Which requests run together; knows no engine.
 
-May import: nothing of feather but errors and file writing.
+May import: errors, file_writing.
 """

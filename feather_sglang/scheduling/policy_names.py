@@ -3,7 +3,6 @@
 STOCK = ("fcfs", "lpm", "dfs-weight", "hrrn", "shortest-prefill-first", "lof", "random")
 SINCE = {"hrrn": "0.5.20", "shortest-prefill-first": "0.5.21"}  # the first SGLang that has it; the others are older
 K_LPM = "k-lpm"  # no server has it: a baseline of the replay alone
-FEATHER = ("feather", "feather-heuristic", "feather-bandit", "feather-qlearning", "feather-order")
 SWITCH_PATH = "/feather/schedule_policy"  # where a running server takes another of these names
 # Server policy name -> stop policy; None is prefix row order alone, with first-come-first-served admission.
 POLICY_NAMES: dict[str, str | None] = {
@@ -13,6 +12,7 @@ POLICY_NAMES: dict[str, str | None] = {
     "feather-qlearning": "qlearning",
     "feather-order": None,
 }
+FEATHER = tuple(POLICY_NAMES)
 
 
 def admits(name: str) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from feather_kernels.errors import PlanError
+from feather_kernels.tiles import TILES
 
 # For an H200, tiles of the hopper path, by m; near what benchmarks/measure_unit_costs.py prints. A step is of the n in
 # `tiles.TILES`.
@@ -50,8 +51,6 @@ class UnitCosts:
     @classmethod
     def default(cls, tiles: Sequence[tuple[int, int]]) -> UnitCosts:
         """The H200's for these tiles (m, n): a step of another n costs in proportion."""
-        from feather_kernels.tiles import TILES  # here: `python -m feather_kernels.tiles` imports this module first
-
         usual, steps = dict(TILES["hopper"]), {}
         for m, n in tiles:
             steps[m] = _of_rows(STEP_NS, m) * n / usual[_nearest(STEP_NS, m)]

@@ -20,6 +20,7 @@ from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest, IntArray
 from feather_kernels.pack import MERGES, SPLITS, STRATEGIES
 from feather_kernels.tile_solver import Path
+from feather_kernels.tiles import TILES, WIDEST_HEAD
 
 Tiles = Sequence[tuple[int, int]]
 
@@ -158,8 +159,9 @@ class Planner:
         fan_in: int = FAN_IN,
         buffer: IntArray | None = None,
     ) -> None:
-        from feather_kernels.build import load_planner  # here: `python -m feather_kernels.build`, and `.tiles`,
-        from feather_kernels.tiles import TILES, WIDEST_HEAD  # import this module first
+        from feather_kernels.build import (
+            load_planner,  # here: `python -m feather_kernels.build` imports this module first
+        )
 
         self.tail_warps = tail_warps_of("hopper", head_dim) if tail_warps is None else tail_warps
         _require_positive(

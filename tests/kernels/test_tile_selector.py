@@ -10,7 +10,8 @@ from feather_kernels import Planner
 from feather_kernels.device import Device
 from feather_kernels.tile_selector import NRule, derive_pieces
 from feather_kernels.tile_solver import Path as KernelPath
-from feather_kernels.tiles import TILES, chosen_tiles, profile_n
+from feather_kernels.tiles import TILES, chosen_tiles
+from feather_kernels.tune import profile_n
 
 LENS = (64, 128, 192, 256, 320, 384, 448, 512)
 

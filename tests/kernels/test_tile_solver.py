@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from feather_kernels import tiles
+from feather_kernels import tiles, tune
 from feather_kernels.build import source_dir
 from feather_kernels.device import Device
 from feather_kernels.errors import BuildError
@@ -125,7 +125,7 @@ def test_every_tile_that_is_built_is_feasible_on_an_h200(path, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("path", sorted(tiles.TILES))
 def test_every_tile_that_is_feasible_on_an_h200_can_be_built(path, head_dim):
-    verdicts = feasible_tiles(H200, head_dim, 2, {}, tiles.CANDIDATES, path)
+    verdicts = feasible_tiles(H200, head_dim, 2, {}, tune.CANDIDATES, path)
     can = {(m, n) for m, _ in tiles.built_tiles(path, head_dim) for n in tiles.n_choices(path, m, head_dim)}
     assert {(v.m, v.n) for v in verdicts if v.ok} <= can
     assert set(tiles.built_tiles(path, head_dim)) <= can
@@ -155,7 +155,7 @@ def test_a_single_warps_step_is_16_tokens():
 
 
 def test_the_command_prints_a_table(capsys):
-    assert tiles.main(["--device", "h200", "--log", str(LOG)]) == 0
+    assert tune.main(["--device", "h200", "--log", str(LOG)]) == 0
     shown = capsys.readouterr().out
     assert "NVIDIA H200, head_dim 128, float16" in shown
     hopper = shown[shown.index("hopper: 1 x 384 threads an SM, 168 registers a thread") :].splitlines()
@@ -168,7 +168,7 @@ def test_the_command_prints_a_table(capsys):
 
 
 def test_the_command_warns_of_nothing():
-    command = [sys.executable, "-W", "error", "-m", "feather_kernels.tiles", "--device", "h200", "--log", str(LOG)]
+    command = [sys.executable, "-W", "error", "-m", "feather_kernels.tune", "--device", "h200", "--log", str(LOG)]
     answer = subprocess.run(command, capture_output=True, text=True)
     assert (answer.returncode, answer.stderr) == (0, "")
 
@@ -181,9 +181,9 @@ def test_the_command_warns_of_nothing():
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_status_2(wrong, capsys):
-    assert tiles.main(wrong) == 2
+    assert tune.main(wrong) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("feather_kernels.tiles: error: ")
+    assert line.startswith("feather_kernels.tune: error: ")
 
 
 def test_a_profile_is_read_back_as_it_was_saved(tmp_path):
@@ -196,10 +196,10 @@ def test_a_profile_is_read_back_as_it_was_saved(tmp_path):
 
 def test_a_profile_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Device, "of", lambda: H200)
-    monkeypatch.setattr(tiles, "profile_n", lambda path, *_: H200.n_rule[path])
-    assert tiles.main(["--profile", "--out", str(tmp_path / "no" / "such.json")]) == 2
+    monkeypatch.setattr(tune, "profile_n", lambda path, *_: H200.n_rule[path])
+    assert tune.main(["--profile", "--out", str(tmp_path / "no" / "such.json")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"feather_kernels.tiles: error: cannot write {tmp_path}/no/such.json: No such file")
+    assert line.startswith(f"feather_kernels.tune: error: cannot write {tmp_path}/no/such.json: No such file")
 
 
 def test_latency_is_the_flat_part():

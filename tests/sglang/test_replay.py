@@ -13,10 +13,11 @@ from rich.console import Console
 
 from feather_sglang.adapter.hooks import SUPPORTED, installed_version, lacks_policy
 from feather_sglang.cli import main
-from feather_sglang.compare import ab as command
+from feather_sglang.compare import ab as replay_command
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import arguments as replay_arguments
 from feather_sglang.replay import jobs as replay_jobs
+from feather_sglang.replay import train as replay_train
 from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 from feather_sglang.replay.traces import save_trace
 from feather_sglang.replay.workloads import shared_prefix
@@ -241,7 +242,7 @@ def test_in_the_least_pool_every_request_comes_to_its_end(tmp_path, page_size, k
 
 @pytest.mark.parametrize("name", ["results.json", "latency.png"])
 def test_a_file_that_cannot_be_written_is_noticed_before_anything_long_starts(tmp_path, capsys, monkeypatch, name):
-    monkeypatch.setattr(command, "run_jobs", None)
+    monkeypatch.setattr(replay_command, "run_jobs", None)
     (tmp_path / name).mkdir()
     assert main(["ab", *SMALL, "--policies", "fcfs", "--out", str(tmp_path)]) == 2
     assert f"cannot write results {tmp_path / name}: it exists and is no regular file" in capsys.readouterr().err
@@ -278,7 +279,8 @@ def test_brackets_in_the_name_of_a_trace_are_text(tmp_path, monkeypatch, capsys,
     trace = tmp_path / "t[red].jsonl"
     save_trace(shared_prefix(requests=10), trace)
     trace.write_text("".join(reversed(trace.read_text().splitlines(keepends=True))))
-    monkeypatch.setattr(command, "run_jobs", stop)
+    for module in (replay_command, replay_train):
+        monkeypatch.setattr(module, "run_jobs", stop)
     monkeypatch.setenv("COLUMNS", "400")
     assert main([*command, str(trace), "--out", str(tmp_path / "out.json")]) == 2
     shown = capsys.readouterr().out

@@ -1,4 +1,4 @@
 """The pat decode attention backend.
 
-May import: SGLang, torch, feather_kernels, attention, plans.
+May import: sglang, torch, errors, adapter, attention, plans, feather_kernels.
 """

@@ -1,4 +1,4 @@
 """A feather policy in charge of one SGLang scheduler.
 
-May import: SGLang, scheduling, the rest of the adapter.
+May import: sglang, torch, errors, adapter, scheduling.
 """

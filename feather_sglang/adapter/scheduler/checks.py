@@ -36,6 +36,7 @@ def refuse_unsupported(scheduler: Any, name: str, options: FeatherOptions) -> No
 
 
 def mixes_chunks(server_args: Any) -> bool:
+    """Whether prefill chunks and decode rows share a step, so that prefill makes nobody wait."""
     return getattr(server_args, "enable_mixed_chunk", False)
 
 

@@ -36,6 +36,7 @@ def make_stop_policy(name: str, options: FeatherOptions) -> StopPolicy | None:
 
 
 def make_gathering(scheduler: Any, options: FeatherOptions) -> Gathering | None:
+    """What lets prefixes wait where memory is short; None where it is off or cannot be."""
     # Looking up a prefix in the cache of a model with recurrent state takes one of the few places for such states.
     if not options.gather or getattr(scheduler, "is_hybrid_ssm", False):
         return None
@@ -43,6 +44,7 @@ def make_gathering(scheduler: Any, options: FeatherOptions) -> Gathering | None:
 
 
 def make_forecast(scheduler: Any) -> KVForecast | None:
+    """What looks ahead at memory; None where the pool is not the one that fills."""
     # With sliding windows there is a second pool, in which nobody holds more than a window.
     if getattr(scheduler, "is_hybrid_swa", False):
         return None

@@ -1,4 +1,4 @@
 """Change of the schedule policy while the server runs.
 
-May import: SGLang, the scheduler of the adapter.
+May import: sglang, errors, adapter, scheduling.
 """

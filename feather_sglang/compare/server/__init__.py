@@ -1,4 +1,4 @@
 """Real SGLang servers, started and driven from outside: nothing here imports SGLang or torch.
 
-May import: replay, report, and the options and ports of the adapter.
+May import: errors, report, scheduling, adapter, replay.
 """

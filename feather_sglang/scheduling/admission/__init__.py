@@ -1,4 +1,4 @@
 """Who is admitted next: when a round opens, in which order, and who waits for what.
 
-May import: the tree and the policies.
+May import: scheduling.tree, scheduling.policies.
 """

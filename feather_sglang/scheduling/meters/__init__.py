@@ -1,4 +1,4 @@
 """What a decode step and a prefill token take, measured while serving.
 
-May import: itself.
+May import: nothing but itself.
 """

@@ -2,6 +2,8 @@
 
 Knows nothing of SGLang or of the Chunked Hash Tree: a policy sees ``PolicyState`` and a reward
 (docs/design/decisions.md).
+
+May import: errors, file_writing.
 """
 
 from __future__ import annotations

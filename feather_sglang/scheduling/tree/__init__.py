@@ -1,4 +1,4 @@
 """The Chunked Hash Tree: which waiting request shares most with the running batch.
 
-May import: itself.
+May import: nothing but itself.
 """
