@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "checks"))
 
 import check_decode_kernel as check
 import random_batches

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 KIT = "sglang.test.kits.attention_unittest"
-CHECK = Path(__file__).resolve().parents[1] / "gpu" / "check_attention_kits.py"
+CHECK = Path(__file__).resolve().parents[2] / "benchmarks" / "checks" / "check_attention_kits.py"
 # The kits change SGLang for the whole process, so this is one of its own. They run as is, and with a mistake.
 CODE = """
 import check_attention_kits as check

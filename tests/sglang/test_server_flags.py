@@ -10,7 +10,7 @@ from sglang.srt.server_args import ServerArgs
 
 from feather_sglang.compare.server.process import BACKENDS, COMMON_FLAGS
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "checks"))
 
 import check_pat_server
 import check_ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "checks"))
 
 import check_pat_server as check
 import pat_churn

@@ -1,10 +1,10 @@
 """Whether the packed decode kernel is right, on random forests, on the GPU.
 
-    PYTHONPATH=kernels python tests/gpu/check_decode_kernel.py --forests 1000 --seed 0
-    PYTHONPATH=kernels python tests/gpu/check_decode_kernel.py --case 17
-    PYTHONPATH=kernels python tests/gpu/check_decode_kernel.py --head-dim 256 --forests 100
+    PYTHONPATH=kernels python benchmarks/checks/check_decode_kernel.py --forests 1000 --seed 0
+    PYTHONPATH=kernels python benchmarks/checks/check_decode_kernel.py --case 17
+    PYTHONPATH=kernels python benchmarks/checks/check_decode_kernel.py --head-dim 256 --forests 100
     compute-sanitizer --tool memcheck --kernel-name kns=forward \\
-        python tests/gpu/check_decode_kernel.py --sanitize-small     # and --tool racecheck
+        python benchmarks/checks/check_decode_kernel.py --sanitize-small     # and --tool racecheck
 
 Each case is a random batch with random arguments of the wrapper (`random_batches`). Outputs and scratch are NaN before
 the run, and so is every KV element that no request reads. The result is right if
@@ -39,7 +39,7 @@ from feather_kernels.build import HEAD_DIMS
 from feather_kernels.errors import BuildError
 from feather_kernels.tiles import TILES, built_tiles, parse_tile
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from decode_cases import Watchdog, attend, padded_slots
 

@@ -1,8 +1,8 @@
 """Whether the pat backend passes SGLang's own attention kits, which its wheel has in ``sglang.test.kits``.
 
-    PYTHONPATH=.:kernels python tests/gpu/check_attention_kits.py
-    PYTHONPATH=.:kernels python tests/gpu/check_attention_kits.py --head-dims 64,128,256
-    PYTHONPATH=.:kernels python tests/gpu/check_attention_kits.py --device cpu
+    PYTHONPATH=.:kernels python benchmarks/checks/check_attention_kits.py
+    PYTHONPATH=.:kernels python benchmarks/checks/check_attention_kits.py --head-dims 64,128,256
+    PYTHONPATH=.:kernels python benchmarks/checks/check_attention_kits.py --device cpu
 
 Two kits concern a backend that decodes: ``attention_methods/dense_attention.py`` runs one layer of attention and
 compares it with attention from the definition (``dense``), and ``runner_modes/cuda_graph_decode_runner.py`` calls the

@@ -17,7 +17,7 @@ from feather_kernels.pack import MERGES, SPLITS, STRATEGIES
 from feather_kernels.tiles import TILES
 from feather_kernels.trees import forest_table, random_forest, tree_forest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from decode_cases import Heads
 
