@@ -5,7 +5,7 @@
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 
-#include "barrier.cuh"
+#include "common/copy.cuh"
 
 namespace {
 

@@ -10,9 +10,10 @@
 #include <array>
 #include <atomic>
 
-#include "forward.cuh"
+#include "sm80/forward.cuh"
+#include "traits.h"
 #if FEATHER_HOPPER
-#include "hopper.cuh"
+#include "sm90/forward.cuh"
 #endif
 
 namespace {
@@ -27,36 +28,25 @@ using T = cutlass::bfloat16_t;
 #endif
 constexpr int kHeadDim = FEATHER_HEAD_DIM;
 
-// n of the tiles that can be built with another one, by path and m (feather_kernels/tiles.py).
-#ifndef FEATHER_PORTABLE_32
-#define FEATHER_PORTABLE_32 32
-#endif
-#ifndef FEATHER_PORTABLE_64
-#define FEATHER_PORTABLE_64 32
-#endif
-#ifndef FEATHER_HOPPER_64
-#define FEATHER_HOPPER_64 64
-#endif
-#ifndef FEATHER_HOPPER_128
-#define FEATHER_HOPPER_128 64
-#endif
-
 void check(cudaError_t error, char const* what) {
   if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << what << ": " << cudaGetErrorString(error);
 }
 
-// Ring bytes a warp of the portable path, and CTAs a multiprocessor: as much shared memory as there is.
-constexpr int kRingBytes = (kHeadDim <= 128 ? 3 * 128 : 2 * 256) * 2 * 16 * 2;
-constexpr int kCtas = kHeadDim <= 128 ? 2 : 1;
+using PortableShape = feather::PortableTraits<kHeadDim>;
 template <int kWarps, int kTokens>
-using Team = feather::WarpTeam<T, kHeadDim, kWarps, kTokens, kRingBytes>;
-using Portable = feather::PortableForward<T, kHeadDim, kRingBytes, Team<4, FEATHER_PORTABLE_64>,
-                                          Team<2, FEATHER_PORTABLE_32>, Team<1, 16>>;
+using Team = feather::WarpTeam<T, kHeadDim, kWarps, kTokens, PortableShape::kRingBytes>;
+using Portable = feather::PortableForward<T, PortableShape, Team<4, PortableShape::kTokens64>,
+                                          Team<2, PortableShape::kTokens32>, Team<1, feather::kWarpTokens>>;
 #if FEATHER_HOPPER
-constexpr int kRingTokens = kHeadDim == 64 ? 384 : kHeadDim == 128 ? 192 : 128, kGroups = kHeadDim <= 128 ? 2 : 1;
-using Hopper =
-    feather::HopperForward<T, kHeadDim, kRingTokens, kGroups, FEATHER_HOPPER_128, FEATHER_HOPPER_64>;
+using HopperShape = feather::HopperTraits<kHeadDim>;
+using Hopper = feather::HopperForward<T, HopperShape>;
 #endif
+
+template <class Forward, int kMinCtas>
+__global__ void __launch_bounds__(Forward::kThreads, kMinCtas)
+    forward_kernel(__grid_constant__ feather::Params<T> const params) {
+  Forward::run(params);
+}
 
 // Launch so that the kernel may begin while the one before it in the stream ends (sm_90; it waits for its results).
 template <class Kernel>
@@ -88,7 +78,7 @@ int multiprocessors(int device) {
 
 template <class Forward, int kMinCtas>
 void launch(feather::Params<T> const& params, int device, cudaStream_t stream) {
-  auto const kernel = feather::forward_kernel<Forward, T, kMinCtas>;
+  auto const kernel = forward_kernel<Forward, kMinCtas>;
   static std::array<std::atomic<int>, kMaxDevices> fitting{};  // CTAs on one multiprocessor of each device
   int ctas = fitting[device].load();
   if (ctas == 0) {
@@ -150,9 +140,9 @@ void forward(TensorView q, TensorView k, TensorView v, TensorView out, Optional<
   params.queues = queues;
   int const device = q.device().device_id;
 #if FEATHER_HOPPER
-  if (!(flags & 2)) return launch<Hopper, 1>(params, device, stream_of(q));
+  if (!(flags & 2)) return launch<Hopper, HopperShape::kMinCtas>(params, device, stream_of(q));
 #endif
-  launch<Portable, kCtas>(params, device, stream_of(q));
+  launch<Portable, PortableShape::kMinCtas>(params, device, stream_of(q));
 }
 
 void merge(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, TensorView part_out,

@@ -15,6 +15,7 @@ import importlib.util
 import itertools
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def source_dir() -> Path:
     """Where the C++ sources lie: inside the installed package, or beside it in a checkout."""
     here = Path(__file__).resolve().parent
     for folder in (here / "csrc", here.parent / "csrc"):
-        if (folder / "plan.cpp").is_file():
+        if (folder / "packed_decode.cu").is_file():
             return folder
     raise BuildError(f"the C++ sources are missing beside {here}: reinstall feather-sglang")
 
@@ -62,7 +63,7 @@ def load_planner() -> Any:
     if compiler is None:
         raise BuildError("no C++ compiler for the planner: install g++ (13 or later is tested) or set CXX")
     flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra"]
-    return _load(_compile("plan", source_dir() / "plan.cpp", [compiler, *flags], toolkit=_version(compiler)))
+    return _load(_compile("plan", source_dir() / "planner" / "plan.cpp", [compiler, *flags], toolkit=_version(compiler)))
 
 
 @functools.cache
@@ -231,13 +232,23 @@ def _version(compiler: str) -> str:
     return answer.stdout
 
 
+def _sources(source: Path) -> set[Path]:
+    """The files that a library is made of: its source, and what that includes of ours, however deep."""
+    root, todo, files = source_dir(), [source], set[Path]()
+    while todo:
+        file = todo.pop()
+        if file in files or not file.is_file():
+            continue
+        files.add(file)
+        todo += [root / name for name in re.findall(r'^#include "(.+)"', file.read_text(), re.MULTILINE)]
+    return files
+
+
 def _source_key(source: Path) -> str:
-    """A key of every source file that the library may be made of: a header's edit rebuilds it."""
+    """A key of those files: an edit of any of them rebuilds the library."""
     digest = hashlib.sha256()
-    headers = {".cpp": (".h",), ".cu": (".h", ".cuh")}[source.suffix]
-    for file in sorted(source.parent.rglob("*")):
-        if file == source or file.suffix in headers:
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    for file in sorted(_sources(source)):
+        digest.update(file.relative_to(source_dir()).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -265,7 +276,8 @@ def _run_compiler(library: Path, name: str, source: Path, command: list[str]) ->
     from tvm_ffi import libinfo
 
     ffi = Path(libinfo.find_libtvm_ffi())
-    includes = [f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"]
+    folders = (source_dir(), libinfo.find_include_path(), libinfo.find_dlpack_include_path())
+    includes = [f"-I{folder}" for folder in folders]
     handle, scratch = tempfile.mkstemp(suffix=".so", prefix=name, dir=library.parent)
     os.close(handle)
     full = [*command, *includes, str(source), "-o", scratch, f"-L{ffi.parent}", "-ltvm_ffi"]

@@ -2,7 +2,7 @@
 
 A strategy decides, for every edge of the forest, whether the positions that the parent carries are merged into the
 child's pack or stay in a pack of their own; a request's private tail is a child with one request. The decisions are
-made in ``csrc/pack.h``.
+made in ``csrc/planner/pack.h``.
 
 The traffic model counts bytes per KV head (PAT 5.1, with the bytes of this kernel in place of its constants):
 

@@ -1,6 +1,6 @@
 """Pack plans: which requests read which KV together, in the order the kernel runs it (PAT 5 and 6).
 
-A ``Planner`` owns a buffer and the fixed arguments; ``Planner.plan`` is one call into ``csrc/plan.cpp``. ``make_plan``
+A ``Planner`` owns a buffer and the fixed arguments; ``Planner.plan`` is one call into ``csrc/planner/plan.cpp``. ``make_plan``
 is the same for a single plan.
 """
 
@@ -38,13 +38,13 @@ CLOSES = -2  # in place of a member's partial row: its item writes the request's
 _MAX_TILES = 15
 _MAX_TILE = 1 << 20  # rows, or tokens: more than any kernel has, and far from the planner's int32
 _MAX_PROCESSORS = 1 << 12
-_PART_PRICE = slice(2, 4)  # of the reals, as csrc/plan.h numbers them
+_PART_PRICE = slice(2, 4)  # of the reals, as csrc/planner/plan.h numbers them
 _WIDENED = 7  # entry of the stats
 _ITEM = 12  # entries of an item
 _THIN_ROWS = 8  # of the tile that runs one request's query heads
 _FAN_IN = 17  # entry of the fixed arguments
-_CONFIG_TILES = 19  # entries of the fixed arguments before the tiles, as csrc/plan.h numbers them
-_ITEMS, _MEMBERS, _REQUESTS, _PARTS = 1, 2, 3, 4  # entries of the header, as csrc/plan_buffer.h numbers them
+_CONFIG_TILES = 19  # entries of the fixed arguments before the tiles, as csrc/planner/plan.h numbers them
+_ITEMS, _MEMBERS, _REQUESTS, _PARTS = 1, 2, 3, 4  # entries of the header, as csrc/common/plan_buffer.h numbers them
 _ITEMS_BEGIN, _MEMBERS_BEGIN, _PART_BEGIN, _USED, _SERIAL, _CLOSING, _HEAD_PACK, _MERGES = range(6, 14)
 _QUEUE = 16
 
@@ -81,7 +81,7 @@ class Planner:
         runs in the smallest m >= R, but in m = 8 only if it has one request. With ``split`` "balanced" or
         "rounds", long packs of several requests in a tile of at most 16 rows run in the next larger one where they are
         few; and all packs, tails too, in the smallest tile of more than 16 rows where they are few in all, and with
-        "rounds" tails alone where they suit its teams (``csrc/row_tiles.h``, ``gather``).
+        "rounds" tails alone where they suit its teams (``csrc/planner/row_tiles.h``, ``gather``).
     split : str
         A key of ``pack.SPLITS``: how long KV is cut.
     merge : str
@@ -91,7 +91,7 @@ class Planner:
         no longer than ``alpha * (token-heads of that tile) / n_sm``. Items of tiles of at most 16 rows, whose units
         single warps take, are cut otherwise: the longest, as many as fill whole rounds of the warps, only where they
         exceed 5/4 of a warp's even share of the tile's tokens; the others so that their chunks are one round, or with
-        "rounds" two (``csrc/split.h``, ``balance_warps``).
+        "rounds" two (``csrc/planner/split.h``, ``balance_warps``).
     min_chunk : int
         ... but the limit is no lower than this many tokens, nor than eight steps of its tile unless single warps have
         all the work or packs are few (`tiles`). Chunks of a pack are even, so shorter than their limit, by up to half.
@@ -387,7 +387,7 @@ class PackPlan:
         With ``merge="fused"``, the queue of the smallest m >= G has three such runs: items that neither wait for an
         item of this queue nor are waited for; those that others wait for; and closing items that wait for any of these.
         So an item waits for earlier ones only. No item that neither deposits nor waits may stand behind the first run:
-        a warp that still owes a part passes over slots of its ring from there on (`csrc/tail.cuh`). Closing items
+        a warp that still owes a part passes over slots of its ring from there on (`csrc/sm80/tail_stream.cuh`). Closing items
         without tokens are in no queue: they follow the last one, and wait for any other.
         """
         return self.buffer[_QUEUE : _QUEUE + len(self.tiles) + 1]

@@ -1,4 +1,4 @@
-"""The tile selector's rule for n (PAT 5.2, "Deriving KV tile n"). Its rule for m, rounding up, is in ``csrc/plan.h``.
+"""The tile selector's rule for n (PAT 5.2, "Deriving KV tile n"). Its rule for m, rounding up, is in ``csrc/planner``.
 
 A library has one n for each m, as all its shapes are one kernel: that which the GPU's rule has for long KV
 (`tiles.chosen_tiles`). So nothing is looked up when a batch is planned; the rule says what else would be as good, by

@@ -59,7 +59,7 @@ class Path:
 
     @classmethod
     def of(cls, name: str, head_dim: int) -> Path:
-        """The constants of ``csrc/packed_decode.cu``."""
+        """The constants of ``csrc/traits.h``."""
         if name == "portable":
             return cls(name, "PortableForward", 128, 4, 2 if head_dim <= 128 else 1)
         groups = 2 if head_dim <= 128 else 1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from feather_kernels.tile_selector import NRule
 
-# By ascending m, as they are built unless another n is asked for; csrc/packed_decode.cu has the same.
+# By ascending m, as they are built unless another n is asked for; csrc/traits.h has the same.
 TILES = {
     "portable": ((8, 16), (16, 16), (32, 32), (64, 32)),
     "hopper": ((8, 16), (16, 16), (64, 64), (128, 64)),

@@ -18,7 +18,7 @@ LAUNCHES = ("persistent", "streams", "serial")
 PATHS = ("auto", "portable", "hopper")
 _PREFETCH, _PORTABLE = 1, 2
 _COUNTERS = 16  # per queue: work units popped, and CTAs that have left
-_NOTHING = -1  # a partial row's note, as int32, before anybody has written it (csrc/merge.cuh)
+_NOTHING = -1  # a partial row's note, as int32, before anybody has written it (csrc/common/partial.cuh)
 
 
 class PackedDecodeWrapper:

@@ -51,10 +51,10 @@ def sections(elf: bytes) -> dict[str, bytes]:
 def machine_code(case: str) -> list[str]:
     """Digests of one case's kernels, sorted: their names change with those of types."""
     flags = [flag for flag in CASES[case].flags if flag not in ("-shared", "-Xcompiler=-fPIC", "-Xptxas=-v")]
-    includes = [cutlass_include(), libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
+    includes = [source_dir(), cutlass_include(), libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
     with tempfile.TemporaryDirectory() as scratch:
         cubin = Path(scratch, "kernels.cubin")
-        (source,) = source_dir().rglob("packed_decode.cu")
+        source = source_dir() / "packed_decode.cu"
         command = [find_nvcc(), *flags, "-cubin", *(f"-I{path}" for path in includes), str(source), "-o", str(cubin)]
         subprocess.run(command, check=True)
         found = sections(cubin.read_bytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -136,7 +137,7 @@ def test_a_tile_that_cannot_be_built_is_said(tile, message):
 
 def test_the_macros_that_choose_n_are_those_of_the_source():
     """What the flags set, the source reads; without them it has what TILES has."""
-    source = (build.source_dir() / "packed_decode.cu").read_text()
+    source = (build.source_dir() / "traits.h").read_text()
     tiles = [(path, m, n) for path, built in TILES.items() for m, n in built if m > 16]
     for path, m, n in tiles:
         macro = f"FEATHER_{path.upper()}_{m}"
@@ -164,6 +165,29 @@ def test_a_library_is_compiled_once_and_again_for_another_toolkit(cache, tmp_pat
     assert kernel_library(Configuration("float16", 64, 90)).read_text() == "kept"
     install_nvcc(tmp_path, monkeypatch, release="13.1")
     assert kernel_library(Configuration("float16", 64, 90)) != first
+
+
+def test_an_edit_rebuilds_what_it_is_a_part_of_and_nothing_else(cache, tmp_path, monkeypatch):
+    sources = shutil.copytree(build.source_dir(), tmp_path / "csrc")
+    monkeypatch.setattr(build, "source_dir", lambda: sources)
+    planner, kernels = sources / "planner" / "plan.cpp", sources / "packed_decode.cu"
+    keys = {}
+    for file in (None, "planner/rounds.h", "sm90/forward.cuh", "heuristics.h", "common/plan_buffer.h"):
+        if file is not None:
+            (sources / file).write_text((sources / file).read_text() + "\n")
+        keys[file] = build._source_key(planner), build._source_key(kernels)
+    (first, rounds, hopper, heuristics, buffer) = keys.values()
+    assert rounds[0] != first[0] and rounds[1] == first[1]
+    assert hopper[0] == rounds[0] and hopper[1] != rounds[1]
+    assert heuristics[0] != hopper[0] and heuristics[1] != hopper[1]
+    assert buffer[0] != heuristics[0] and buffer[1] != heuristics[1]
+
+
+def test_every_source_is_part_of_a_library():
+    sources = build.source_dir()
+    files = {file for file in sources.rglob("*") if file.is_file()}
+    roots = [file for file in files if file.suffix in (".cpp", ".cu")]
+    assert set().union(*map(build._sources, roots)) == files
 
 
 def test_a_failed_compilation_is_one_line_and_leaves_no_library(cache, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from feather_kernels.tile_solver import Registers, feasible_tiles, least_n, regi
 
 LOG = Path(__file__).parents[1] / "data" / "packed_decode_sm90a.log"
 H200 = Device.load("h200")
-SOURCE = (source_dir() / "packed_decode.cu").read_text()
+SOURCE = (source_dir() / "traits.h").read_text()
 
 
 def verdict(tile, path="portable", device=H200, head_dim=128, report=None, stages=2):
@@ -142,8 +142,8 @@ def test_a_tiles_n_by_hand():
 
 @pytest.mark.parametrize("head_dim, ring", [(64, 384), (128, 192), (256, 128)])
 def test_every_ring_of_the_hopper_path_has_its_barriers(head_dim, ring):
-    """What csrc/group_feed.cuh asserts: more places for units that were told than the ring has stages, and one."""
-    assert f"kHeadDim == {head_dim} ? {ring}" in SOURCE or f": {ring}, kGroups" in SOURCE
+    """What csrc/sm90/kv_pipeline.cuh asserts: more places for units that were told than the ring has stages, and one."""
+    assert f"kHeadDim == {head_dim} ? {ring}" in SOURCE or f": {ring};" in SOURCE
     for m, _ in tiles.built_tiles("hopper", head_dim):
         for n in tiles.n_choices("hopper", m, head_dim) if m > 16 else ():
             stages = ring * m // 64 // n

@@ -3,11 +3,11 @@
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 
-#include "emit.h"
-#include "forest.h"
-#include "pack.h"
-#include "plan.h"
-#include "split.h"
+#include "planner/emit.h"
+#include "planner/forest.h"
+#include "planner/pack.h"
+#include "planner/plan.h"
+#include "planner/split.h"
 
 namespace feather {
 namespace {

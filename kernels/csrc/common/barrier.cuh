@@ -1,4 +1,4 @@
-// mbarriers, the order of kernels, and asynchronous copies into shared memory (sm_80 and later).
+// mbarriers, and the order of kernels (sm_80 and later).
 #pragma once
 #include <cstdint>
 
@@ -58,30 +58,9 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// 16 bytes from global to shared memory. Hopper's bulk copy of a whole row takes its addresses from uniform registers:
-// rows scattered over slots would be issued one by one, which measured slower than 16 bytes a lane.
-__device__ __forceinline__ void copy_async(uint32_t to, void const* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-// The same, or 16 zero bytes without reading anything.
-__device__ __forceinline__ void copy_or_clear(uint32_t to, void const* from, bool copies) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copies ? 16 : 0) : "memory");
-}
-
 // Arrive once all of this thread's asynchronous copies so far have landed.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
-}
-
-// L2 prefetch of one row (papers/l2_prefetch: the next iteration's KV block).
-template <int kBytes>
-__device__ __forceinline__ void prefetch_row(void const* from) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(kBytes) : "memory");
-#else
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
-#endif
 }
 
 }  // namespace feather

@@ -3,7 +3,7 @@
 
 #include <array>
 
-#include "plan.h"
+#include "planner/plan.h"
 
 namespace feather {
 

@@ -1,6 +1,8 @@
 // The ring between copying warps and the warpgroups that compute (sm_90a).
 #pragma once
-#include "stream.cuh"
+#include "common/copy.cuh"
+#include "common/queue.cuh"
+#include "common/work_item.cuh"
 
 namespace feather {
 
@@ -12,7 +14,7 @@ struct GroupRing {
   static constexpr int kTile = Rows::kElements;
   static constexpr int kStageElements = 2 * kTile;  // K, then V
   static constexpr int kBytes = kStages * kStageElements * int(sizeof(T));
-  static constexpr int kMemberWords = kMemberSize * 64 * kGroups;  // a row needs no more than a member
+  static constexpr int kMemberWords = kMemberSize * kWarpgroupRows * kGroups;  // a row needs no more than a member
   // One warpgroup alone asks its queue for units beyond the first. One of its two copying warps does, and tells the other,
   // which is fewer units behind than are kept.
   static constexpr bool kAsks = kGroups == 1;

@@ -5,14 +5,12 @@
 #include <cmath>
 #include <functional>
 
-#include "plan.h"
-#include "rounds.h"
-#include "row_tiles.h"
+#include "heuristics.h"
+#include "planner/plan.h"
+#include "planner/rounds.h"
+#include "planner/row_tiles.h"
 
 namespace feather {
-
-constexpr int64_t kMinSteps = 8;    // a chunk is at least so many steps of its tile
-constexpr int64_t kRoundSteps = 16;  // one of two rounds
 
 // The shortest chunk that a tile's packs are cut into.
 inline int64_t least_chunk(const Config& config, int32_t tile) {
@@ -100,12 +98,11 @@ inline void balance_warps(const Config& config, const Packing& packing, int32_t 
   };
   const int64_t round = warps.count / warps.units;
   int64_t chunk = chunk_for(first > 0 ? warps.count : warps.busy, round);
-  constexpr double kMostShares = 2.5;
   const int64_t share = round_up(std::max(warps.least, left * warps.units / warps.count), step);
   if (first == 0 && static_cast<double>(chunk) > kMostShares * static_cast<double>(share)) chunk = share;
   if (warps.two_rounds && 3 * chunks_of(chunk, round) <= 2 * round) {
     const int64_t shorter = chunk_for(2 * warps.count, 2 * round);
-    if (2 * shorter < chunk && shorter >= kRoundSteps * step) chunk = shorter;
+    if (2 * shorter < chunk && shorter >= kTwoRoundsSteps * step) chunk = shorter;
   }
   for (size_t i = first; i < queue.size(); ++i) {
     row(queue[i]).longest = static_cast<int32_t>(std::min<int64_t>(chunk, INT32_MAX));
@@ -187,7 +184,7 @@ inline void schedule(const Config& config, const Forest& forest, const Packing& 
   if (config[kSplit] == kSplitRounds) Rounds(config, packing, out, scratch).settle(least);
   if (config.balances()) balance_single_warps(config, packing, out);
   out.widened = 0;
-  for (double widen = 1;; widen *= 1.25) {
+  for (double widen = 1;; widen *= kWiden) {
     cut(config, packing, widen, out);
     if (out.n_items <= config[kMaxItems] && out.n_members <= config[kMaxMembers] && out.n_parts <= config[kMaxParts]) {
       return;

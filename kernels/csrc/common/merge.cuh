@@ -1,107 +1,9 @@
-// Partial results (PAT 7): a unit deposits them; the unit with a request's last part, a warp that takes a row of them
-// behind the queues, or the merge kernel combines them.
-//
-// A part is a normalised result and its log-sum-exp. They are combined in fp32 and in a fixed order, so that the result
-// is the same bit for bit in every run. On their way through memory the values of a row are 16-bit integers, in steps of
-// 1 / 32767 of its largest: half the traffic, with an error far below that of an output in 16 bits.
+// Who combines a request's parts: the unit of its last one, warps behind the queues, or the merge kernel (PAT 7).
 #pragma once
-#include "barrier.cuh"
-#include "params.cuh"
+#include "common/barrier.cuh"
+#include "common/partial.cuh"
 
 namespace feather {
-
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr int kOnly = -1;  // in place of a part: the request has no other
-constexpr uint32_t kNothing = 0xffffffffu;  // a log-sum-exp, as bits, that nobody has deposited yet
-
-// One query row of a warp's tile.
-struct Row {
-  int request = -1;  // -1: padding
-  int head = 0;      // query head
-  int part = kOnly;  // kOnly, kCloses, or where the part is deposited
-};
-
-// The values of a part lie so that a lane of either tile layout holds eight neighbours: here start the columns
-// 64 block + 8 {0, ..., 7} + place of a row; of each block, even places come first.
-constexpr int kPartChunk = 8;
-__device__ __forceinline__ int part_chunk(int block, int place) {
-  return 64 * block + kPartChunk * (place / 2 + 4 * (place % 2));
-}
-
-constexpr float kMostSteps = 32767.f;
-constexpr float kLeastMost = 1e-30f;  // what a row's largest value counts as, at least: one over its step is finite
-// A value in steps, plus this, is a float whose last 16 bits count steps from -32768 on.
-constexpr float kStepsAsBits = 8388608.f + 32768.f;
-
-// Two values of a row as a part has them; `inverse` is one over its step.
-__device__ __forceinline__ uint32_t in_steps(float first, float second, float inverse) {
-  uint32_t const low = __float_as_uint(fmaf(first, inverse, kStepsAsBits));
-  return __byte_perm(low, __float_as_uint(fmaf(second, inverse, kStepsAsBits)), 0x5410);
-}
-
-// And back: N values of a part, not yet times the step.
-template <int N>
-__device__ __forceinline__ void from_steps(uint32_t const* words, float (&steps)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    steps[i] = __uint_as_float(__byte_perm(words[i / 2], 0x4b00, i % 2 ? 0x5432 : 0x5410)) - kStepsAsBits;
-  }
-}
-
-// What is announced of a part's row: its log-sum-exp, and its step. Read and written as one.
-struct PartNote {
-  uint32_t lse, step;  // as bits; lse is kNothing until the part has been deposited
-
-  __device__ __forceinline__ bool missing() const { return lse == kNothing; }
-};
-
-__device__ __forceinline__ PartNote load_relaxed(PartNote const* address) {
-  uint64_t bits;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(bits) : "l"(address) : "memory");
-  return {uint32_t(bits), uint32_t(bits >> 32)};
-}
-__device__ __forceinline__ void store(PartNote* address, PartNote note) {
-  __stcg(reinterpret_cast<unsigned long long*>(address), (unsigned long long)(note.step) << 32 | note.lse);
-}
-__device__ __forceinline__ void forget(PartNote* address) { store(address, {kNothing, kNothing}); }  // a step of NaN
-
-// The running sum of parts.
-struct PartWeight {
-  float top, weight;
-
-  // Take a part in: the sum so far is to be scaled by alpha, the part by the result.
-  __device__ __forceinline__ float add(float lse, float& alpha) {
-    float const next = fmaxf(top, lse);
-    alpha = exp2f(top + minus(next));
-    float const w = exp2f(lse + minus(next));
-    top = next;
-    weight = fmaf(weight, alpha, w);
-    return w;
-  }
-  // The same for as many as a warp has lanes, of which `highest` is the greatest log-sum-exp: the factor of the sum so
-  // far ...
-  __device__ __forceinline__ float follow(float highest) {
-    float const next = fmaxf(top, highest), alpha = exp2f(top + minus(next));
-    top = next;
-    weight *= alpha;
-    return alpha;
-  }
-  // ... and of this lane's part.
-  __device__ __forceinline__ float weigh(float lse) {
-    float const w = exp2f(lse + minus(top));
-    weight += across<Sum, 1, 32>(w);
-    return w;
-  }
-  static __device__ __forceinline__ float minus(float top) { return top == -INFINITY ? 0.f : -top; }
-  __device__ __forceinline__ float inverse() const { return weight == 0.f ? 0.f : 1.f / weight; }  // NaN stays NaN
-  __device__ __forceinline__ float lse() const { return weight == 0.f ? -INFINITY : top + log2f(weight); }
-};
-
-// A log-sum-exp that can be told from kNothing.
-__device__ __forceinline__ uint32_t announced(float lse) {
-  uint32_t const bits = __float_as_uint(lse);
-  return bits == kNothing ? 0x7fffffffu : bits;
-}
 
 // A warp's rows are one request's last part: wait for its other parts and take them in; out and lse become the
 // request's. A note is read by nobody else and left as the next run expects it.
@@ -325,6 +227,22 @@ __device__ __forceinline__ void merge_row(Params<T> const& params, int request, 
     for (int e = 0; e < kOwn; ++e) to[first_column + 8 * e] = T(sum[c][e] * inverse);
   }
   if (params.lse && lane == 0) params.lse[int64_t(request) * params.q_heads + head] = total.lse() * kLn2;
+}
+
+// Closing items without tokens, which wait for whatever was in the queues: warp `index` of all of a launch takes its
+// share of their rows.
+template <int kHeadDim, typename T>
+__device__ void run_merges(Params<T> const& params, int index, int warps) {
+  int const items = params.plan[kHeaderMerges];
+  if (items == 0) return;
+  int const first = params.plan[kHeaderItems] - items;
+  wait_for_previous_kernel();
+#pragma unroll 1
+  for (int unit = index; unit < items * params.q_heads; unit += warps) {
+    int const item = unit / params.q_heads, words = load_item(params, first + item);
+    merge_row<kHeadDim, true>(params, item_word(words, kItemRequest), unit - item * params.q_heads,
+                              item_word(words, kItemFirstPart), item_word(words, kItemParts));
+  }
 }
 
 // A warp per (request, query head): combines all parts where no unit closes (merge="kernel").

@@ -9,7 +9,7 @@
 
 #include <numeric>
 
-#include "plan.h"
+#include "planner/plan.h"
 
 namespace feather {
 

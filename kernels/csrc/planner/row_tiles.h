@@ -5,7 +5,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "plan.h"
+#include "heuristics.h"
+#include "planner/plan.h"
 
 namespace feather {
 
@@ -36,7 +37,7 @@ inline int32_t choose_head_pack(const Config& config) {
                      config[kKvHeads] % 2 == 0;
   if (!pairs) return 1;
   if (config[kHeadPack]) return static_cast<int32_t>(config[kHeadPack]);
-  return config[kHeadDim] <= 128 ? 2 : 1;  // beyond, a warp's ring would have one slot
+  return config[kHeadDim] <= kHeadPackWidest ? 2 : 1;
 }
 
 // A tile whose teams take packs of other tiles, too.
@@ -58,7 +59,6 @@ inline double rounds_of(const Config& config, int32_t team, int64_t packs) {
 // kinds of tiles would follow each other otherwise. With the split `rounds`, tails alone go there in up to one round,
 // however long they are.
 inline bool gather(const Config& config, const Packing& packing, int32_t team, Schedule& out) {
-  constexpr double kMostRounds = 3, kMostTokens = 3000;
   const int32_t capacity = config.capacity(team);
   bool small = false, medium = false, large = false;
   int64_t count = 0, tokens = 0;
@@ -71,10 +71,10 @@ inline bool gather(const Config& config, const Packing& packing, int32_t team, S
     count += tiles, tokens += tiles * pack.length();
   }
   const double rounds = rounds_of(config, team, count);
-  double most_rounds = large ? 1 : 1.5;
-  if (large && medium) most_rounds = 2;
-  if (small && (large || medium)) most_rounds = kMostRounds;
-  const bool few = rounds <= most_rounds && rounds_of(config, team, tokens) <= kMostTokens;
+  double most_rounds = large ? kFewRoundsLarge : kFewRounds;
+  if (large && medium) most_rounds = kFewRoundsMedium;
+  if (small && (large || medium)) most_rounds = kFewRoundsMixed;
+  const bool few = rounds <= most_rounds && rounds_of(config, team, tokens) <= kFewTokens;
   const bool alone = config[kSplit] == kSplitRounds && !small && !medium && !large;
   if (!few && !(alone && rounds <= 1)) return false;
   out.larger.swap(out.rows);
@@ -92,8 +92,6 @@ inline bool gather(const Config& config, const Packing& packing, int32_t team, S
 // not close its request. With like lengths, long ones and nothing else, the last round must be rather full, or one of
 // many. Whether that tile has all packs then.
 inline bool give_tails_to_teams(const Config& config, const Packing& packing, int32_t team, Schedule& out) {
-  constexpr double kLeastBeside = 600, kLeastAlike = 1000;  // tokens in the mean
-  constexpr double kManyRounds = 8, kLastRound = 0.6;
   const auto is_tail = [&](const RowTile& row) { return row.count == 1 && row.tile == config.tail_tile(); };
   int64_t count = 0, tokens = 0, longest = 0;
   for (const RowTile& row : out.rows) {
@@ -104,9 +102,9 @@ inline bool give_tails_to_teams(const Config& config, const Packing& packing, in
   const bool alone = count == static_cast<int64_t>(out.rows.size());
   const double rounds = rounds_of(config, team, count);
   const double mean = static_cast<double>(tokens) / static_cast<double>(std::max<int64_t>(1, count));
-  const bool unlike = static_cast<double>(longest) > 2 * mean;
-  const bool filled = rounds >= kManyRounds || rounds - std::floor(rounds) >= kLastRound;
-  const bool suits = unlike ? alone || mean >= kLeastBeside : alone && filled && mean >= kLeastAlike;
+  const bool unlike = static_cast<double>(longest) > kUnlike * mean;
+  const bool filled = rounds >= kManyTailRounds || rounds - std::floor(rounds) >= kLastTailRound;
+  const bool suits = unlike ? alone || mean >= kTailTokensBeside : alone && filled && mean >= kTailTokensAlike;
   if (rounds <= 1 || !suits) return false;
   for (RowTile& row : out.rows) {
     if (is_tail(row)) row.tile = team, row.settled = unlike;
@@ -117,7 +115,6 @@ inline bool give_tails_to_teams(const Config& config, const Packing& packing, in
 // A few long packs in a tile of single warps would keep few warps busy for long: they go to the next larger tile, whose
 // teams take several times as many tokens at once.
 inline void promote_long(const Config& config, const Packing& packing, std::vector<RowTile>& rows) {
-  constexpr int64_t kLong = 256;  // tokens
   auto length = [&](const RowTile& row) { return packing.packs[row.pack].length(); };
   auto shared = [&](const RowTile& row) { return row.count > 1 && config.tile(row.tile).m <= kWarpRows; };
   int64_t tokens = 0;
@@ -125,7 +122,7 @@ inline void promote_long(const Config& config, const Packing& packing, std::vect
   for (RowTile& row : rows) {
     if (!shared(row) || row.tile + 1 == config.n_tiles()) continue;
     const int64_t share = tokens * config[kKvHeads] / (config.teams(row.tile) * config[kProcessors]);  // of a warp
-    if (length(row) >= std::max(kLong, 4 * share)) ++row.tile;
+    if (length(row) >= std::max(kLongPack, kLongPackShares * share)) ++row.tile;
   }
 }
 

@@ -5,147 +5,28 @@
 
 #include <algorithm>
 
-#include "forward.cuh"
-#include "group_feed.cuh"
-#include "group_tile.cuh"
+#include "heuristics.h"
+#include "sm80/tail_warp.cuh"
+#include "sm80/warp_team.cuh"
+#include "sm90/warpgroup_team.cuh"
 
 namespace feather {
 
-// kGroups warpgroups that share each KV tile, m = 64 kGroups, n = kTokens.
-template <typename T, int kHeadDim, int kGroups, int kTokens, int kStages>
-struct GroupTeam {
-  using Tile = GroupTile<T, kHeadDim, kTokens>;
-  using Ring = GroupRing<T, kHeadDim, kTokens, kGroups, kStages>;
-  using Control = typename Ring::Control;
-
-  // Copying warp `index` of 2 kGroups.
-  static __device__ void produce(Params<T> const& params, Queue const& queue, int first, int stride,
-                                 unsigned char* ring, Control& control, int index) {
-    GroupFeed<T, Ring> feed(params, queue, reinterpret_cast<T*>(ring), index % 2 == 0, index / 2, first, stride);
-    wait_for_previous_kernel();
-    feed.run(control);
-  }
-
-  static __device__ void fetch(Params<T> const& params, Tile& tile, StageInfo const& info, int const* members,
-                               int warp) {
-    T const* queries[2];
-    find_queries<T, kHeadDim>(params, info, members, 16 * warp, queries);
-    tile.fetch(queries);
-  }
-
-  // The first unit's queries, while its first tokens are on their way.
-  static __device__ void fetch_first(Params<T> const& params, Queue const& queue, int unit, Tile& tile, int warp) {
-    int const item = params.kv_heads_div.div(unit), words = load_item(params, queue.first_item + item);
-    StageInfo const info{0, (unit - item * params.kv_heads) << kHeadShift, item_word(words, kItemMembers)};
-    fetch(params, tile, info,
-          params.plan + params.plan[kHeaderMembersBegin] + kMemberSize * item_word(words, kItemFirstMember), warp);
-  }
-
-  // `first`: the unit that the copying warps begin with, if it is in the queue. In line, see run_unit.
-  static __device__ __forceinline__ void consume(Params<T> const& params, Queue const& queue, int first,
-                                                 unsigned char* ring, Control& control, int warp) {
-    GroupReader<T, Ring> reader(control, reinterpret_cast<T*>(ring));
-    Tile tile;
-    if (first < queue.n_work) fetch_first(params, queue, first, tile, warp);
-    Announcement told;
-    while (true) {
-      StageInfo const info = reader.open();
-      if (info.tokens < 0) break;
-      if (kGroups > 1 && warp / 4 * 64 >= info.n_members * params.group) {  // no row for this warpgroup
-        reader.skip(info.tokens);
-        tile.ahead = false;
-        continue;
-      }
-      run_unit(params, reader, tile, info, warp, told);
-    }
-    told.make(params);
-  }
-
-  // Two warpgroups on one tile are short of time, not of KV: a stage is waited for while products of the one before it
-  // are under way. In a ring of its own a single one would only be held up.
-  static constexpr bool kLarge = kGroups > 1;
-  static_assert(!kLarge || kStages > 2, "a stage is waited for while two are held");
-
-  // The scores of a stage are computed while the probabilities of the one before it meet V: matrix units and
-  // exponentials work at the same time (FlashAttention-3, 3.2). In line, as wgmma in a function of its own would be
-  // serialised.
-  static __device__ __forceinline__ void run_unit(Params<T> const& params, GroupReader<T, Ring>& reader, Tile& tile,
-                                                  StageInfo const& info, int warp, Announcement& told) {
-    int stage = reader.take(), left = info.tokens;
-    if (left == 0) return finish_empty(params, reader, tile, info, stage, warp, told);
-    if (!tile.ahead) fetch(params, tile, info, reader.members(stage), warp);
-    tile.begin();
-    tile.score(reader.k_tile(stage));
-    if (kLarge && left > Ring::kTokens) reader.wait();
-    tile.template wait<0>();
-    tile.soften_first(left, params);
-    tile.round_probabilities();
-    told.make(params);  // of the unit before: its values have been written meanwhile
-    while ((left -= Ring::kTokens) > 0) {
-      if (!kLarge) reader.wait();
-      int const next = reader.take();
-      tile.score(reader.k_tile(next));
-      tile.accumulate(reader.v_tile(stage));
-      if (kLarge && left > Ring::kTokens) reader.wait();
-      tile.template wait<1>();
-      bool const fits = tile.soften_further(left, params);
-      tile.template wait<0>();
-      if (!fits) tile.soften_anew(reader.k_tile(next), left, params);
-      reader.release(stage);
-      tile.round_probabilities();
-      stage = next;
-    }
-    tile.accumulate(reader.v_tile(stage));
-    Row rows[2];
-    find_rows<typename Tile::Layout>(params, reader.info(stage), reader.members(stage), 16 * warp, rows);
-    tile.template wait<0>();
-    reader.release(stage);
-    StageInfo const behind = reader.peek();  // the next unit's queries, in time for them to be there
-    if (behind.tokens >= 0) fetch(params, tile, behind, reader.members(reader.stage), warp);
-    told = write(params, tile, rows);
-  }
-
-  static __device__ Announcement write(Params<T> const& params, Tile& tile, Row const (&rows)[2]) {
-    float lse[2];
-    tile.end(lse);
-    return finish<kHeadDim, typename Tile::Layout, false>(params, tile.out, lse, rows);
-  }
-
-  // A tail in a large tile may have no tokens: its stage holds nothing that could be multiplied.
-  static __device__ void finish_empty(Params<T> const& params, GroupReader<T, Ring>& reader, Tile& tile,
-                                      StageInfo const& info, int stage, int warp, Announcement& told) {
-    Row rows[2];
-    find_rows<typename Tile::Layout>(params, info, reader.members(stage), 16 * warp, rows);
-    reader.release(stage);
-    told.make(params);
-    tile.begin();
-    told = write(params, tile, rows);
-  }
-};
-
 // kGroups warpgroups that compute, and one that copies for them and lends two of them its registers. Queues, largest
 // first: both warpgroups on one KV tile (with two), each on its own, single warps, and tails.
-// kRingTokens: of each group's ring. n of the tiles for both warpgroups and for one: kWideTokens, kGroupTokens.
-template <typename T, int kHeadDim, int kRingTokens, int kGroups, int kWideTokens, int kGroupTokens>
+template <typename T, class Traits>
 struct HopperForward {
-  static constexpr int kThreads = 128 * (kGroups + 1), kComputing = 128 * kGroups;
+  static constexpr int kHeadDim = Traits::kHeadDim, kGroups = Traits::kGroups, kRingTokens = Traits::kRingTokens;
+  static constexpr int kThreads = Traits::kThreads, kComputing = Traits::kComputing;
   static constexpr bool kHasWide = kGroups == 2;
-  using Wide = GroupTeam<T, kHeadDim, kGroups, kWideTokens, kGroups * kRingTokens / kWideTokens>;
-  using Group = GroupTeam<T, kHeadDim, 1, kGroupTokens, kRingTokens / kGroupTokens>;
-  // Tails are a matter of latency: the warps that copied for a group compute too.
-  static constexpr int kTailWarps = 4 + 4 / kGroups;  // of a group
-  // Where there are many rounds of tails, fewer warps with longer rings are faster.
-  static constexpr int kFewTailWarps = kTailWarps * 2 / 3, kManyRounds = 2;
-  // Where single warps have few rounds of units, and for tails nothing else, all are dealt out: whoever pops has asked for
-  // one unit more than it is at, so half of the warps would have two each, and those of a CTA ask together. Beside larger
-  // tiles the warps that copied are first, and would have all tails beyond the first round: they are dealt out, too, up to
-  // fewer rounds.
-  static constexpr int kDealtRounds = 4, kDealtBeside = 2;
+  using Wide = GroupTeam<T, kHeadDim, kGroups, Traits::kTokens128, kGroups * kRingTokens / Traits::kTokens128>;
+  using Group = GroupTeam<T, kHeadDim, 1, Traits::kTokens64, kRingTokens / Traits::kTokens64>;
+  static constexpr int kTailWarps = Traits::kTailWarps, kFewTailWarps = few_tail_warps(kTailWarps);
   static constexpr int kTailBytes = TailStream<T, kHeadDim, 1>::kRingBytes;
-  static constexpr int kSmallBytes = 3 * 2 * SwizzledRows<kHeadDim, 16>::kElements * int(sizeof(T));
+  static constexpr int kSmallBytes = kSmallStages * 2 * SwizzledRows<kHeadDim, kWarpTokens>::kElements * int(sizeof(T));
   static constexpr int kGroupBytes =
       (std::max({Group::Ring::kBytes, 4 * kSmallBytes, kTailWarps * kTailBytes}) + 1023) / 1024 * 1024;
-  using Small = WarpTeam<T, kHeadDim, 1, 16, kSmallBytes>;
+  using Small = WarpTeam<T, kHeadDim, 1, kWarpTokens, kSmallBytes>;
   struct SmallControl {  // of a warp
     StageInfo infos[Small::kStages];
     Source source;
@@ -168,6 +49,11 @@ struct HopperForward {
 
   // The queues, and where this CTA's turn begins in each: units of a queue are dealt out from where the last one ended, but
   // those that a group asks for.
+  //
+  // Where single warps have few rounds of units, and for tails nothing else, all are dealt out: whoever pops has asked for
+  // one unit more than it is at, so half of the warps would have two each, and those of a CTA ask together. Beside larger
+  // tiles the warps that copied are first, and would have all tails beyond the first round: they are dealt out, too, up to
+  // fewer rounds.
   struct Work {
     Queue wide, group, small, tails;
     int heads;       // KV heads of a tail's unit
@@ -198,8 +84,8 @@ struct HopperForward {
       fixed_tails = all_warps;
       bool deals = tails.n_work <= (alone ? kDealtRounds : kDealtBeside) * all_warps;
       if (!alone && !small.n_work) {  // not where some CTAs are done much later, nor for a few tails more than a round
-        bool const even = after_wide == 0 || wide.n_work <= ctas || 3 * after_wide >= 2 * ctas;
-        deals &= even && 4 * tails.n_work >= 5 * all_warps;
+        bool const even = after_wide == 0 || wide.n_work <= ctas || nearly_even(after_wide, ctas);
+        deals &= even && exceeds_a_round(tails.n_work, all_warps);
       }
       // First to those that copy elsewhere, last to those that are dealt small units first.
       if (small.n_work && (alone || deals)) {
@@ -252,19 +138,19 @@ struct HopperForward {
     __syncthreads();
     let_next_kernel_start();
     if (threadIdx.x >= kComputing) {
-      if constexpr (kLends) cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
+      if constexpr (Traits::kLends) cutlass::arch::warpgroup_reg_dealloc<Traits::kCopyRegisters>();
       copy(params, smem, control);
-      if constexpr (kLends) {
+      if constexpr (Traits::kLends) {
         meet(kDealt, kThreads);  // taken back before the others have theirs, they would wait for ever
-        cutlass::arch::warpgroup_reg_alloc<kRegisters>();
+        cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters>();
       }
     } else {
-      if constexpr (kLends) {
-        cutlass::arch::warpgroup_reg_alloc<kComputeRegisters>();
+      if constexpr (Traits::kLends) {
+        cutlass::arch::warpgroup_reg_alloc<Traits::kComputeRegisters>();
         pass(kDealt, kThreads);
       }
       compute(params, smem, control);
-      if constexpr (kLends) cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
+      if constexpr (Traits::kLends) cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters>();
     }
     run_tails(params, smem, control);
     // First to those that copied: they are done before those that compute.
@@ -274,11 +160,6 @@ struct HopperForward {
     __syncthreads();
     leave(params);
   }
-
-  // Registers of a thread at launch, and then: as many as the copying warps give up, the computing ones get. Beside one
-  // group alone, every thread has as many as it can use from the start.
-  static constexpr bool kLends = kGroups == 2;
-  static constexpr int kRegisters = 168, kCopyRegisters = 88, kComputeRegisters = 208;
 
   static __device__ void copy(Params<T> const& params, unsigned char* smem, Control& control) {
     if constexpr (kHasWide) copy_wide(params, smem, control);

@@ -3,111 +3,11 @@
 // A team is W warps that share each KV tile (16 query rows a warp, m = 16 W). Its first warp is also the producer: it
 // runs ahead of the arithmetic across work units, so that the next unit's rows travel while the last one is written.
 #pragma once
-#include "barrier.cuh"
-#include "params.cuh"
+#include "common/copy.cuh"
+#include "common/queue.cuh"
+#include "common/work_item.cuh"
 
 namespace feather {
-
-constexpr int kWarp = 32;
-
-// What the consumers must know of a stage.
-struct alignas(16) StageInfo {
-  int tokens;  // valid KV tokens; -1: the queue is empty
-  int edges;   // kFirst | kLast, and the KV head above them
-  int n_members;
-};
-constexpr int kFirst = 1, kLast = 2, kHeadShift = 2;
-
-// Of 32-bit factors; in C++ they would be extended first, and multiplied as such.
-__device__ __forceinline__ int64_t wide_product(int x, int y) {
-  int64_t product;
-  asm("mul.wide.s32 %0, %1, %2;" : "=l"(product) : "r"(x), "r"(y));
-  return product;
-}
-
-// The plan and the table, as whoever copies reads them. The twelve words of a work item lie one in a lane, to save
-// registers.
-template <typename T>
-__device__ __forceinline__ int load_item(Params<T> const& params, int item) {
-  int const lane = threadIdx.x % kWarp;
-  return __ldg(params.plan + params.plan[kHeaderItemsBegin] + kItemSize * item + (lane < kItemSize ? lane : 0));
-}
-__device__ __forceinline__ int item_word(int words, int index) { return __shfl_sync(~0u, words, index); }
-// Where the table has an item's row; the page of a token there, and the token's slot in it.
-template <typename T>
-__device__ __forceinline__ char const* item_row(Params<T> const& params, int words) {
-  int64_t const offset =
-      int64_t(uint32_t(item_word(words, kItemOffsetLow))) | (int64_t(item_word(words, kItemOffsetHigh)) << 32);
-  return static_cast<char const*>(params.table) + offset * params.entry_bytes;
-}
-template <typename T>
-__device__ __forceinline__ int load_page(Params<T> const& params, char const* row, int token) {
-  // The low half of a 64-bit page id comes first, and no id needs the other.
-  return __ldg(reinterpret_cast<int const*>(row + wide_product(token >> params.page_bits, params.entry_bytes)));
-}
-template <typename T>
-__device__ __forceinline__ int slot_of(Params<T> const& params, int page, int token) {
-  return (page << params.page_bits) | (token & ((1 << params.page_bits) - 1));
-}
-
-// How a warp copies rows of the cache, 16 bytes a lane: kWidth bytes of several rows at once, then the next of the same
-// rows, so that a row's address serves for all of them. The lanes that share a row know the slots of those they copy.
-template <int kRowBytes, int kWidth = 128>
-struct RowCopy {
-  static constexpr int kLanes = kWidth / 16, kRowsAtOnce = kWarp / kLanes, kTimes = kRowBytes / kWidth;
-  static_assert(kRowBytes % kWidth == 0 && kWidth % 128 == 0, "as tiles have them, see SwizzledRows");
-
-  // Of up to kWarp rows, the one whose slot this lane knows. Lanes that share a row copy in turn those that they know.
-  template <int kRows>
-  static __device__ __forceinline__ int row_known() {
-    static_assert(kRows % kRowsAtOnce == 0);
-    constexpr int kCopied = kRows < kWarp ? kRows / kRowsAtOnce : kLanes;
-    return int(threadIdx.x) % kCopied * kRowsAtOnce + row();
-  }
-  static __device__ __forceinline__ int row() { return int(threadIdx.x) % kWarp / kLanes; }  // of the first rows
-  static __device__ __forceinline__ int byte() { return int(threadIdx.x) % kLanes * 16; }    // in every kWidth
-  // Where this lane's bytes are of the row that it copies as number `i`; `from`: of slot 0.
-  static __device__ __forceinline__ char const* find(char const* from, int slot, int i, int slot_bytes) {
-    return from + wide_product(__shfl_sync(~0u, slot, i, kLanes), slot_bytes);
-  }
-  // Copy them to a tile of kRows rows; the first go to `to`.
-  template <int kRows>
-  static __device__ __forceinline__ void copy(uint32_t to, char const* from) {
-#pragma unroll
-    for (int i = 0; i < kTimes; ++i) copy_async(to + i * (kRows * kWidth), from + i * kWidth);
-  }
-  template <int kRows>
-  static __device__ __forceinline__ void copy_or_clear(uint32_t to, char const* from, bool copies) {
-#pragma unroll
-    for (int i = 0; i < kTimes; ++i) feather::copy_or_clear(to + i * (kRows * kWidth), from + i * kWidth, copies);
-  }
-};
-
-// Where a team's work units come from; in shared memory, as registers are dearer.
-struct Source {
-  int queue, first_item, n_work, first_popped;
-  int step;  // between the units of a team, if all are dealt out in turn; 0: the queue pops all but the first
-};
-
-// Where a row's elements lie in a tile: the 128-byte swizzle that wgmma reads, which keeps ldmatrix free of bank
-// conflicts too. Blocks of 64 columns, 16-byte chunks permuted in each row. Rows padded apart instead would straddle
-// the lines that memory delivers, and cp.async would write each line in two.
-template <int kHeadDim, int kRows>
-struct SwizzledRows {
-  static constexpr int kElements = kRows * kHeadDim;
-  static __device__ __forceinline__ int at(int row, int column) {
-    return column / 64 * (kRows * 64) + row * 64 + ((column % 64) ^ (row % 8 * 8));
-  }
-  // In shared memory, in bytes, where the tile begins with a line: from at(row, column), column < 16, to
-  // at(row, column + 16 k) ...
-  static __device__ __forceinline__ uint32_t right(uint32_t address, int k) {
-    return (address ^ (k % 4 * 32)) + k / 4 * (kRows * 128);
-  }
-  // ... and from at(row, column) to at(row + rows, column), where row is below a power of two that divides `rows`.
-  static __device__ __forceinline__ uint32_t down(uint32_t address, int rows) {
-    return (address ^ (rows % 8 * 16)) + rows * 128;
-  }
-};
 
 // kWarps consumers; kBlock: tokens a consumer touches at once.
 template <typename T, int kHeadDim, int kWarps, int kTokens, int kStages, int kBlock>

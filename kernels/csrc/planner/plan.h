@@ -12,7 +12,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "plan_buffer.h"
+#include "common/plan_buffer.h"
+#include "traits.h"
 
 namespace feather {
 
@@ -65,9 +66,6 @@ enum StatField : int32_t {
   kStatWidened,          // 1: chunks were made longer than asked for, to stay within the capacity
   kStatCount,
 };
-
-constexpr int32_t kWarpRows = 16;  // the most that a tile of single warps holds
-constexpr int32_t kThinRows = 8;  // of the tile that runs one request's query heads
 
 struct Tile {
   int32_t m, n;

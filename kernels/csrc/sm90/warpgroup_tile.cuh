@@ -3,13 +3,15 @@
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 
-#include "tile.cuh"
+#include "common/copy.cuh"
+#include "common/mma_fragment.cuh"
+#include "common/softmax.cuh"
 
 namespace feather {
 
 template <typename T, int kHeadDim, int kTokens_>
 struct GroupTile : Softmax {
-  static constexpr int kRows = 64, kTokens = kTokens_;
+  static constexpr int kRows = kWarpgroupRows, kTokens = kTokens_;
   using Layout = WideLayout<T, kHeadDim>;
   using KLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<T>{}, Shape<Int<kTokens>, Int<kHeadDim>>{}));
   // V as the (head_dim, tokens) operand: the same bytes as a K tile, tokens outermost within 64 columns.

@@ -5,7 +5,7 @@
 #include <numeric>
 #include <utility>
 
-#include "plan.h"
+#include "planner/plan.h"
 
 namespace feather {
 

@@ -7,7 +7,8 @@
 
 #include <algorithm>
 
-#include "plan.h"
+#include "heuristics.h"
+#include "planner/plan.h"
 
 namespace feather {
 
@@ -50,10 +51,6 @@ class Rounds {
   }
 
  private:
-  static constexpr int64_t kMostRounds = 6;  // beyond, an uneven last one costs little
-  static constexpr double kGain = 0.98;      // a change must lower the time to that
-  static constexpr double kAlone = 1.5;      // times its cost, estimated, that a unit takes while other teams are idle
-
   double chunk_ns(int32_t tile, int64_t length) const {
     const int64_t n = config_.tile(tile).n;
     return config_.unit_ns(tile) + config_.step_ns(tile) * static_cast<double>((length + n - 1) / n);
@@ -87,7 +84,7 @@ class Rounds {
         chunk = next;
         const double time = deal(tile, chunk, first);
         if (units_ > most_units) break;
-        if (time < kGain * best) best = time, limit = chunk, whole = first;
+        if (time < kRoundsGain * best) best = time, limit = chunk, whole = first;
       }
     };
     const int64_t in_rounds = (n_rows - 1) * heads / round * round / heads;
@@ -128,7 +125,7 @@ class Rounds {
     if (!std::is_sorted(runs.begin(), runs.end(), longer)) std::sort(runs.begin(), runs.end(), longer);
     // A processor's teams take a unit each before one takes a second.
     const int64_t teams = config_.teams(tile), round = teams * processors;
-    const double first = teams > 1 ? kAlone : 1;
+    const double first = teams > 1 ? kUnitAlone : 1;
     const double other = (static_cast<double>(teams) - first) / std::max(1., static_cast<double>(teams) - 1);
     int64_t at = turn_, dealt = 0, team = 0;
     for (const auto& [cost, units] : runs) {

@@ -1,0 +1,62 @@
+// One warp's arithmetic: 16 query rows against KV tokens in shared memory (mma.sync).
+#pragma once
+#include "common/copy.cuh"
+#include "common/mma_fragment.cuh"
+#include "common/softmax.cuh"
+
+namespace feather {
+
+// One warp, 16 query rows in registers.
+template <typename T, int kHeadDim, class Rows>
+struct WarpTile : Softmax {
+  using Op = typename MmaOp<T>::type;
+  using Mma = TiledMMA<MMA_Atom<Op>, cute::Layout<Shape<_1, _1, _1>>, Tile<_16, _16, _16>>;
+  using OutFragment = decltype(partition_fragment_C(Mma{}, Shape<_16, Int<kHeadDim>>{}));
+  using QFragment = decltype(Mma{}.get_slice(0).partition_fragment_A(
+      make_tensor(static_cast<T*>(nullptr), cute::Layout<Shape<_16, Int<kHeadDim>>, Stride<Int<kHeadDim>, _1>>{})));
+
+  using Layout = WideLayout<T, kHeadDim>;
+
+  QFragment q;
+  OutFragment out;  // sum of p * v, not yet divided by sum
+  int const lane;
+
+  __device__ WarpTile() : lane(threadIdx.x % 32) {}
+
+  __device__ void begin(T const* const (&rows)[2]) {
+    load_queries<kHeadDim>(q, rows);
+    clear(out);
+    Softmax::begin();
+  }
+
+  __device__ void end(float (&lse)[2]) { Softmax::end(out, lse); }
+
+  // Attend to the 16 tokens whose rows start at k_tile and v_tile, of which the first `tokens` count.
+  __device__ void attend(T const* k_tile, T const* v_tile, int tokens, Params<T> const& params) {
+    constexpr int kBlock = 16;
+    Mma mma;
+    auto scores = partition_fragment_C(mma, Shape<_16, Int<kBlock>>{});
+    clear(scores);
+    uint32_t const k_row = smem_address(k_tile + Rows::at(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8));
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k) {
+      uint32_t b[4];  // of tokens 0 to 7, and of 8 to 15
+      load_matrices<false>(Rows::right(k_row, k), b);
+      multiply<T>(scores, 0, recast<uint32_t>(q), 4 * k, b);
+    }
+    float alpha[2];
+    if (soften(scores, prepare<kBlock>(scores, tokens, params), alpha)) rescale(out, alpha);
+
+    // The accumulators of 16 tokens are, in order, the A operand of a k16 step.
+    auto const p = rounded<T>(scores);
+    uint32_t const v_row = smem_address(v_tile + Rows::at(lane % 16, lane / 16 * 8));
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; ++d) {
+      uint32_t b[4];  // of columns 16 d to 16 d + 7, and of those behind
+      load_matrices<true>(Rows::right(v_row, d), b);
+      multiply<T>(out, 8 * d, recast<uint32_t>(p), 0, b);
+    }
+  }
+};
+
+}  // namespace feather

@@ -1,0 +1,56 @@
+// The kernels' compile-time constants: what the build may choose, and the shapes that a head dimension allows.
+#pragma once
+#include <cstdint>
+
+// n of the tiles that can be built with another one, by path and m (feather_kernels/tiles.py).
+#ifndef FEATHER_PORTABLE_32
+#define FEATHER_PORTABLE_32 32
+#endif
+#ifndef FEATHER_PORTABLE_64
+#define FEATHER_PORTABLE_64 32
+#endif
+#ifndef FEATHER_HOPPER_64
+#define FEATHER_HOPPER_64 64
+#endif
+#ifndef FEATHER_HOPPER_128
+#define FEATHER_HOPPER_128 64
+#endif
+
+namespace feather {
+
+constexpr int kWarp = 32;         // lanes
+constexpr int32_t kWarpRows = 16;  // the most that a tile of single warps holds: a fragment of mma.sync
+constexpr int32_t kThinRows = 8;   // of the tile that runs one request's query heads: mma.sync with swapped operands
+constexpr int kWarpTokens = 16;   // a step of both
+constexpr int kWarpgroupRows = 64;
+constexpr int kPartChunk = 8;     // neighbouring values of a part that a lane holds: 16 bytes
+constexpr int kPatience = 1 << 24;  // looks at a part that does not come before the kernel gives up
+
+// Four warps a CTA (sm_80 and later). Rings take as much shared memory as there is.
+template <int kHeadDim_>
+struct PortableTraits {
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kWarps = 4, kThreads = kWarp * kWarps;
+  static constexpr int kMinCtas = kHeadDim <= 128 ? 2 : 1;                              // of a multiprocessor
+  static constexpr int kRingBytes = (kHeadDim <= 128 ? 3 * 128 : 2 * 256) * 2 * 16 * 2;  // of a warp
+  static constexpr int kTokens64 = FEATHER_PORTABLE_64, kTokens32 = FEATHER_PORTABLE_32;  // n, by m
+};
+
+// Warpgroups that compute, and one that copies for them (sm_90a). At head_dim 256 two warpgroups' results do not fit
+// into registers.
+template <int kHeadDim_>
+struct HopperTraits {
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kGroups = kHeadDim <= 128 ? 2 : 1;
+  static constexpr int kThreads = 128 * (kGroups + 1), kComputing = 128 * kGroups, kMinCtas = 1;
+  static constexpr int kRingTokens = kHeadDim == 64 ? 384 : kHeadDim == 128 ? 192 : 128;   // of a group
+  static constexpr int kTokens128 = FEATHER_HOPPER_128, kTokens64 = FEATHER_HOPPER_64;     // n, by m
+  // Registers of a thread at launch, and then: as many as the copying warps give up, the computing ones get. Beside one
+  // group alone, every thread has as many as it can use from the start.
+  static constexpr bool kLends = kGroups == 2;
+  static constexpr int kRegisters = 168, kCopyRegisters = 88, kComputeRegisters = 208;
+  // Warps of a group that take tails, a matter of latency: those that copied for it compute too.
+  static constexpr int kTailWarps = 4 + 4 / kGroups;
+};
+
+}  // namespace feather
