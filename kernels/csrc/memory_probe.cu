@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) copy_in_turn(char const* buffer, int
   int64_t at = 0;
   for (int i = 0; i < copies; ++i) {
     for (int byte = threadIdx.x * 16; byte < bytes; byte += kThreads * 16) {
-      feather::copy_async(feather::smem_address(smem + byte), buffer + at + byte);
+      feather::cp_async(feather::smem_address(smem + byte), buffer + at + byte);
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();

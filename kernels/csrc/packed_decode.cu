@@ -91,7 +91,7 @@ void launch(feather::Params<T> const& params, int device, cudaStream_t stream) {
 }
 
 feather::Params<T> make_params(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse,
-                               TensorView part_out, TensorView part_notes, TensorView counters, TensorView plan,
+                               TensorView part_out, TensorView part_stats, TensorView counters, TensorView plan,
                                TensorView seq_lens, TensorView table, int64_t page_bits, double sm_scale,
                                double soft_cap, int64_t flags) {
   feather::Params<T> params{};
@@ -101,7 +101,7 @@ feather::Params<T> make_params(TensorView q, TensorView k, TensorView v, TensorV
   params.out = static_cast<T*>(out.data_ptr());
   params.lse = lse.has_value() ? static_cast<float*>(lse.value().data_ptr()) : nullptr;
   params.part_out = static_cast<uint16_t*>(part_out.data_ptr());
-  params.part_notes = static_cast<feather::PartNote*>(part_notes.data_ptr());
+  params.part_stats = static_cast<feather::PartialStats*>(part_stats.data_ptr());
   params.popped = static_cast<int*>(counters.data_ptr());
   params.plan = static_cast<int const*>(plan.data_ptr());
   params.seq_lens = static_cast<int const*>(seq_lens.data_ptr());
@@ -133,10 +133,10 @@ cudaStream_t stream_of(TensorView tensor) {
 
 // flags: 1 = L2 prefetch, 2 = portable path; queues: a bit per tile shape.
 void forward(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, TensorView part_out,
-             TensorView part_notes, TensorView counters, TensorView plan, TensorView seq_lens, TensorView table,
+             TensorView part_stats, TensorView counters, TensorView plan, TensorView seq_lens, TensorView table,
              int64_t page_bits, double sm_scale, double soft_cap, int64_t flags, int64_t queues) {
-  auto params = make_params(q, k, v, out, lse, part_out, part_notes, counters, plan, seq_lens, table, page_bits, sm_scale,
-                            soft_cap, flags);
+  auto params = make_params(q, k, v, out, lse, part_out, part_stats, counters, plan, seq_lens, table, page_bits,
+                            sm_scale, soft_cap, flags);
   params.queues = queues;
   int const device = q.device().device_id;
 #if FEATHER_HOPPER
@@ -146,9 +146,9 @@ void forward(TensorView q, TensorView k, TensorView v, TensorView out, Optional<
 }
 
 void merge(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, TensorView part_out,
-           TensorView part_notes, TensorView counters, TensorView plan, TensorView seq_lens, TensorView table,
+           TensorView part_stats, TensorView counters, TensorView plan, TensorView seq_lens, TensorView table,
            int64_t page_bits, double sm_scale, double soft_cap, int64_t flags) {
-  auto const params = make_params(q, k, v, out, lse, part_out, part_notes, counters, plan, seq_lens, table, page_bits,
+  auto const params = make_params(q, k, v, out, lse, part_out, part_stats, counters, plan, seq_lens, table, page_bits,
                                   sm_scale, soft_cap, flags);
   int64_t const rows = q.size(0) * q.size(1);
   int const sms = multiprocessors(q.device().device_id);

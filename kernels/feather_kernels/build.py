@@ -63,7 +63,9 @@ def load_planner() -> Any:
     if compiler is None:
         raise BuildError("no C++ compiler for the planner: install g++ (13 or later is tested) or set CXX")
     flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra"]
-    return _load(_compile("plan", source_dir() / "planner" / "plan.cpp", [compiler, *flags], toolkit=_version(compiler)))
+    return _load(
+        _compile("plan", source_dir() / "planner" / "plan.cpp", [compiler, *flags], toolkit=_version(compiler))
+    )
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Pack plans: which requests read which KV together, in the order the kernel runs it (PAT 5 and 6).
 
-A ``Planner`` owns a buffer and the fixed arguments; ``Planner.plan`` is one call into ``csrc/planner/plan.cpp``. ``make_plan``
-is the same for a single plan.
+A ``Planner`` owns a buffer and the fixed arguments; ``Planner.plan`` is one call into
+``csrc/planner``. ``make_plan`` is the same for a single plan.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Planner:
         runs in the smallest m >= R, but in m = 8 only if it has one request. With ``split`` "balanced" or
         "rounds", long packs of several requests in a tile of at most 16 rows run in the next larger one where they are
         few; and all packs, tails too, in the smallest tile of more than 16 rows where they are few in all, and with
-        "rounds" tails alone where they suit its teams (``csrc/planner/row_tiles.h``, ``gather``).
+        "rounds" tails alone where they suit its teams (``csrc/planner/row_tiles.h``, ``merge_into_warpgroup_tile``).
     split : str
         A key of ``pack.SPLITS``: how long KV is cut.
     merge : str
@@ -387,7 +387,7 @@ class PackPlan:
         With ``merge="fused"``, the queue of the smallest m >= G has three such runs: items that neither wait for an
         item of this queue nor are waited for; those that others wait for; and closing items that wait for any of these.
         So an item waits for earlier ones only. No item that neither deposits nor waits may stand behind the first run:
-        a warp that still owes a part passes over slots of its ring from there on (`csrc/sm80/tail_stream.cuh`). Closing items
+        a warp that still owes a part passes over slots of its ring from there on (`csrc/sm80`). Closing items
         without tokens are in no queue: they follow the last one, and wait for any other.
         """
         return self.buffer[_QUEUE : _QUEUE + len(self.tiles) + 1]

@@ -18,7 +18,7 @@ LAUNCHES = ("persistent", "streams", "serial")
 PATHS = ("auto", "portable", "hopper")
 _PREFETCH, _PORTABLE = 1, 2
 _COUNTERS = 16  # per queue: work units popped, and CTAs that have left
-_NOTHING = -1  # a partial row's note, as int32, before anybody has written it (csrc/common/partial.cuh)
+_NOT_PUBLISHED = -1  # a partial row's stats, as int32, before anybody has written them (csrc/common/partial.cuh)
 
 
 class PackedDecodeWrapper:
@@ -169,7 +169,9 @@ class PackedDecodeWrapper:
         self._copied = [torch.cuda.Event() for _ in self._staging]
         self._turn = 0
         self._part_out = torch.empty(max_parts, num_qo_heads, head_dim, dtype=torch.int16, device=self.device)
-        self._part_notes = torch.full((max_parts, num_qo_heads, 2), _NOTHING, dtype=torch.int32, device=self.device)
+        self._part_stats = torch.full(
+            (max_parts, num_qo_heads, 2), _NOT_PUBLISHED, dtype=torch.int32, device=self.device
+        )
         self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=self.device)
         self._table: torch.Tensor | None = None
         self._seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=self.device)
@@ -306,7 +308,7 @@ class PackedDecodeWrapper:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
     ) -> tuple[Any, ...]:
         return (
-            q, k, v, out, lse, self._part_out, self._part_notes, self._counters, self._plan, self._lens, self._table,
+            q, k, v, out, lse, self._part_out, self._part_stats, self._counters, self._plan, self._lens, self._table,
             self.page_size.bit_length() - 1, self.sm_scale, self.logit_soft_cap, self._flags,
         )  # fmt: skip
 

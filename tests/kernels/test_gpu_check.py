@@ -47,7 +47,7 @@ class HostWrapper(PackedDecodeWrapper):
         )  # fmt: skip
         self.pack_plan, self._table, self.runs = None, None, 0
         self._part_out = torch.zeros(1, dtype=torch.int16)
-        self._part_notes = torch.full((4, q_heads, 2), check.NOTHING, dtype=torch.int32)
+        self._part_stats = torch.full((4, q_heads, 2), check.NOTHING, dtype=torch.int32)
 
     def plan(self, forest, table, seq_lens=None):
         if table.dtype not in (torch.int32, torch.int64):
@@ -138,7 +138,7 @@ def test_every_merge_is_drawn_where_the_wrapper_allows_it(draw, hopper):
 def test_poison_is_for_the_results_only():
     wrapper = HostWrapper(8, 2, 64)
     check.poison_scratch(wrapper)
-    assert (wrapper._part_out == -1).all() and (wrapper._part_notes == check.NOTHING).all()
+    assert (wrapper._part_out == -1).all() and (wrapper._part_stats == check.NOTHING).all()
 
 
 class Unwritten(HostWrapper):
@@ -177,7 +177,7 @@ class Leaving(HostWrapper):
 
     def write(self, out, values):
         out.copy_(values)
-        self._part_notes[2, 1, 0] = 7
+        self._part_stats[2, 1, 0] = 7
 
 
 class WrongSum(HostWrapper):

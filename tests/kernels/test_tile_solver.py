@@ -142,7 +142,7 @@ def test_a_tiles_n_by_hand():
 
 @pytest.mark.parametrize("head_dim, ring", [(64, 384), (128, 192), (256, 128)])
 def test_every_ring_of_the_hopper_path_has_its_barriers(head_dim, ring):
-    """What csrc/sm90/kv_pipeline.cuh asserts: more places for units that were told than the ring has stages, and one."""
+    """What csrc/sm90/kv_pipeline.cuh asserts: more places for known units than the ring has stages, and one."""
     assert f"kHeadDim == {head_dim} ? {ring}" in SOURCE or f": {ring};" in SOURCE
     for m, _ in tiles.built_tiles("hopper", head_dim):
         for n in tiles.n_choices("hopper", m, head_dim) if m > 16 else ():

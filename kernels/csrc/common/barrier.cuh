@@ -45,21 +45,21 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
 
 // With programmatic dependent launch (sm_90) a kernel may start while the one before it in the stream still runs, whose
 // results are there after this. Before it, a thread reads the plan only, which no kernel writes. Again costs nothing.
-__device__ __forceinline__ void wait_for_previous_kernel() {
+__device__ __forceinline__ void wait_on_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
 // From here on the next kernel may start; it waits as above.
-__device__ __forceinline__ void let_next_kernel_start() {
+__device__ __forceinline__ void launch_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
 // Arrive once all of this thread's asynchronous copies so far have landed.
-__device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
+__device__ __forceinline__ void cp_async_barrier_arrive_noinc(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
 

@@ -7,12 +7,12 @@ namespace feather {
 
 // 16 bytes from global to shared memory. Hopper's bulk copy of a whole row takes its addresses from uniform registers:
 // rows scattered over slots would be issued one by one, which measured slower than 16 bytes a lane.
-__device__ __forceinline__ void copy_async(uint32_t to, void const* from) {
+__device__ __forceinline__ void cp_async(uint32_t to, void const* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 // The same, or 16 zero bytes without reading anything.
-__device__ __forceinline__ void copy_or_clear(uint32_t to, void const* from, bool copies) {
+__device__ __forceinline__ void cp_async_zfill(uint32_t to, void const* from, bool copies) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copies ? 16 : 0) : "memory");
 }
 
@@ -70,12 +70,12 @@ struct RowCopy {
   template <int kRows>
   static __device__ __forceinline__ void copy(uint32_t to, char const* from) {
 #pragma unroll
-    for (int i = 0; i < kTimes; ++i) copy_async(to + i * (kRows * kWidth), from + i * kWidth);
+    for (int i = 0; i < kTimes; ++i) cp_async(to + i * (kRows * kWidth), from + i * kWidth);
   }
   template <int kRows>
-  static __device__ __forceinline__ void copy_or_clear(uint32_t to, char const* from, bool copies) {
+  static __device__ __forceinline__ void cp_async_zfill(uint32_t to, char const* from, bool copies) {
 #pragma unroll
-    for (int i = 0; i < kTimes; ++i) feather::copy_or_clear(to + i * (kRows * kWidth), from + i * kWidth, copies);
+    for (int i = 0; i < kTimes; ++i) feather::cp_async_zfill(to + i * (kRows * kWidth), from + i * kWidth, copies);
   }
 };
 

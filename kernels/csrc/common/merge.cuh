@@ -6,9 +6,9 @@
 namespace feather {
 
 // A warp's rows are one request's last part: wait for its other parts and take them in; out and lse become the
-// request's. A note is read by nobody else and left as the next run expects it.
+// request's. Stats are read by nobody else and left as the next run expects them.
 template <int kHeadDim, class Layout, typename T, class Out>
-__device__ __forceinline__ void close(Params<T> const& params, Out& out, float (&lse)[2], Row const (&rows)[2]) {
+__device__ __forceinline__ void combine(Params<T> const& params, Out& out, float (&lse)[2], Row const (&rows)[2]) {
   constexpr int kRows = Layout::kRows, kAtOnce = 32 / kRows;  // parts asked for at once
   int const lane = threadIdx.x % 32;
   int const request = __reduce_max_sync(~0u, max(rows[0].request, rows[1].request));
@@ -19,7 +19,7 @@ __device__ __forceinline__ void close(Params<T> const& params, Out& out, float (
   int const* const part_begin = params.plan + params.plan[kHeaderPartBegin] + request;
   int const first = part_begin[0], n_parts = part_begin[1] - first;
   int const row = lane % kRows;
-  PartNote* const note_at = params.part_notes + int64_t(first) * params.q_heads + first_head + row;
+  PartialStats* const stats_at = params.part_stats + int64_t(first) * params.q_heads + first_head + row;
   uint16_t const* part_at[2];
   PartWeight total[2];
 #pragma unroll
@@ -30,14 +30,14 @@ __device__ __forceinline__ void close(Params<T> const& params, Out& out, float (
   for (int k0 = 0; k0 < n_parts; k0 += kAtOnce) {
     int const k = k0 + lane / kRows;
     bool const asks = k < n_parts && row < n_rows;
-    PartNote note{};
+    PartialStats stats{};
     for (int tries = 0;; ++tries) {
-      if (asks && (tries == 0 || note.missing())) note = load_relaxed(note_at + int64_t(k) * params.q_heads);
-      if (!__any_sync(~0u, asks && note.missing())) break;
+      if (asks && (tries == 0 || stats.missing())) stats = load_relaxed(stats_at + int64_t(k) * params.q_heads);
+      if (!__any_sync(~0u, asks && stats.missing())) break;
       if (tries > kPatience) __trap();  // a plan whose parts are not all deposited: an error rather than a hang
     }
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
-    if (asks) forget(note_at + int64_t(k) * params.q_heads);
+    if (asks) reset(stats_at + int64_t(k) * params.q_heads);
     __syncwarp();
 #pragma unroll 1
     for (int j = 0; j < kAtOnce && k0 + j < n_parts; ++j) {
@@ -55,16 +55,16 @@ __device__ __forceinline__ void close(Params<T> const& params, Out& out, float (
       for (int i = 0; i < 2; ++i) {
         int const from = j * kRows + Layout::row(i);
         float alpha;
-        float const w = total[i].add(__uint_as_float(__shfl_sync(~0u, note.lse, from)), alpha) *
-                        __uint_as_float(__shfl_sync(~0u, note.step, from));
+        float const w = total[i].add(__uint_as_float(__shfl_sync(~0u, stats.lse, from)), alpha) *
+                        __uint_as_float(__shfl_sync(~0u, stats.scale, from));
 #pragma unroll
         for (int c = 0; c < Layout::kChunks; ++c) {
-          float steps[kPartChunk];
-          from_steps(&part[i][c].x, steps);
+          float quantized[kPartChunk];
+          dequantize(&part[i][c].x, quantized);
 #pragma unroll
           for (int e = 0; e < kPartChunk; ++e) {
             float& sum = Layout::value(out, i, c, e);
-            sum = fmaf(w, steps[e], sum * alpha);
+            sum = fmaf(w, quantized[e], sum * alpha);
           }
         }
       }
@@ -82,44 +82,44 @@ __device__ __forceinline__ void close(Params<T> const& params, Out& out, float (
   }
 }
 
-// The notes that tell others of a warp's parts. They follow the parts' values; with the next unit's first stage
-// between, there is little left to wait for.
-struct Announcement {
-  int at[2] = {-1, -1};  // in part_notes
-  float lse[2], step[2];
+// The stats that tell others of a warp's parts, to be published behind the parts' values: with the next unit's first
+// stage between, there is little left to wait for.
+struct PendingPublish {
+  int at[2] = {-1, -1};  // in part_stats
+  float lse[2], scale[2];
 
   template <typename T>
-  __device__ __forceinline__ void make(Params<T> const& params) {
+  __device__ __forceinline__ void publish(Params<T> const& params) {
     if (!__any_sync(~0u, max(at[0], at[1]) >= 0)) return;
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");  // whoever sees a row's note sees its values
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");  // whoever sees a row's stats sees its values
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (at[i] >= 0) store(params.part_notes + at[i], {announced(lse[i]), __float_as_uint(step[i])});
+      if (at[i] >= 0) store(params.part_stats + at[i], {publishable(lse[i]), __float_as_uint(scale[i])});
       at[i] = -1;
     }
   }
 };
 
-// A warp has finished a work unit: parts are deposited, the results of other rows are final. What is to be announced of
+// A warp has finished a work unit: parts are deposited, the results of other rows are final. What is to be published of
 // the parts comes back.
 template <int kHeadDim, class Layout, bool kMayClose, typename T, class Out>
-__device__ __forceinline__ Announcement finish(Params<T> const& params, Out& out, float (&lse)[2],
+__device__ __forceinline__ PendingPublish epilogue(Params<T> const& params, Out& out, float (&lse)[2],
                                                Row const (&rows)[2]) {
   if constexpr (kMayClose) {
     bool const closes = rows[0].part == kCloses || rows[1].part == kCloses;
-    if (__any_sync(~0u, closes)) close<kHeadDim, Layout>(params, out, lse, rows);
+    if (__any_sync(~0u, closes)) combine<kHeadDim, Layout>(params, out, lse, rows);
   }
-  Announcement told;
+  PendingPublish pending;
   if (__any_sync(~0u, max(rows[0].part, rows[1].part) >= 0)) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float most = kLeastMost;
+      float most = kMinAbsMax;
 #pragma unroll
       for (int c = 0; c < Layout::kChunks; ++c) {
 #pragma unroll
         for (int e = 0; e < kPartChunk; ++e) most = Larger()(most, Layout::value(out, i, c, e));
       }
-      told.step[i] = across<Larger, Layout::kNear, Layout::kFar>(most) / kMostSteps;
+      pending.scale[i] = allreduce<Larger, Layout::kNear, Layout::kFar>(most) / kQuantMax;
     }
   }
   bool final[2];
@@ -129,18 +129,18 @@ __device__ __forceinline__ Announcement finish(Params<T> const& params, Out& out
     if (rows[i].request < 0 || rows[i].part < 0) continue;
     int const at = rows[i].part * params.q_heads + rows[i].head;
     uint16_t* const row = params.part_out + int64_t(at) * kHeadDim;
-    float const inverse = 1.f / told.step[i];
+    float const inverse = 1.f / pending.scale[i];
 #pragma unroll
     for (int c = 0; c < Layout::kChunks; ++c) {
       uint32_t words[kPartChunk / 2];
 #pragma unroll
       for (int e = 0; e < kPartChunk; e += 2) {
-        words[e / 2] = in_steps(Layout::value(out, i, c, e), Layout::value(out, i, c, e + 1), inverse);
+        words[e / 2] = quantize(Layout::value(out, i, c, e), Layout::value(out, i, c, e + 1), inverse);
       }
       __stcg(reinterpret_cast<uint4*>(row + Layout::chunk(c)), make_uint4(words[0], words[1], words[2], words[3]));
     }
-    if (Layout::leads()) told.at[i] = at;
-    told.lse[i] = lse[i];
+    if (Layout::leads()) pending.at[i] = at;
+    pending.lse[i] = lse[i];
   }
   __syncwarp();
   if (__any_sync(~0u, final[0] || final[1])) Layout::store(params, out, rows);
@@ -151,11 +151,11 @@ __device__ __forceinline__ Announcement finish(Params<T> const& params, Out& out
       if (final[i]) lse_to[int64_t(rows[i].request) * params.q_heads + rows[i].head] = lse[i] * kLn2;
     }
   }
-  return told;
+  return pending;
 }
 
 // A warp combines a request's parts, `n_parts` from `first` on, for one query head. kWaits: until they are there, and
-// leaves their notes, which nobody else reads, as the next run expects them.
+// leaves their stats, which nobody else reads, as the next run expects them.
 template <int kHeadDim, bool kWaits, typename T>
 __device__ __forceinline__ void merge_row(Params<T> const& params, int request, int head, int first, int n_parts) {
   constexpr int kOwn = 4;                               // neighbouring values of a lane
@@ -164,28 +164,28 @@ __device__ __forceinline__ void merge_row(Params<T> const& params, int request, 
   int const lane = threadIdx.x % 32;
   bool const has_columns = kOwn * lane < kHeadDim;
   int64_t const row = int64_t(first) * params.q_heads + head;
-  PartNote* const note_at = params.part_notes + row;
+  PartialStats* const stats_at = params.part_stats + row;
   uint16_t const* const value_at = params.part_out + row * kHeadDim + kOwn * lane;
   PartWeight total{-INFINITY, 0.f};
   float sum[kChunks][kOwn] = {};
 #pragma unroll 1
   for (int begin = 0; begin < n_parts; begin += 32) {  // one a lane
     int const count = min(32, n_parts - begin);
-    PartNote* const mine = note_at + int64_t(begin + lane) * params.q_heads;
-    PartNote note{kNothing, 0};
+    PartialStats* const mine = stats_at + int64_t(begin + lane) * params.q_heads;
+    PartialStats stats{kNotPublished, 0};
     for (int tries = 0;; ++tries) {
-      if (lane < count && note.missing()) note = load_relaxed(mine);
-      if (!kWaits || !__any_sync(~0u, lane < count && note.missing())) break;
+      if (lane < count && stats.missing()) stats = load_relaxed(mine);
+      if (!kWaits || !__any_sync(~0u, lane < count && stats.missing())) break;
       if (tries > kPatience) __trap();  // a plan whose parts are not all deposited: an error rather than a hang
     }
     if (kWaits) {
       asm volatile("fence.acq_rel.gpu;" ::: "memory");
-      if (lane < count) forget(mine);
+      if (lane < count) reset(mine);
     }
-    float const lse = lane < count ? __uint_as_float(note.lse) : -INFINITY;
-    float const alpha = total.follow(across<Max, 1, 32>(lse));
+    float const lse = lane < count ? __uint_as_float(stats.lse) : -INFINITY;
+    float const alpha = total.update_row_max(allreduce<Max, 1, 32>(lse));
     float weight = total.weigh(lse);
-    if (lane < count) weight *= __uint_as_float(note.step);
+    if (lane < count) weight *= __uint_as_float(stats.scale);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
@@ -208,10 +208,10 @@ __device__ __forceinline__ void merge_row(Params<T> const& params, int request, 
         float const w = __shfl_sync(~0u, weight, (k + j) % 32);  // 0 where there is no part
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
-          float steps[kOwn];
-          from_steps(&part[j][c].x, steps);
+          float quantized[kOwn];
+          dequantize(&part[j][c].x, quantized);
 #pragma unroll
-          for (int e = 0; e < kOwn; ++e) sum[c][e] = fmaf(w, steps[e], sum[c][e]);
+          for (int e = 0; e < kOwn; ++e) sum[c][e] = fmaf(w, quantized[e], sum[c][e]);
         }
       }
     }
@@ -236,7 +236,7 @@ __device__ void run_merges(Params<T> const& params, int index, int warps) {
   int const items = params.plan[kHeaderMerges];
   if (items == 0) return;
   int const first = params.plan[kHeaderItems] - items;
-  wait_for_previous_kernel();
+  wait_on_dependent_grids();
 #pragma unroll 1
   for (int unit = index; unit < items * params.q_heads; unit += warps) {
     int const item = unit / params.q_heads, words = load_item(params, first + item);
@@ -248,7 +248,7 @@ __device__ void run_merges(Params<T> const& params, int index, int warps) {
 // A warp per (request, query head): combines all parts where no unit closes (merge="kernel").
 template <typename T, int kHeadDim>
 __global__ void merge_kernel(Params<T> const params) {
-  wait_for_previous_kernel();
+  wait_on_dependent_grids();
   int const n_requests = params.plan[kHeaderRequests];
   int const* const part_begin = params.plan + params.plan[kHeaderPartBegin];
   int const warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32, warps = gridDim.x * blockDim.x / 32;

@@ -24,7 +24,7 @@ struct MmaOp<cutlass::bfloat16_t> {
 
 // Four 8x8 matrices of 16-bit values from shared memory, a row an address; transposed or not.
 template <bool kTransposed>
-__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&a)[4]) {
+__device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&a)[4]) {
   if constexpr (kTransposed) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
@@ -44,7 +44,7 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
 
 // The scores' probabilities in the operands' type.
 template <typename T, class Scores>
-__device__ __forceinline__ auto rounded(Scores const& scores) {
+__device__ __forceinline__ auto convert_type(Scores const& scores) {
   constexpr int kSize = decltype(size(scores))::value;
   auto p = make_fragment_like<T>(scores);
   cutlass::NumericArrayConverter<T, float, kSize> convert;
@@ -58,7 +58,7 @@ __device__ __forceinline__ auto rounded(Scores const& scores) {
 template <typename T, int kHeadDim>
 struct WideLayout {
   static constexpr int kRows = 16, kChunks = kHeadDim / 4 / kPartChunk;  // of a part's row
-  static constexpr int kNear = 1, kFar = 4;                              // lanes that share a row (`across`)
+  static constexpr int kNear = 1, kFar = 4;                              // lanes that share a row (`allreduce`)
   static __device__ int row(int i) { return threadIdx.x % 32 / 4 + 8 * i; }
   static __device__ bool leads() { return threadIdx.x % 4 == 0; }
   static __device__ int chunk(int c) { return part_chunk(c / 2, 2 * (threadIdx.x % 4) + c % 2); }
@@ -114,7 +114,7 @@ __device__ void find_queries(Params<T> const& params, StageInfo const& info, int
 
 // c (16 x 16, elements `c_first` on) += a (words `a_first` on) times b.
 template <typename T, class C, class A>
-__device__ __forceinline__ void multiply(C& c, int c_first, A const& a, int a_first, uint32_t const (&b)[4]) {
+__device__ __forceinline__ void mma_16x16x16(C& c, int c_first, A const& a, int a_first, uint32_t const (&b)[4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     int const at = c_first + 4 * half;

@@ -18,7 +18,7 @@ struct FastDivide {
   }
 };
 
-struct PartNote;
+struct PartialStats;
 
 template <typename T>
 struct Params {
@@ -27,8 +27,8 @@ struct Params {
   T const* v;
   T* out;                // (requests, q_heads, head_dim)
   float* lse;            // (requests, q_heads), natural logarithm, or null
-  uint16_t* part_out;    // (parts, q_heads, head_dim): normalised partial results in steps, columns as part_chunk has them
-  PartNote* part_notes;  // (parts, q_heads): their log-sum-exp, base 2, and step; between runs kNothing
+  uint16_t* part_out;    // (parts, q_heads, head_dim): normalised, quantized; columns as part_chunk has them
+  PartialStats* part_stats;  // (parts, q_heads): their log-sum-exp, base 2, and scale; between runs kNotPublished
   int* popped;           // per tile: work units taken from its queue; zero between runs
   int const* plan;       // header, items, members, part_begin
   int const* seq_lens;

@@ -2,8 +2,9 @@
 // behind the queues, or the merge kernel combines them.
 //
 // A part is a normalised result and its log-sum-exp. They are combined in fp32 and in a fixed order, so that the result
-// is the same bit for bit in every run. On their way through memory the values of a row are 16-bit integers, in steps of
-// 1 / 32767 of its largest: half the traffic, with an error far below that of an output in 16 bits.
+// is the same bit for bit in every run. On their way through memory the values of a row are quantized to
+// 16-bit integers, in steps of 1 / 32767 of its largest: half the traffic, with an error far below that of
+// an output in 16 bits.
 #pragma once
 #include "common/work_item.cuh"
 
@@ -11,7 +12,7 @@ namespace feather {
 
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kOnly = -1;  // in place of a part: the request has no other
-constexpr uint32_t kNothing = 0xffffffffu;  // a log-sum-exp, as bits, that nobody has deposited yet
+constexpr uint32_t kNotPublished = 0xffffffffu;  // a log-sum-exp, as bits, that nobody has deposited yet
 
 // One query row of a warp's tile.
 struct Row {
@@ -26,42 +27,44 @@ __device__ __forceinline__ int part_chunk(int block, int place) {
   return 64 * block + kPartChunk * (place / 2 + 4 * (place % 2));
 }
 
-constexpr float kMostSteps = 32767.f;
-constexpr float kLeastMost = 1e-30f;  // what a row's largest value counts as, at least: one over its step is finite
+constexpr float kQuantMax = 32767.f;
+constexpr float kMinAbsMax = 1e-30f;  // what a row's largest value counts as, at least: one over its scale is finite
 // A value in steps, plus this, is a float whose last 16 bits count steps from -32768 on.
-constexpr float kStepsAsBits = 8388608.f + 32768.f;
+constexpr float kQuantBits = 8388608.f + 32768.f;
 
-// Two values of a row as a part has them; `inverse` is one over its step.
-__device__ __forceinline__ uint32_t in_steps(float first, float second, float inverse) {
-  uint32_t const low = __float_as_uint(fmaf(first, inverse, kStepsAsBits));
-  return __byte_perm(low, __float_as_uint(fmaf(second, inverse, kStepsAsBits)), 0x5410);
+// Two values of a row as a part has them; `inverse` is one over its scale.
+__device__ __forceinline__ uint32_t quantize(float first, float second, float inverse) {
+  uint32_t const low = __float_as_uint(fmaf(first, inverse, kQuantBits));
+  return __byte_perm(low, __float_as_uint(fmaf(second, inverse, kQuantBits)), 0x5410);
 }
 
-// And back: N values of a part, not yet times the step.
+// And back: N values of a part, not yet times the scale.
 template <int N>
-__device__ __forceinline__ void from_steps(uint32_t const* words, float (&steps)[N]) {
+__device__ __forceinline__ void dequantize(uint32_t const* words, float (&quantized)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    steps[i] = __uint_as_float(__byte_perm(words[i / 2], 0x4b00, i % 2 ? 0x5432 : 0x5410)) - kStepsAsBits;
+    quantized[i] = __uint_as_float(__byte_perm(words[i / 2], 0x4b00, i % 2 ? 0x5432 : 0x5410)) - kQuantBits;
   }
 }
 
-// What is announced of a part's row: its log-sum-exp, and its step. Read and written as one.
-struct PartNote {
-  uint32_t lse, step;  // as bits; lse is kNothing until the part has been deposited
+// What is published of a part's row: its log-sum-exp, and the scale of its values. Read and written as one.
+struct PartialStats {
+  uint32_t lse, scale;  // as bits; lse is kNotPublished until the part has been deposited
 
-  __device__ __forceinline__ bool missing() const { return lse == kNothing; }
+  __device__ __forceinline__ bool missing() const { return lse == kNotPublished; }
 };
 
-__device__ __forceinline__ PartNote load_relaxed(PartNote const* address) {
+__device__ __forceinline__ PartialStats load_relaxed(PartialStats const* address) {
   uint64_t bits;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(bits) : "l"(address) : "memory");
   return {uint32_t(bits), uint32_t(bits >> 32)};
 }
-__device__ __forceinline__ void store(PartNote* address, PartNote note) {
-  __stcg(reinterpret_cast<unsigned long long*>(address), (unsigned long long)(note.step) << 32 | note.lse);
+__device__ __forceinline__ void store(PartialStats* address, PartialStats stats) {
+  __stcg(reinterpret_cast<unsigned long long*>(address), (unsigned long long)(stats.scale) << 32 | stats.lse);
 }
-__device__ __forceinline__ void forget(PartNote* address) { store(address, {kNothing, kNothing}); }  // a step of NaN
+__device__ __forceinline__ void reset(PartialStats* address) {
+  store(address, {kNotPublished, kNotPublished});  // a scale of NaN
+}
 
 // The running sum of parts.
 struct PartWeight {
@@ -78,7 +81,7 @@ struct PartWeight {
   }
   // The same for as many as a warp has lanes, of which `highest` is the greatest log-sum-exp: the factor of the sum so
   // far ...
-  __device__ __forceinline__ float follow(float highest) {
+  __device__ __forceinline__ float update_row_max(float highest) {
     float const next = fmaxf(top, highest), alpha = exp2f(top + minus(next));
     top = next;
     weight *= alpha;
@@ -87,7 +90,7 @@ struct PartWeight {
   // ... and of this lane's part.
   __device__ __forceinline__ float weigh(float lse) {
     float const w = exp2f(lse + minus(top));
-    weight += across<Sum, 1, 32>(w);
+    weight += allreduce<Sum, 1, 32>(w);
     return w;
   }
   static __device__ __forceinline__ float minus(float top) { return top == -INFINITY ? 0.f : -top; }
@@ -95,10 +98,10 @@ struct PartWeight {
   __device__ __forceinline__ float lse() const { return weight == 0.f ? -INFINITY : top + log2f(weight); }
 };
 
-// A log-sum-exp that can be told from kNothing.
-__device__ __forceinline__ uint32_t announced(float lse) {
+// A log-sum-exp that can be told from kNotPublished.
+__device__ __forceinline__ uint32_t publishable(float lse) {
   uint32_t const bits = __float_as_uint(lse);
-  return bits == kNothing ? 0x7fffffffu : bits;
+  return bits == kNotPublished ? 0x7fffffffu : bits;
 }
 
 // The requests of a warp's rows, which are the unit's from first_row on, and how their results join others.

@@ -7,25 +7,26 @@
 
 namespace feather {
 
-constexpr float kMostSum = 1 << int(kRescaleThreshold);  // of a lane's exponentials: so none is beyond the threshold
+constexpr float kRescaleSum = 1 << int(kRescaleThreshold);  // of a lane's exponentials: so none is beyond the threshold
 
+// cap * tanh(score * scale / cap)
 template <typename T>
-__device__ __forceinline__ float soft_capped(float score, Params<T> const& params) {  // cap * tanh(score * scale / cap)
+__device__ __forceinline__ float apply_softcap(float score, Params<T> const& params) {
   float const e = exp2f(score * params.soft_cap_scale * 2.885390082f);
   return params.soft_cap_log2 * (1.f - __fdividef(2.f, e + 1.f));
 }
 
 // What a row's sum of p * v is multiplied with, and the log-sum-exp, base 2; a NaN in the cache stays visible.
-__device__ __forceinline__ float normaliser(float sum, float shift, float& lse) {
-  lse = sum > 0.f ? shift + log2f(sum) : (sum == 0.f ? -INFINITY : sum);
+__device__ __forceinline__ float normalizer(float sum, float row_max, float& lse) {
+  lse = sum > 0.f ? row_max + log2f(sum) : (sum == 0.f ? -INFINITY : sum);
   return sum == 0.f ? 0.f : 1.f / sum;
 }
 
-// A row's maximum has become `top`: moves the shift there; returns what the row's results are multiplied with.
-__device__ __forceinline__ float follow(float top, float& shift, float& row_sum) {
-  float const next = fmaxf(shift, top);
-  float const alpha = next == -INFINITY ? 0.f : exp2f(shift - next);
-  shift = next;
+// A row's maximum has become `top`: moves row_max there; returns what the row's results are multiplied with.
+__device__ __forceinline__ float update_row_max(float top, float& row_max, float& row_sum) {
+  float const next = fmaxf(row_max, top);
+  float const alpha = next == -INFINITY ? 0.f : exp2f(row_max - next);
+  row_max = next;
   row_sum *= alpha;
   return alpha;
 }
@@ -33,19 +34,19 @@ __device__ __forceinline__ float follow(float top, float& shift, float& row_sum)
 // The running softmax of a warp's 16 rows, in the accumulator layout of mma.sync and wgmma alike: a lane holds rows
 // lane/4 and lane/4 + 8, element i is column 8 (i / 4) + 2 (lane % 4) + i % 2 of row i / 2 % 2.
 struct Softmax {
-  float shift[2], row_sum[2];  // of exp2(score - shift), base 2
+  float row_max[2], row_sum[2];  // of exp2(score - row_max), base 2
 
   __device__ void begin() {
-    shift[0] = shift[1] = -INFINITY;
+    row_max[0] = row_max[1] = -INFINITY;
     row_sum[0] = row_sum[1] = 0.f;
   }
 
   // Soft-cap the scores; returns the scale of what they are then.
   template <class Scores, typename T>
-  static __device__ __forceinline__ float cap(Scores& scores, Params<T> const& params) {
+  static __device__ __forceinline__ float softcap(Scores& scores, Params<T> const& params) {
 #if FEATHER_SOFT_CAP
 #pragma unroll
-    for (int i = 0; i < size(scores); ++i) scores(i) = soft_capped(scores(i), params);
+    for (int i = 0; i < size(scores); ++i) scores(i) = apply_softcap(scores(i), params);
     return 1.f;
 #else
     return params.scale_log2;
@@ -70,14 +71,14 @@ struct Softmax {
   // Both; kBlock tokens.
   template <int kBlock, class Scores, typename T>
   static __device__ __forceinline__ float prepare(Scores& scores, int tokens, Params<T> const& params) {
-    float const scale = cap(scores, params);
+    float const scale = softcap(scores, params);
     if (tokens < kBlock) mask(scores, tokens);
     return scale;
   }
 
-  // Scores become exp2(scale * score - shift). If that returns true, results so far are to be multiplied with alpha.
+  // Scores become exp2(scale * score - row_max). If that returns true, results so far are to be multiplied with alpha.
   template <class Scores>
-  __device__ __forceinline__ bool soften(Scores& scores, float scale, float (&alpha)[2]) {
+  __device__ __forceinline__ bool online_softmax(Scores& scores, float scale, float (&alpha)[2]) {
     float top[2];
     bool grown = false;
 #pragma unroll
@@ -87,35 +88,35 @@ struct Softmax {
       for (int i = 0; i < size(scores) / 4; ++i) {
         m = fmaxf(m, fmaxf(scores(4 * i + 2 * row), scores(4 * i + 2 * row + 1)));
       }
-      top[row] = across<Max, 1, 4>(m) * scale;
-      grown |= top[row] > shift[row] + kRescaleThreshold;
+      top[row] = allreduce<Max, 1, 4>(m) * scale;
+      grown |= top[row] > row_max[row] + kRescaleThreshold;
     }
     bool const rescales = __any_sync(~0u, grown);
     if (rescales) {
       asm volatile("");  // a branch, not predicated instructions in everybody's way
 #pragma unroll
-      for (int row = 0; row < 2; ++row) alpha[row] = follow(top[row], shift[row], row_sum[row]);
+      for (int row = 0; row < 2; ++row) alpha[row] = update_row_max(top[row], row_max[row], row_sum[row]);
     }
     float sum[2];
-    shift_scores(scores, scale);
-    exponentials(scores, sum);
+    subtract_row_max(scores, scale);
+    exp2_and_sum(scores, sum);
     row_sum[0] += sum[0], row_sum[1] += sum[1];
     return rescales;
   }
 
-  // Scores become scale * score - shift ...
+  // Scores become scale * score - row_max ...
   template <class Scores>
-  __device__ __forceinline__ void shift_scores(Scores& scores, float scale) const {
+  __device__ __forceinline__ void subtract_row_max(Scores& scores, float scale) const {
     float minus[2];
 #pragma unroll
-    for (int row = 0; row < 2; ++row) minus[row] = shift[row] == -INFINITY ? 0.f : -shift[row];
+    for (int row = 0; row < 2; ++row) minus[row] = row_max[row] == -INFINITY ? 0.f : -row_max[row];
 #pragma unroll
     for (int i = 0; i < size(scores); ++i) scores(i) = fmaf(scores(i), scale, minus[i / 2 % 2]);
   }
 
   // ... and then powers of two; `sum` of a lane's.
   template <class Scores>
-  static __device__ __forceinline__ void exponentials(Scores& scores, float (&sum)[2]) {
+  static __device__ __forceinline__ void exp2_and_sum(Scores& scores, float (&sum)[2]) {
     sum[0] = sum[1] = 0.f;
 #pragma unroll
     for (int i = 0; i < size(scores); ++i) {
@@ -137,7 +138,7 @@ struct Softmax {
     float inverse[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      inverse[row] = normaliser(across<Sum, 1, 4>(row_sum[row]), shift[row], lse[row]);
+      inverse[row] = normalizer(allreduce<Sum, 1, 4>(row_sum[row]), row_max[row], lse[row]);
     }
 #pragma unroll
     for (int i = 0; i < size(out); ++i) out(i) *= inverse[i / 2 % 2];

@@ -40,7 +40,7 @@ struct Larger {
 
 // The values of all lanes that are kNear, 2 kNear, 4 kNear, ... apart, below kFar.
 template <class Op, int kNear, int kFar>
-__device__ __forceinline__ float across(float x) {
+__device__ __forceinline__ float allreduce(float x) {
 #pragma unroll
   for (int distance = kNear; distance < kFar; distance *= 2) x = Op()(x, __shfl_xor_sync(~0u, x, distance));
   return x;

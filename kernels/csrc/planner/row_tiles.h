@@ -58,7 +58,7 @@ inline double rounds_of(const Config& config, int32_t team, int64_t packs) {
 // handing out units one by one to single warps is faster, and beyond so many rounds of units: the more of them, the more
 // kinds of tiles would follow each other otherwise. With the split `rounds`, tails alone go there in up to one round,
 // however long they are.
-inline bool gather(const Config& config, const Packing& packing, int32_t team, Schedule& out) {
+inline bool merge_into_warpgroup_tile(const Config& config, const Packing& packing, int32_t team, Schedule& out) {
   const int32_t capacity = config.capacity(team);
   bool small = false, medium = false, large = false;
   int64_t count = 0, tokens = 0;
@@ -146,7 +146,7 @@ inline int32_t make_row_tiles(const Config& config, const Packing& packing, Sche
   if (!config.balances()) return kNoTile;
   promote_long(config, packing, out.rows);
   if (config[kFanIn] == 0 || team == kNoTile || fixed) return kNoTile;
-  if (gather(config, packing, team, out)) return team;
+  if (merge_into_warpgroup_tile(config, packing, team, out)) return team;
   if (config[kSplit] != kSplitRounds || team == tail) return kNoTile;
   return give_tails_to_teams(config, packing, team, out) ? team : kNoTile;
 }

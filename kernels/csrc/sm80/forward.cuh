@@ -42,8 +42,8 @@ struct PortableForward {
         }(),
         ...);
     __syncthreads();
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    wait_on_dependent_grids();
+    launch_dependent_grids();
     // The first queue with work starts on fixed units, without a round trip to the counter; later ones are popped only,
     // so that a CTA still busy with large tiles holds nothing back.
     int index = 0, slot = 0;

@@ -21,7 +21,7 @@ struct KvStream {
   static constexpr int kPerLane = kTokens > kWarp ? kTokens / kWarp : 1;  // tokens whose slot a lane knows
 
   Params<T> const& params;
-  T* ring;          // kStages * kStageElements
+  T* ring;          // (kStages, K and V, kTokens, head_dim), swizzled
   uint64_t* full;   // kStages
   uint64_t* empty;  // kStages
   StageInfo* info;  // kStages
@@ -63,7 +63,7 @@ struct KvStream {
   __device__ void open(Queue const& queue, int fixed, int fixed_total, int step) {
     if (lane == 0) *source = {queue.index, queue.first_item, queue.n_work, fixed >= 0 ? fixed_total : 0, step};
     __syncwarp();
-    wait_for_previous_kernel();
+    wait_on_dependent_grids();
     int first = fixed;
     if (fixed < 0) {
       pop();
@@ -202,7 +202,7 @@ struct KvStream {
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(full + stage);  // publishes the stage's info and members
-    barrier_arrive_after_copies(full + stage);
+    cp_async_barrier_arrive_noinc(full + stage);
   }
 
   __device__ void prefetch() const {  // the rows of the next stage, whose slots have just been looked up

@@ -21,11 +21,11 @@ struct TailStream {
   using Rows = typename Tile::Rows;
   static constexpr int kHeadElements = Tile::kHeadElements;
   static constexpr int kPartElements = Tile::kHeadElements / 2, kParts = 2 * kHeads;  // to a slot
-  static constexpr int kNoteElements = kParts * 8 * sizeof(PartNote) / sizeof(T);  // behind them
-  static_assert(kNoteElements * sizeof(T) % 128 == 0, "lines stay whole");
+  static constexpr int kStatsElements = kParts * 8 * sizeof(PartialStats) / sizeof(T);  // behind them
+  static_assert(kStatsElements * sizeof(T) % 128 == 0, "lines stay whole");
   // A ring has one of two lengths: kSlots, or half as many more.
   static constexpr int kSlots = (kHeadDim <= 128 ? 4 : 2) / kHeads, kMostSlots = kSlots * 3 / 2;
-  static constexpr int kSlotElements = kHeads * kHeadElements + kNoteElements;
+  static constexpr int kSlotElements = kHeads * kHeadElements + kStatsElements;
   static constexpr int kSlotBytes = kSlotElements * int(sizeof(T)), kRingBytes = kSlots * kSlotBytes;
   // Two heads' rows lie side by side: whole rows at once keep them together.
   static constexpr int kRowBytes = kHeadDim * int(sizeof(T));
@@ -33,7 +33,7 @@ struct TailStream {
   static_assert(kMostSlots < kTailUnits);
 
   Params<T> const& params;
-  T* const ring;
+  T* const ring;  // (slots, heads, 16 tokens, head_dim), swizzled; kParts stats behind each
   int const n_slots;
   TailUnit* const units;
   Source* const source;
@@ -51,8 +51,8 @@ struct TailStream {
   bool v_next = false;       // of this block only V is left
   int column = 0;            // in bytes
   int part = 0, n_parts = 0;
-  int part_row = 0;  // of the first part, in part_notes
-  PartNote told{};   // of part 4 (part / 4) + lane / 8, row lane % 8
+  int part_row = 0;  // of the first part, in part_stats
+  PartialStats stats{};   // of part 4 (part / 4) + lane / 8, row lane % 8
 
   // The unit behind it.
   int next_work = 0, next_words = 0, next_stop = 0, next_pages = 0;
@@ -68,7 +68,7 @@ struct TailStream {
     if (lane == 0) *source = {queue.index, queue.first_item, queue.n_work, step ? queue.n_work : fixed_total, step};
     __syncwarp();
     if (fixed >= 0) fetch(fixed);
-    wait_for_previous_kernel();
+    wait_on_dependent_grids();
     if (fixed < 0) {
       next_real = true;
       pop();
@@ -126,7 +126,7 @@ struct TailStream {
     part = 0;
     n_parts = word(kItemParts);
     part_row = word(kItemFirstPart) * params.q_heads + head * params.group;
-    if (n_parts) ask_whether_told();
+    if (n_parts) poll_stats();
     int const request = word(kItemRequest), part_entry = word(kItemPart);
     if (lane == 0) units[asked % kTailUnits] = {stop - pos, head, request, part_entry, n_parts};
     __syncwarp();
@@ -203,25 +203,27 @@ struct TailStream {
 
   // Whether parts have been deposited is asked early and looked at late.
   __device__ bool asks_about(int k) const { return k < n_parts && lane % 8 < kHeads * params.group; }
-  __device__ PartNote* told_at(int k) const { return params.part_notes + part_row + k * params.q_heads + lane % 8; }
-  __device__ void ask_whether_told() {
+  __device__ PartialStats* stats_at(int k) const {
+    return params.part_stats + part_row + k * params.q_heads + lane % 8;
+  }
+  __device__ void poll_stats() {
     int const k = (part & ~3) + lane / 8;
-    if (asks_about(k)) told = load_relaxed(told_at(k));
+    if (asks_about(k)) stats = load_relaxed(stats_at(k));
   }
 
-  // Up to kParts parts, once they have been deposited: their rows lie side by side. A note is read by nobody else,
-  // and left as the next run expects it. No acquire is needed: what is copied bypasses L1, and is asked for only
+  // Up to kParts parts, once they have been deposited: their rows lie side by side. Stats are read by nobody else,
+  // and left as the next run expects them. No acquire is needed: what is copied bypasses L1, and is asked for only
   // after the answer that it is there.
   __device__ void ask_for_parts() {
     int const rows = kHeads * params.group, k = (part & ~3) + lane / 8, place = k - part;
     bool const mine = asks_about(k) && place >= 0 && place < kParts;
-    for (int tries = 0; __any_sync(~0u, mine && told.missing()); ++tries) {
-      if (asks_about(k) && told.missing()) told = load_relaxed(told_at(k));  // of the parts behind these, too
+    for (int tries = 0; __any_sync(~0u, mine && stats.missing()); ++tries) {
+      if (asks_about(k) && stats.missing()) stats = load_relaxed(stats_at(k));  // of the parts behind these, too
       if (tries > kPatience) __trap();  // a plan whose parts are not all deposited: an error rather than a hang
     }
     if (mine) {
-      forget(told_at(k));
-      notes_of(ring + slot * kSlotElements, place)[lane % 8] = told;
+      reset(stats_at(k));
+      stats_of(ring + slot * kSlotElements, place)[lane % 8] = stats;
     }
     // Lane by lane through a part's rows, which lie side by side.
     constexpr int kLanes = kHeadDim / kPartChunk, kAtOnce = kWarp / kLanes;  // of 16 bytes, in a row; rows at once
@@ -235,19 +237,19 @@ struct TailStream {
       for (int first = 0; first < 8; first += kAtOnce) {
         if (first + row < rows) {
           uint32_t const at = to + Tile::part_at(first + row, column) * int(sizeof(uint16_t));
-          copy_async(at, values + first * kHeadDim);
+          cp_async(at, values + first * kHeadDim);
         }
       }
       values += params.q_heads * kHeadDim;
       to += kPartElements * int(sizeof(T));
     }
-    if (part % 4 == 0) ask_whether_told();
+    if (part % 4 == 0) poll_stats();
     look_ahead();
   }
 
-  // The notes of a part in a slot.
-  static __device__ PartNote* notes_of(T* slot, int place) {
-    return reinterpret_cast<PartNote*>(slot + kHeads * kHeadElements) + 8 * place;
+  // The stats of a part in a slot.
+  static __device__ PartialStats* stats_of(T* slot, int place) {
+    return reinterpret_cast<PartialStats*>(slot + kHeads * kHeadElements) + 8 * place;
   }
   __device__ uint32_t slot_address() const { return smem_address(ring + slot * kSlotElements); }
 

@@ -32,7 +32,7 @@ struct TailTile {
   // How a lane holds results: rows 2 (lane % 4) + {0, 1}, of each the columns 8 j + lane / 4.
   struct Layout {
     static constexpr int kRows = 8, kChunks = kHeadDim / 8 / kPartChunk;
-    static constexpr int kNear = 4, kFar = 32;  // lanes that share a row (`across`)
+    static constexpr int kNear = 4, kFar = 32;  // lanes that share a row (`allreduce`)
     static __device__ int row(int i) { return 2 * (threadIdx.x % 4) + i; }
     static __device__ bool leads() { return threadIdx.x % 32 < 4; }
     static __device__ int chunk(int c) { return part_chunk(c, threadIdx.x % 32 / 4); }
@@ -55,10 +55,10 @@ struct TailTile {
     }
   };
 
-  uint32_t q[kHeadDim / 16][2];
-  float out[kHeadDim / 4];  // sum of p * v, not yet divided; [2 (column / 8) + row % 2]
-  float shift[2], row_sum[2];
-  float s[4];     // (token lane / 4 + 8 (i / 2), row i % 2)
+  uint32_t q[kHeadDim / 16][2];  // (8, head_dim) as the B operand
+  float out[kHeadDim / 4];  // (8, head_dim): sum of p * v, not yet divided; [2 (column / 8) + row % 2]
+  float row_max[2], row_sum[2];
+  float s[4];     // (16 tokens, 8 rows): (token lane / 4 + 8 (i / 2), row i % 2)
   uint32_t p[2];  // the same as an operand
 
   // Read a unit's queries, once the last unit's scores are there; `row` points at query row lane / 4 (null: padding).
@@ -76,7 +76,7 @@ struct TailTile {
   __device__ void begin() {
 #pragma unroll
     for (float& x : out) x = 0.f;
-    shift[0] = shift[1] = -INFINITY;
+    row_max[0] = row_max[1] = -INFINITY;
     row_sum[0] = row_sum[1] = 0.f;
   }
 
@@ -90,7 +90,7 @@ struct TailTile {
 #pragma unroll
       for (int k = 0; k < kHeadDim / 16; ++k) {
         uint32_t a[4];
-        load_matrices<false>(Rows::right(k_row, k) + head * kHeadBytes, a);
+        ldmatrix_x4<false>(Rows::right(k_row, k) + head * kHeadBytes, a);
         float(&c)[4] = k % 2 ? odd : even;
         Op::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], q[k][0], q[k][1], c[0], c[1], c[2], c[3]);
       }
@@ -102,11 +102,11 @@ struct TailTile {
   }
 
   // Scores become probabilities; the first `tokens` count.
-  __device__ void soften(int tokens, Params<T> const& params) {
+  __device__ void online_softmax(int tokens, Params<T> const& params) {
     int const lane = threadIdx.x % 32;
 #if FEATHER_SOFT_CAP
 #pragma unroll
-    for (float& x : s) x = soft_capped(x, params);
+    for (float& x : s) x = apply_softcap(x, params);
     float const scale = 1.f;
 #else
     float const scale = params.scale_log2;
@@ -121,13 +121,13 @@ struct TailTile {
     bool grown = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      top[i] = across<Max, Layout::kNear, Layout::kFar>(fmaxf(s[i], s[i + 2])) * scale;
-      grown |= top[i] > shift[i] + kRescaleThreshold;
+      top[i] = allreduce<Max, Layout::kNear, Layout::kFar>(fmaxf(s[i], s[i + 2])) * scale;
+      grown |= top[i] > row_max[i] + kRescaleThreshold;
     }
     if (__any_sync(~0u, grown)) rescale(top);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float const minus = shift[i % 2] == -INFINITY ? 0.f : -shift[i % 2];
+      float const minus = row_max[i % 2] == -INFINITY ? 0.f : -row_max[i % 2];
       s[i] = exp2f(fmaf(s[i], scale, minus));
       row_sum[i % 2] += s[i];
     }
@@ -146,40 +146,40 @@ struct TailTile {
 #pragma unroll
       for (int d = 0; d < kHeadDim / 16; ++d) {
         uint32_t a[4];
-        load_matrices<true>(Rows::right(v_row, d) + head * kHeadBytes, a);
+        ldmatrix_x4<true>(Rows::right(v_row, d) + head * kHeadBytes, a);
         float* const c = out + 4 * d;
         Op::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], p0, p1, c[0], c[1], c[2], c[3]);
       }
     }
   }
 
-  // Take in a part of the same request: its n_rows rows (see part_at), and their notes. What lies in other rows' places
+  // Take in a part of the same request: its n_rows rows (see part_at), and their stats. What lies in other rows' places
   // must not decide when results are rescaled.
-  __device__ void take_in(uint16_t const* rows, PartNote const* notes, int n_rows) {
-    float part_lse[2], step[2];
+  __device__ void take_in(uint16_t const* rows, PartialStats const* stats, int n_rows) {
+    float part_lse[2], scale[2];
     bool grown = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      PartNote const note = notes[Layout::row(i)];
-      part_lse[i] = Layout::row(i) < n_rows ? __uint_as_float(note.lse) : -INFINITY;
-      step[i] = __uint_as_float(note.step);
-      grown |= part_lse[i] > shift[i] + kRescaleThreshold;
+      PartialStats const own = stats[Layout::row(i)];
+      part_lse[i] = Layout::row(i) < n_rows ? __uint_as_float(own.lse) : -INFINITY;
+      scale[i] = __uint_as_float(own.scale);
+      grown |= part_lse[i] > row_max[i] + kRescaleThreshold;
     }
     if (__any_sync(~0u, grown)) rescale(part_lse);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float const w = exp2f(part_lse[i] - (shift[i] == -INFINITY ? 0.f : shift[i]));
+      float const w = exp2f(part_lse[i] - (row_max[i] == -INFINITY ? 0.f : row_max[i]));
       if (Layout::leads()) row_sum[i] += w;  // a row's sum is spread over lanes
-      float const weight = w * step[i];
+      float const weight = w * scale[i];
 #pragma unroll
       for (int c = 0; c < Layout::kChunks; ++c) {
         uint4 const part = *reinterpret_cast<uint4 const*>(rows + part_at(Layout::row(i), Layout::chunk(c)));
-        float steps[kPartChunk];
-        from_steps(&part.x, steps);
+        float quantized[kPartChunk];
+        dequantize(&part.x, quantized);
 #pragma unroll
         for (int e = 0; e < kPartChunk; ++e) {
           float& sum = Layout::value(out, i, c, e);
-          sum = fmaf(weight, steps[e], sum);
+          sum = fmaf(weight, quantized[e], sum);
         }
       }
     }
@@ -189,7 +189,7 @@ struct TailTile {
   __device__ void rescale(float const (&top)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float const alpha = follow(top[i], shift[i], row_sum[i]);
+      float const alpha = update_row_max(top[i], row_max[i], row_sum[i]);
 #pragma unroll
       for (int j = 0; j < kHeadDim / 8; ++j) out[2 * j + i] *= alpha;
     }
@@ -199,7 +199,7 @@ struct TailTile {
   __device__ void end(float (&lse)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float const inverse = normaliser(across<Sum, Layout::kNear, Layout::kFar>(row_sum[i]), shift[i], lse[i]);
+      float const inverse = normalizer(allreduce<Sum, Layout::kNear, Layout::kFar>(row_sum[i]), row_max[i], lse[i]);
 #pragma unroll
       for (int j = 0; j < kHeadDim / 8; ++j) out[2 * j + i] *= inverse;
     }

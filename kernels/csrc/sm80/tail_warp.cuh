@@ -50,7 +50,7 @@ struct TailWarp {
 #pragma unroll 1
           for (int i = 0; i < Stream::kParts && part < unit.n_parts; ++i, ++part) {
             uint16_t const* const values = reinterpret_cast<uint16_t const*>(slot + i * Stream::kPartElements);
-            tile.take_in(values, Stream::notes_of(slot, i), rows);
+            tile.take_in(values, Stream::stats_of(slot, i), rows);
           }
         }
         __syncwarp();  // the slot has been read
@@ -66,7 +66,7 @@ struct TailWarp {
         fetch(params, tile, stream.units[stream.begun % kTailUnits], rows);
         fetched = true;
       }
-      if (k_turn) tile.soften(tokens, params);
+      if (k_turn) tile.online_softmax(tokens, params);
       k_turn = !k_turn && tokens > 0;
       if (--slots > 0) continue;
       float lse[2];
@@ -77,7 +77,7 @@ struct TailWarp {
         int const row = Layout::row(i);
         if (row < rows) result[i] = {unit.request, unit.head * params.group + row, max(unit.part, kOnly)};
       }
-      finish<kHeadDim, Layout, false>(params, tile.out, lse, result).make(params);
+      epilogue<kHeadDim, Layout, false>(params, tile.out, lse, result).publish(params);
       stream.finish_unit();
     }
   }

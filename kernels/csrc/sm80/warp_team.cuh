@@ -57,7 +57,7 @@ struct WarpTeam {
       if (!last) continue;
       float lse[2];
       tile.end(lse);
-      finish<kHeadDim, Layout, kWarps == 1>(params, tile.out, lse, rows).make(params);
+      epilogue<kHeadDim, Layout, kWarps == 1>(params, tile.out, lse, rows).publish(params);
       last = false;
     }
   }

@@ -17,8 +17,8 @@ struct WarpTile : Softmax {
 
   using Layout = WideLayout<T, kHeadDim>;
 
-  QFragment q;
-  OutFragment out;  // sum of p * v, not yet divided by sum
+  QFragment q;      // (16, head_dim)
+  OutFragment out;  // (16, head_dim), fp32: sum of p * v, not yet divided by row_sum
   int const lane;
 
   __device__ WarpTile() : lane(threadIdx.x % 32) {}
@@ -41,20 +41,20 @@ struct WarpTile : Softmax {
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
       uint32_t b[4];  // of tokens 0 to 7, and of 8 to 15
-      load_matrices<false>(Rows::right(k_row, k), b);
-      multiply<T>(scores, 0, recast<uint32_t>(q), 4 * k, b);
+      ldmatrix_x4<false>(Rows::right(k_row, k), b);
+      mma_16x16x16<T>(scores, 0, recast<uint32_t>(q), 4 * k, b);
     }
     float alpha[2];
-    if (soften(scores, prepare<kBlock>(scores, tokens, params), alpha)) rescale(out, alpha);
+    if (online_softmax(scores, prepare<kBlock>(scores, tokens, params), alpha)) rescale(out, alpha);
 
     // The accumulators of 16 tokens are, in order, the A operand of a k16 step.
-    auto const p = rounded<T>(scores);
+    auto const p = convert_type<T>(scores);
     uint32_t const v_row = smem_address(v_tile + Rows::at(lane % 16, lane / 16 * 8));
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; ++d) {
       uint32_t b[4];  // of columns 16 d to 16 d + 7, and of those behind
-      load_matrices<true>(Rows::right(v_row, d), b);
-      multiply<T>(out, 8 * d, recast<uint32_t>(p), 0, b);
+      ldmatrix_x4<true>(Rows::right(v_row, d), b);
+      mma_16x16x16<T>(out, 8 * d, recast<uint32_t>(p), 0, b);
     }
   }
 };

@@ -19,13 +19,13 @@ struct HopperForward {
   static constexpr int kHeadDim = Traits::kHeadDim, kGroups = Traits::kGroups, kRingTokens = Traits::kRingTokens;
   static constexpr int kThreads = Traits::kThreads, kComputing = Traits::kComputing;
   static constexpr bool kHasWide = kGroups == 2;
-  using Wide = GroupTeam<T, kHeadDim, kGroups, Traits::kTokens128, kGroups * kRingTokens / Traits::kTokens128>;
-  using Group = GroupTeam<T, kHeadDim, 1, Traits::kTokens64, kRingTokens / Traits::kTokens64>;
+  using Wide = WarpgroupTeam<T, kHeadDim, kGroups, Traits::kTokens128, kGroups * kRingTokens / Traits::kTokens128>;
+  using Group = WarpgroupTeam<T, kHeadDim, 1, Traits::kTokens64, kRingTokens / Traits::kTokens64>;
   static constexpr int kTailWarps = Traits::kTailWarps, kFewTailWarps = few_tail_warps(kTailWarps);
   static constexpr int kTailBytes = TailStream<T, kHeadDim, 1>::kRingBytes;
   static constexpr int kSmallBytes = kSmallStages * 2 * SwizzledRows<kHeadDim, kWarpTokens>::kElements * int(sizeof(T));
   static constexpr int kGroupBytes =
-      (std::max({Group::Ring::kBytes, 4 * kSmallBytes, kTailWarps * kTailBytes}) + 1023) / 1024 * 1024;
+      (std::max({Group::Pipeline::kBytes, 4 * kSmallBytes, kTailWarps * kTailBytes}) + 1023) / 1024 * 1024;
   using Small = WarpTeam<T, kHeadDim, 1, kWarpTokens, kSmallBytes>;
   struct SmallControl {  // of a warp
     StageInfo infos[Small::kStages];
@@ -34,9 +34,9 @@ struct HopperForward {
     int members[Small::kMemberWords];
   };
   // Named barriers, and who meets there.
-  enum Meeting { kDealt = 1, kWideRead, kWideDone, kGroupRead, kGroupDone = kGroupRead + kGroups };
-  static __device__ void meet(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
-  static __device__ void pass(int id, int count) {  // arrive without waiting
+  enum NamedBarriers { kDealt = 1, kWideRead, kWideDone, kGroupRead, kGroupDone = kGroupRead + kGroups };
+  static __device__ void sync(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
+  static __device__ void arrive(int id, int count) {  // arrive without waiting
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory");
   }
 
@@ -114,7 +114,7 @@ struct HopperForward {
     Source sources[kTailWarps * kGroups];
     Work work;
   };
-  static_assert(Wide::Ring::kBytes <= kGroups * kGroupBytes);
+  static_assert(Wide::Pipeline::kBytes <= kGroups * kGroupBytes);
   static constexpr int kSmem = kGroups * kGroupBytes + int(sizeof(Control));
   static_assert(kSmem <= 227 * 1024);
 
@@ -128,26 +128,26 @@ struct HopperForward {
         barrier_init(control.small[warp].barriers + lane, Small::Stream::arrivals(lane));
       }
     } else if (warp < 5 * kGroups) {
-      Group::Ring::init(control.groups[warp - 4 * kGroups], lane);
+      Group::Pipeline::init(control.groups[warp - 4 * kGroups], lane);
     } else if (kHasWide && warp == 5 * kGroups) {
-      Wide::Ring::init(control.wide, lane);
+      Wide::Pipeline::init(control.wide, lane);
     } else if (warp == kThreads / 32 - 1) {  // one for all: after other kernels the code costs more than the wait
       Work const work(params);
       if (lane == 0) control.work = work;
     }
     __syncthreads();
-    let_next_kernel_start();
+    launch_dependent_grids();
     if (threadIdx.x >= kComputing) {
       if constexpr (Traits::kLends) cutlass::arch::warpgroup_reg_dealloc<Traits::kCopyRegisters>();
       copy(params, smem, control);
       if constexpr (Traits::kLends) {
-        meet(kDealt, kThreads);  // taken back before the others have theirs, they would wait for ever
+        sync(kDealt, kThreads);  // taken back before the others have theirs, they would wait for ever
         cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters>();
       }
     } else {
       if constexpr (Traits::kLends) {
         cutlass::arch::warpgroup_reg_alloc<Traits::kComputeRegisters>();
-        pass(kDealt, kThreads);
+        arrive(kDealt, kThreads);
       }
       compute(params, smem, control);
       if constexpr (Traits::kLends) cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters>();
@@ -175,28 +175,28 @@ struct HopperForward {
     Queue const wide = uniform(control.work.wide);
     if (wide.n_work == 0) return;
     Wide::produce(params, wide, blockIdx.x, gridDim.x, smem, control.wide, thread() / 32 % 4);
-    meet(kWideRead, kThreads);  // the ring has been read
+    sync(kWideRead, kThreads);  // the ring has been read
   }
 
   static __device__ void compute(Params<T> const& params, unsigned char* smem, Control& control) {
     Work const& work = control.work;
     int const warp = uniform(thread() / 32), group = warp / 4;
-    wait_for_previous_kernel();
+    wait_on_dependent_grids();
     // The queues from the plan, not from shared memory: the compiler must see that all threads branch alike, or wgmma's
     // descriptors leave the uniform registers.
     if constexpr (kHasWide) {
       Queue const wide = find_queue(params, 0);
       if (wide.n_work) {
         Wide::consume(params, wide, blockIdx.x, smem, control.wide, warp);
-        pass(kWideRead, kThreads);
-        meet(kWideDone, kComputing);
+        arrive(kWideRead, kThreads);
+        sync(kWideDone, kComputing);
       }
     }
     unsigned char* const ring = smem + group * kGroupBytes;
     Queue const groups = find_queue(params, kHasWide);
     if (groups.n_work) {
       Group::consume(params, groups, work.first_of(group), ring, control.groups[group], warp % 4);
-      meet(kGroupDone + group, 128);
+      sync(kGroupDone + group, 128);
     }
     if (work.small.n_work) {
       SmallControl& own = control.small[warp];
@@ -204,7 +204,7 @@ struct HopperForward {
       Small::run(params, work.small, starts_dealt, warp % 4 * kGroups + group, 4 * kGroups,
                  ring + warp % 4 * kSmallBytes, own.barriers, own.infos, &own.source, own.members, work.small_step);
     }
-    meet(kGroupDone + group, 128);  // a warpgroup may change its registers again only after its warps have met
+    sync(kGroupDone + group, 128);  // a warpgroup may change its registers again only after its warps have met
   }
 
   // The warps of a group, and those that copied for it.
@@ -234,7 +234,7 @@ struct HopperForward {
     Stream stream(params, reinterpret_cast<T*>(rings + warp * n_slots * Stream::kSlotBytes), n_slots,
                   control.tails[index], control.sources + index);
     stream.open(work.tails, work.first_tail + index * work.tail_stride, work.fixed_tails, work.tail_step);
-    meet(kGroupRead + group, 32 * work.tail_warps);  // whatever was in the ring before has been read
+    sync(kGroupRead + group, 32 * work.tail_warps);  // whatever was in the ring before has been read
     Tails::run(params, stream);
   }
 };

@@ -6,9 +6,9 @@
 
 namespace feather {
 
-// A ring of kStages stages, each K and V of kTokens tokens, swizzled for wgmma. kGroups warpgroups read it.
+// A ring of (kStages, K and V, kTokens, head_dim), swizzled for wgmma. kGroups warpgroups read it.
 template <typename T, int kHeadDim_, int kTokens_, int kGroups_, int kStages_>
-struct GroupRing {
+struct KvPipeline {
   static constexpr int kHeadDim = kHeadDim_, kTokens = kTokens_, kGroups = kGroups_, kStages = kStages_;
   using Rows = SwizzledRows<kHeadDim, kTokens>;
   static constexpr int kTile = Rows::kElements;
@@ -18,17 +18,17 @@ struct GroupRing {
   // One warpgroup alone asks its queue for units beyond the first. One of its two copying warps does, and tells the other,
   // which is fewer units behind than are kept.
   static constexpr bool kAsks = kGroups == 1;
-  static constexpr int kTold = kStages < 7 ? 8 : 16;
-  static_assert(!kAsks || kTold > kStages + 1);
+  static constexpr int kUnits = kStages < 7 ? 8 : 16;
+  static_assert(!kAsks || kUnits > kStages + 1);
 
   struct Control {
-    uint64_t full[kStages], empty[kStages], told[kTold];
-    int units[kTold];
+    uint64_t full[kStages], empty[kStages], unit_known[kUnits];
+    int units[kUnits];
     StageInfo infos[kStages];  // of a unit, with its first and last stages; tokens are the unit's
     int members[kStages][kMemberWords];  // request and part of each, with them
   };
   static __device__ void init(Control& control, int thread) {
-    if (kAsks && thread < kTold) barrier_init(control.told + thread, 1);
+    if (kAsks && thread < kUnits) barrier_init(control.unit_known + thread, 1);
     // Full: every copying thread, once its copies have landed, and who announces the stage. Empty: all that compute.
     for (int i = thread; i < 2 * kStages; i += kWarp) {
       barrier_init(i < kStages ? control.full + i : control.empty + i - kStages,
@@ -39,10 +39,10 @@ struct GroupRing {
 
 // One copying warp, of K or of V. Both are there once for each warpgroup that shares the ring; all walk the same units:
 // `first`, and then `first` + `stride`, ..., or what the queue hands out beyond the first `stride`.
-template <typename T, class Ring>
-struct GroupFeed {
-  static constexpr int kHeadDim = Ring::kHeadDim, kTokens = Ring::kTokens, kStages = Ring::kStages;
-  static constexpr int kOwn = kTokens / Ring::kGroups;  // tokens of a stage that this warp copies
+template <typename T, class Pipeline>
+struct KvProducer {
+  static constexpr int kHeadDim = Pipeline::kHeadDim, kTokens = Pipeline::kTokens, kStages = Pipeline::kStages;
+  static constexpr int kOwn = kTokens / Pipeline::kGroups;  // tokens of a stage that this warp copies
   static constexpr int kBlock = 16;  // tokens behind the last one that are copied too, or cleared
   static constexpr int kAtOnce = kOwn < kWarp ? kOwn : kWarp;  // tokens whose slots the warp looks up together
   static constexpr int kPerLane = kOwn / kAtOnce;              // tokens whose slot a lane knows
@@ -51,7 +51,7 @@ struct GroupFeed {
   // So many rows' addresses are worked out before a stage is free, and then those rows copied: with both in turn, each
   // copy would wait for its own address.
   static constexpr int kBatch = kAtOnce / Copy::kRowsAtOnce;
-  static constexpr int kMemberLoads = Ring::kMemberWords / kWarp;
+  static constexpr int kMemberLoads = Pipeline::kMemberWords / kWarp;
 
   Params<T> const& params;
   Queue const queue;
@@ -64,7 +64,7 @@ struct GroupFeed {
   int unit, words = 0;                // the next unit, and its item
   int asked = 0;                      // how often
 
-  __device__ GroupFeed(Params<T> const& params_, Queue const& queue_, T* ring, bool keys_, int copier, int first,
+  __device__ KvProducer(Params<T> const& params_, Queue const& queue_, T* ring, bool keys_, int copier, int first,
                        int stride_)
       : params(params_),
         queue(queue_),
@@ -73,8 +73,8 @@ struct GroupFeed {
         own_first(copier * kOwn),
         cache(reinterpret_cast<char const*>(keys ? params_.k : params_.v) + Copy::byte()),
         slot_bytes(keys ? params_.k_slot_bytes : params_.v_slot_bytes),
-        to(smem_address(ring + (keys ? 0 : Ring::kTile)) +
-           Ring::Rows::at(own_first + Copy::row(), Copy::byte() / int(sizeof(T))) * int(sizeof(T))),
+        to(smem_address(ring + (keys ? 0 : Pipeline::kTile)) +
+           Pipeline::Rows::at(own_first + Copy::row(), Copy::byte() / int(sizeof(T))) * int(sizeof(T))),
         stride(stride_),
         unit(first) {
     fetch();
@@ -88,15 +88,15 @@ struct GroupFeed {
   }
 
   // Go on to the unit behind. Asking evens out what some processors get of the memory's bandwidth more than others.
-  __device__ void advance(typename Ring::Control& control, bool announces) {
-    if (Ring::kAsks && queue.n_work > stride) {
-      int const at = asked % Ring::kTold, parity = asked / Ring::kTold % 2;
+  __device__ void advance(typename Pipeline::Control& control, bool announces) {
+    if (Pipeline::kAsks && queue.n_work > stride) {
+      int const at = asked % Pipeline::kUnits, parity = asked / Pipeline::kUnits % 2;
       if (announces && lane == 0) {
         control.units[at] = stride + atomicAdd(params.popped + queue.index, 1);
-        barrier_arrive(control.told + at);
+        barrier_arrive(control.unit_known + at);
       }
       __syncwarp();
-      barrier_wait(control.told + at, parity);
+      barrier_wait(control.unit_known + at, parity);
       unit = control.units[at];
       ++asked;
     } else {
@@ -112,7 +112,7 @@ struct GroupFeed {
     for (int j = 0; j < kPerLane; ++j) pages[j] = load_page(params, row, min(pos + token(j), end - 1));
   }
 
-  __device__ void run(typename Ring::Control& control) {
+  __device__ void run(typename Pipeline::Control& control) {
     int stage = 0, parity = 1;  // of `empty`, as if a round had gone before
     bool const announces = keys && own_first == 0;
     int pages[kPerLane] = {};
@@ -138,7 +138,7 @@ struct GroupFeed {
       }
       int const head = unit - params.kv_heads_div.div(unit) * params.kv_heads;
       char const* const from = cache + head * kHeadDim * int(sizeof(T));
-      if (!Ring::kAsks) advance(control, announces);
+      if (!Pipeline::kAsks) advance(control, announces);
       StageInfo const info{max(0, stop - pos), head << kHeadShift, n_members};
       bool first = true;
       while (true) {
@@ -147,7 +147,7 @@ struct GroupFeed {
         bool const last = pos + kTokens >= stop;
         // As late as there is time for it: who asks early holds a unit that others could begin.
         bool const two_left = pos + 2 * kTokens >= stop && (first || !last);
-        if (Ring::kAsks && two_left) advance(control, announces);
+        if (Pipeline::kAsks && two_left) advance(control, announces);
         int const n_rows = (min(kTokens, max(0, stop - pos)) + kBlock - 1) / kBlock * kBlock;
         int slots[kPerLane];
 #pragma unroll
@@ -163,7 +163,7 @@ struct GroupFeed {
         char const* rows[kBatch];
         find(opaque(from), slots[0], rows);
         barrier_wait(control.empty + stage, parity);
-        uint32_t const down = stage * (Ring::kStageElements * int(sizeof(T)));
+        uint32_t const down = stage * (Pipeline::kStageElements * int(sizeof(T)));
         if (whole) {
           copy<true>(from, slots, rows, down, kTokens);
         } else {
@@ -179,7 +179,7 @@ struct GroupFeed {
           if (lane == 0) barrier_arrive(control.full + stage);
         }
         // The address goes in a uniform register: else the assembler has every lane ask whether it is the others', too.
-        barrier_arrive_after_copies(control.full + uniform(stage));
+        cp_async_barrier_arrive_noinc(control.full + uniform(stage));
         if (params.prefetch && !last) prefetch(from, pages, pos, stop);
         if (++stage == kStages) stage = 0, parity ^= 1;
         first = false;
@@ -192,7 +192,7 @@ struct GroupFeed {
       __syncwarp();
       if (lane == 0) barrier_arrive(control.full + stage);
     }
-    barrier_arrive_after_copies(control.full + stage);
+    cp_async_barrier_arrive_noinc(control.full + stage);
   }
 
   // Where the rows are that this lane copies, of kAtOnce tokens whose slots the warp knows.
@@ -215,11 +215,11 @@ struct GroupFeed {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         int const row = block * kAtOnce + i * Copy::kRowsAtOnce;
-        uint32_t const at = Ring::Rows::down(to + down, row);
+        uint32_t const at = Pipeline::Rows::down(to + down, row);
         if (kWhole) {
           Copy::template copy<kTokens>(at, rows[i]);
         } else {
-          Copy::template copy_or_clear<kTokens>(at, rows[i], own_first + Copy::row() + row < n_rows);
+          Copy::template cp_async_zfill<kTokens>(at, rows[i], own_first + Copy::row() + row < n_rows);
         }
       }
     }
@@ -236,13 +236,13 @@ struct GroupFeed {
 };
 
 // A warp that computes: the stages in turn.
-template <typename T, class Ring>
-struct GroupReader {
-  typename Ring::Control& control;
+template <typename T, class Pipeline>
+struct KvConsumer {
+  typename Pipeline::Control& control;
   T* const ring;
   int stage = 0, parity = 0;
 
-  __device__ GroupReader(typename Ring::Control& control_, T* ring_) : control(control_), ring(ring_) {}
+  __device__ KvConsumer(typename Pipeline::Control& control_, T* ring_) : control(control_), ring(ring_) {}
 
   // The next stage, once it is there. wgmma may read what cp.async wrote.
   __device__ void wait() const {
@@ -264,7 +264,7 @@ struct GroupReader {
   // Go on to the stage behind; the one at hand is kept until it is released.
   __device__ int take() {
     int const taken = stage;
-    if (++stage == Ring::kStages) stage = 0, parity ^= 1;
+    if (++stage == Pipeline::kStages) stage = 0, parity ^= 1;
     return taken;
   }
   // Go past a unit.
@@ -272,12 +272,12 @@ struct GroupReader {
     do {
       wait();
       release(take());
-      tokens -= Ring::kTokens;
+      tokens -= Pipeline::kTokens;
     } while (tokens > 0);
   }
   __device__ int const* members(int stage) const { return control.members[stage]; }
-  __device__ T const* k_tile(int stage) const { return ring + uniform(stage) * Ring::kStageElements; }
-  __device__ T const* v_tile(int stage) const { return k_tile(stage) + Ring::kTile; }
+  __device__ T const* k_tile(int stage) const { return ring + uniform(stage) * Pipeline::kStageElements; }
+  __device__ T const* v_tile(int stage) const { return k_tile(stage) + Pipeline::kTile; }
   // Every lane says so for itself: racecheck does not see that one which speaks for its warp has heard the others.
   __device__ void release(int stage) { barrier_arrive(control.empty + stage); }
 };

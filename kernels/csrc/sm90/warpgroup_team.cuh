@@ -8,17 +8,18 @@ namespace feather {
 
 // kGroups warpgroups that share each KV tile, m = 64 kGroups, n = kTokens.
 template <typename T, int kHeadDim, int kGroups, int kTokens, int kStages>
-struct GroupTeam {
-  using Tile = GroupTile<T, kHeadDim, kTokens>;
-  using Ring = GroupRing<T, kHeadDim, kTokens, kGroups, kStages>;
-  using Control = typename Ring::Control;
+struct WarpgroupTeam {
+  using Tile = WarpgroupTile<T, kHeadDim, kTokens>;
+  using Pipeline = KvPipeline<T, kHeadDim, kTokens, kGroups, kStages>;
+  using Control = typename Pipeline::Control;
 
   // Copying warp `index` of 2 kGroups.
   static __device__ void produce(Params<T> const& params, Queue const& queue, int first, int stride,
                                  unsigned char* ring, Control& control, int index) {
-    GroupFeed<T, Ring> feed(params, queue, reinterpret_cast<T*>(ring), index % 2 == 0, index / 2, first, stride);
-    wait_for_previous_kernel();
-    feed.run(control);
+    KvProducer<T, Pipeline> producer(params, queue, reinterpret_cast<T*>(ring), index % 2 == 0, index / 2, first,
+                                     stride);
+    wait_on_dependent_grids();
+    producer.run(control);
   }
 
   static __device__ void fetch(Params<T> const& params, Tile& tile, StageInfo const& info, int const* members,
@@ -39,21 +40,21 @@ struct GroupTeam {
   // `first`: the unit that the copying warps begin with, if it is in the queue. In line, see run_unit.
   static __device__ __forceinline__ void consume(Params<T> const& params, Queue const& queue, int first,
                                                  unsigned char* ring, Control& control, int warp) {
-    GroupReader<T, Ring> reader(control, reinterpret_cast<T*>(ring));
+    KvConsumer<T, Pipeline> consumer(control, reinterpret_cast<T*>(ring));
     Tile tile;
     if (first < queue.n_work) fetch_first(params, queue, first, tile, warp);
-    Announcement told;
+    PendingPublish pending;
     while (true) {
-      StageInfo const info = reader.open();
+      StageInfo const info = consumer.open();
       if (info.tokens < 0) break;
       if (kGroups > 1 && warp / 4 * kWarpgroupRows >= info.n_members * params.group) {  // no row for this warpgroup
-        reader.skip(info.tokens);
+        consumer.skip(info.tokens);
         tile.ahead = false;
         continue;
       }
-      run_unit(params, reader, tile, info, warp, told);
+      run_unit(params, consumer, tile, info, warp, pending);
     }
-    told.make(params);
+    pending.publish(params);
   }
 
   // Two warpgroups on one tile are short of time, not of KV: a stage is waited for while products of the one before it
@@ -64,57 +65,57 @@ struct GroupTeam {
   // The scores of a stage are computed while the probabilities of the one before it meet V: matrix units and
   // exponentials work at the same time (FlashAttention-3, 3.2). In line, as wgmma in a function of its own would be
   // serialised.
-  static __device__ __forceinline__ void run_unit(Params<T> const& params, GroupReader<T, Ring>& reader, Tile& tile,
-                                                  StageInfo const& info, int warp, Announcement& told) {
-    int stage = reader.take(), left = info.tokens;
-    if (left == 0) return finish_empty(params, reader, tile, info, stage, warp, told);
-    if (!tile.ahead) fetch(params, tile, info, reader.members(stage), warp);
+  static __device__ __forceinline__ void run_unit(Params<T> const& params, KvConsumer<T, Pipeline>& consumer, Tile& tile,
+                                                  StageInfo const& info, int warp, PendingPublish& pending) {
+    int stage = consumer.take(), left = info.tokens;
+    if (left == 0) return epilogue_empty(params, consumer, tile, info, stage, warp, pending);
+    if (!tile.ahead) fetch(params, tile, info, consumer.members(stage), warp);
     tile.begin();
-    tile.score(reader.k_tile(stage));
-    if (kLarge && left > Ring::kTokens) reader.wait();
+    tile.score(consumer.k_tile(stage));
+    if (kLarge && left > Pipeline::kTokens) consumer.wait();
     tile.template wait<0>();
-    tile.soften_first(left, params);
+    tile.online_softmax_first(left, params);
     tile.round_probabilities();
-    told.make(params);  // of the unit before: its values have been written meanwhile
-    while ((left -= Ring::kTokens) > 0) {
-      if (!kLarge) reader.wait();
-      int const next = reader.take();
-      tile.score(reader.k_tile(next));
-      tile.accumulate(reader.v_tile(stage));
-      if (kLarge && left > Ring::kTokens) reader.wait();
+    pending.publish(params);  // of the unit before: its values have been written meanwhile
+    while ((left -= Pipeline::kTokens) > 0) {
+      if (!kLarge) consumer.wait();
+      int const next = consumer.take();
+      tile.score(consumer.k_tile(next));
+      tile.accumulate(consumer.v_tile(stage));
+      if (kLarge && left > Pipeline::kTokens) consumer.wait();
       tile.template wait<1>();
-      bool const fits = tile.soften_further(left, params);
+      bool const fits = tile.online_softmax_next(left, params);
       tile.template wait<0>();
-      if (!fits) tile.soften_anew(reader.k_tile(next), left, params);
-      reader.release(stage);
+      if (!fits) tile.online_softmax_redo(consumer.k_tile(next), left, params);
+      consumer.release(stage);
       tile.round_probabilities();
       stage = next;
     }
-    tile.accumulate(reader.v_tile(stage));
+    tile.accumulate(consumer.v_tile(stage));
     Row rows[2];
-    find_rows<typename Tile::Layout>(params, reader.info(stage), reader.members(stage), 16 * warp, rows);
+    find_rows<typename Tile::Layout>(params, consumer.info(stage), consumer.members(stage), 16 * warp, rows);
     tile.template wait<0>();
-    reader.release(stage);
-    StageInfo const behind = reader.peek();  // the next unit's queries, in time for them to be there
-    if (behind.tokens >= 0) fetch(params, tile, behind, reader.members(reader.stage), warp);
-    told = write(params, tile, rows);
+    consumer.release(stage);
+    StageInfo const behind = consumer.peek();  // the next unit's queries, in time for them to be there
+    if (behind.tokens >= 0) fetch(params, tile, behind, consumer.members(consumer.stage), warp);
+    pending = write(params, tile, rows);
   }
 
-  static __device__ Announcement write(Params<T> const& params, Tile& tile, Row const (&rows)[2]) {
+  static __device__ PendingPublish write(Params<T> const& params, Tile& tile, Row const (&rows)[2]) {
     float lse[2];
     tile.end(lse);
-    return finish<kHeadDim, typename Tile::Layout, false>(params, tile.out, lse, rows);
+    return epilogue<kHeadDim, typename Tile::Layout, false>(params, tile.out, lse, rows);
   }
 
   // A tail in a large tile may have no tokens: its stage holds nothing that could be multiplied.
-  static __device__ void finish_empty(Params<T> const& params, GroupReader<T, Ring>& reader, Tile& tile,
-                                      StageInfo const& info, int stage, int warp, Announcement& told) {
+  static __device__ void epilogue_empty(Params<T> const& params, KvConsumer<T, Pipeline>& consumer, Tile& tile,
+                                      StageInfo const& info, int stage, int warp, PendingPublish& pending) {
     Row rows[2];
-    find_rows<typename Tile::Layout>(params, info, reader.members(stage), 16 * warp, rows);
-    reader.release(stage);
-    told.make(params);
+    find_rows<typename Tile::Layout>(params, info, consumer.members(stage), 16 * warp, rows);
+    consumer.release(stage);
+    pending.publish(params);
     tile.begin();
-    told = write(params, tile, rows);
+    pending = write(params, tile, rows);
   }
 };
 

@@ -10,7 +10,7 @@
 namespace feather {
 
 template <typename T, int kHeadDim, int kTokens_>
-struct GroupTile : Softmax {
+struct WarpgroupTile : Softmax {
   static constexpr int kRows = kWarpgroupRows, kTokens = kTokens_;
   using Layout = WideLayout<T, kHeadDim>;
   using KLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<T>{}, Shape<Int<kTokens>, Int<kHeadDim>>{}));
@@ -29,11 +29,11 @@ struct GroupTile : Softmax {
   using QFragment = decltype(make_tensor<T>(cute::Layout<Shape<Shape<_2, _2, _2>, _1, Int<kHeadDim / 16>>>{}));
   using PFragment = decltype(make_tensor<T>(cute::Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTokens / 16>>>{}));
 
-  QFragment q;
+  QFragment q;    // (64, head_dim) of the warpgroup
   bool ahead = false;  // q is that of the unit to come
-  ScoreFragment scores;
-  PFragment p;
-  OutFragment out;
+  ScoreFragment scores;  // (64, tokens)
+  PFragment p;           // (64, tokens), 16 bits
+  OutFragment out;       // (64, head_dim), fp32
 
   // Read a unit's queries (see load_queries), once the last unit's scores are there.
   __device__ void fetch(T const* const (&rows)[2]) {
@@ -87,20 +87,20 @@ struct GroupTile : Softmax {
   }
 
   // Scores become probabilities, of which the first `tokens` count: those of a unit's first tile ...
-  __device__ void soften_first(int tokens, Params<T> const& params) {
+  __device__ void online_softmax_first(int tokens, Params<T> const& params) {
     float alpha[2];  // of nothing yet
-    Softmax::soften(scores, prepare<kTokens>(scores, tokens, params), alpha);
+    Softmax::online_softmax(scores, prepare<kTokens>(scores, tokens, params), alpha);
     compute_now(row_sum[0] + row_sum[1]);
   }
-  // ... and those of a further one. No maximum is looked for: the shift stays as it is, unless the sum of a lane's
-  // exponentials says that one of them may be too large for it. Then this is false, and they are to be softened anew.
-  __device__ __forceinline__ bool soften_further(int tokens, Params<T> const& params) {
-    shift_scores(scores, cap(scores, params));
+  // ... and those of a further one. No maximum is looked for: row_max stays as it is, unless the sum of a lane's
+  // exponentials says that one of them may be too large for it. Then this is false, and they are to be computed anew.
+  __device__ __forceinline__ bool online_softmax_next(int tokens, Params<T> const& params) {
+    subtract_row_max(scores, softcap(scores, params));
     if (tokens < kTokens) mask(scores, tokens);
     float sum[2];
-    exponentials(scores, sum);
+    exp2_and_sum(scores, sum);
     compute_now(sum[0] + sum[1]);
-    bool const fits = sum[0] + sum[1] <= kMostSum && shift[0] > -INFINITY && shift[1] > -INFINITY;
+    bool const fits = sum[0] + sum[1] <= kRescaleSum && row_max[0] > -INFINITY && row_max[1] > -INFINITY;
     if (!__all_sync(~0u, fits)) return false;
     row_sum[0] += sum[0], row_sum[1] += sum[1];
     return true;
@@ -112,10 +112,10 @@ struct GroupTile : Softmax {
   }
 
   // From this warp's scores of a tile, which have been overwritten, once more. Nothing is in the making.
-  __device__ __forceinline__ void soften_anew(T const* k_tile, int tokens, Params<T> const& params) {
+  __device__ __forceinline__ void online_softmax_redo(T const* k_tile, int tokens, Params<T> const& params) {
     score_alone(k_tile);
     float alpha[2];
-    if (Softmax::soften(scores, prepare<kTokens>(scores, tokens, params), alpha)) rescale(out, alpha);
+    if (Softmax::online_softmax(scores, prepare<kTokens>(scores, tokens, params), alpha)) rescale(out, alpha);
   }
   __device__ __forceinline__ void score_alone(T const* k_tile) {  // by mma.sync: wgmma would need the other warps
     using Rows = SwizzledRows<kHeadDim, kTokens>;
@@ -127,8 +127,8 @@ struct GroupTile : Softmax {
 #pragma unroll
       for (int k = 0; k < kHeadDim / 16; ++k) {
         uint32_t b[4];
-        load_matrices<false>(Rows::down(Rows::right(k_row, k), 16 * t), b);
-        multiply<T>(scores, 8 * t, recast<uint32_t>(q), 4 * k, b);
+        ldmatrix_x4<false>(Rows::down(Rows::right(k_row, k), 16 * t), b);
+        mma_16x16x16<T>(scores, 8 * t, recast<uint32_t>(q), 4 * k, b);
       }
       __syncwarp();  // keeps registers of one block of tokens from those of the next
     }
@@ -136,7 +136,7 @@ struct GroupTile : Softmax {
 
   // The probabilities as an operand: a lane's accumulators of 16 tokens are, in order, those of a k16 step.
   __device__ void round_probabilities() {
-    auto const values = rounded<T>(scores);
+    auto const values = convert_type<T>(scores);
 #pragma unroll
     for (int i = 0; i < size(values); ++i) p(i) = values(i);
   }
