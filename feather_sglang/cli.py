@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from feather_sglang import __version__
+from feather_sglang import __version__, ending
 from feather_sglang.errors import FeatherError
 
 COMMANDS = {
@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 module = importlib.import_module(path)
                 module.add_arguments(sub)
         args = parser.parse_args(argv)
-        return int(module.run(args) or 0)
+        with ending.on_signals():
+            return int(module.run(args) or 0)
     except FeatherError as error:
         print(f"feather: error: {error}", file=sys.stderr)
         return 2
@@ -52,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("feather: interrupted", file=sys.stderr)
         return 130
+    except SystemExit as end:
+        if name := ending.name_of(end.code):
+            print(f"feather: ended by {name}", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":

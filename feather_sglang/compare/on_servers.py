@@ -20,7 +20,7 @@ from rich.markup import escape
 
 from feather_sglang import __version__
 from feather_sglang.compare.policies import chosen_policies, options_of
-from feather_sglang.compare.server import ending
+from feather_sglang import ending
 from feather_sglang.compare.server.activity import Activity
 from feather_sglang.compare.server.bench_serving import read_results
 from feather_sglang.compare.server.cases import Case, Request, fold, probes
@@ -92,8 +92,7 @@ def run(args: argparse.Namespace) -> int:
     comparer.tell(f"feather {__version__}, sglang {version}, {comparer.title}")
     comparer.write()  # so that a place where nothing can be written is found now
     allow_open_files(len(trace.requests) + 200)
-    with ending.on_signals():
-        comparer.run()
+    comparer.run()
     return comparer.report(peers)
 
 

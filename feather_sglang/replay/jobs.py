@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from feather_sglang import ending
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import check_target, replace_text
 from feather_sglang.replay.step_time import StepTimeModel
@@ -143,8 +144,9 @@ def run_jobs(
                     log = logs / f"{job.name}.log"
                     log.write_bytes(b"")  # a child that cannot write its log could not even say so
                     process = context.Process(target=_child, args=(work, job, log, scratch, queue))
-                    process.start()
-                    running[job.name] = process
+                    with ending.put_off():  # a process whose number nobody has got yet cannot be ended
+                        process.start()
+                        running[job.name] = process
                     progress.start_task(bars[job.name])
                 try:
                     policy, kind, value = queue.get(timeout=1.0)

@@ -8,12 +8,13 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from feather_sglang.compare.server import ending
+from feather_sglang import ending
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--prefix-tokens", "40", "--output-tokens", "8", "--groups", "2", "--policies", "fcfs", "--rate"]
@@ -214,6 +215,31 @@ def test_a_signal_during_a_finalizer_ends_it_all_the_same(number, raised):
         ending.run(amid_a_loop())
     assert caught.value.args == raised.args and not went_on
     assert ending.run(asyncio.sleep(0, "nothing is told")) == "nothing is told"
+
+
+@ENDS
+@pytest.mark.usefixtures("from_a_terminal")
+def test_a_signal_that_is_put_off_comes_at_the_end(number, raised):
+    went_on = []
+    with pytest.raises(type(raised)) as caught, ending.on_signals():
+        with ending.put_off():
+            signal.raise_signal(number)
+            went_on.append("within")
+        went_on.append("after")
+    assert caught.value.args == raised.args and went_on == ["within"]
+
+
+def test_in_another_thread_signals_do_what_they_did():
+    before, during = [signal.getsignal(number) for number in NUMBERS], []
+
+    def use():
+        with ending.on_signals():
+            during.extend(signal.getsignal(number) for number in NUMBERS)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert during == before
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
-"""Told to end by a signal: out through all ``finally`` blocks, amid an event loop too; no server stays behind."""
+"""Told to end by a signal: out through all ``finally`` blocks, amid an event loop too; no process stays behind."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
@@ -11,15 +12,19 @@ from typing import Any, NoReturn, TypeVar
 T = TypeVar("T")
 
 _told: list[BaseException] = []  # what the signals of this process asked for, not yet or just now raised
-_in_run = False  # what comes during a ``run`` is raised at its end
+_waits = False  # what comes during a ``run``, or while it is put off, is raised at the end of that
 
 
 @contextmanager
 def on_signals() -> Iterator[None]:
     """Raise ``KeyboardInterrupt``, or ``SystemExit(128 + number)``, on a signal that is not ignored (as under nohup).
 
-    A signal that comes while a finalizer runs, out of which no exception gets, ends the next ``run``.
+    A signal that comes while a finalizer runs, out of which no exception gets, ends the next ``run``. Where handlers
+    cannot be set, in another thread than the main one, signals do what they did.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: handler for number in numbers if (handler := signal.getsignal(number)) != signal.SIG_IGN}
     for number in before:
@@ -32,14 +37,33 @@ def on_signals() -> Iterator[None]:
         _told.clear()
 
 
+def name_of(status: object) -> str | None:
+    """The signal that an exit status tells of; None if it tells of none of these."""
+    told = {128 + number: number.name for number in (signal.SIGTERM, signal.SIGHUP)}
+    return told.get(status) if isinstance(status, int) else None
+
+
+@contextmanager
+def put_off() -> Iterator[None]:
+    """Raise what a signal asks for at the end of the block, not within: it makes something that could get lost."""
+    global _waits
+    before, _waits = _waits, True
+    try:
+        yield
+    finally:
+        _waits = before
+    if _told and not _waits:
+        _raise()
+
+
 def run(main: Coroutine[Any, Any, T]) -> T:
     """``asyncio.run`` of `main`; a signal cancels its tasks, and is raised once they have ended."""
-    global _in_run
-    _in_run = True
+    global _waits
+    _waits = True
     try:
         return asyncio.run(_unless_told(main))
     finally:
-        _in_run = False
+        _waits = False
         main.close()  # it may never have begun
         if _told:
             _raise()
@@ -56,7 +80,7 @@ def _leave(number: int, frame: object) -> None:
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
-        if not _in_run:  # raised in there, it would leave a loop half made or half closed
+        if not _waits:  # raised in there, it would leave a loop half made or half closed
             _raise()
         return
     # Raised in here, it could take from the loop what it was about to do, and the tasks concerned would wait forever.

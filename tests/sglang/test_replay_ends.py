@@ -1,0 +1,62 @@
+"""A replay that is told to end: the shell's status, one line, and no process or file of its left behind."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+WORK = ["--policies", "fcfs,lpm", "--requests", "20000", "--prefix-tokens", "400", "--output-tokens", "400"]
+PATIENCE = 120  # seconds in which a slow machine has imported SGLang
+
+
+def processes(mark):
+    """Those that have the mark in their environment, which children inherit."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue  # it has ended, or is another user's
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "line"),
+    [
+        (signal.SIGTERM, 143, "feather: ended by SIGTERM\n"),
+        pytest.param(signal.SIGHUP, 129, "feather: ended by SIGHUP\n", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, "feather: interrupted\n", marks=pytest.mark.slow),
+    ],
+    ids=["SIGTERM", "SIGHUP", "SIGINT"],
+)
+def test_a_signal_ends_the_command_and_its_replays(number, status, line, tmp_path):
+    mark = secrets.token_hex(16)
+    command = [sys.executable, "-m", "feather_sglang.cli", "ab", *WORK, "--out", str(tmp_path / "out")]
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is too long for the sockets of processes
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "TMPDIR": folder, "REPLAY_MARK": mark},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: [signal.signal(one, signal.SIG_DFL) for one in (signal.SIGINT, signal.SIGHUP)],
+        )
+        deadline = time.monotonic() + PATIENCE
+        while len(processes(mark)) < 5:  # the command, who minds its semaphores, who forks, and two replays
+            assert process.poll() is None and time.monotonic() < deadline, processes(mark)
+            time.sleep(0.1)
+        process.send_signal(number)
+        said = process.communicate(timeout=PATIENCE)[1]
+        assert (process.returncode, said) == (status, line)
+        deadline = time.monotonic() + 10
+        while left := processes(mark):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+        assert os.listdir(folder) == []
