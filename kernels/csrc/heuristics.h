@@ -44,7 +44,7 @@ constexpr double kWiden = 1.25;          // chunks beyond the capacity, step by 
 // ---- The split `rounds` (planner/rounds.h).
 // "How are packs cut?": a tenth off batches of long prompts that many share, 27% off one, 7% more on another.
 constexpr int64_t kMostRounds = 6;    // up to twelve: 3 and 6% more on two batches
-constexpr double kRoundsGain = 0.98;  // what a change must lower the modelled time to, which is right to some percent
+constexpr double kRoundsGain = 0.98;  // what a change must lower the modelled time to; not measured by itself
 constexpr double kUnitAlone = 1.5;    // times its cost that a unit takes while other teams are idle: estimated
 
 // ---- Who takes which unit on the Hopper path (sm90/forward.cuh).
