@@ -36,8 +36,8 @@ from typing import Any
 from finished import read_finished
 from server_report import merged, plot, progress, report
 
-from feather_sglang.compare.on_servers import check_model
 from feather_sglang import ending
+from feather_sglang.compare.on_servers import check_model
 from feather_sglang.compare.server.activity import Activity
 from feather_sglang.compare.server.cases import Case, Request, parse_case, probes
 from feather_sglang.compare.server.client import HttpError, allow_open_files, call_all, drive

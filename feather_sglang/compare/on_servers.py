@@ -18,9 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from feather_sglang import __version__
+from feather_sglang import __version__, ending
 from feather_sglang.compare.policies import chosen_policies, options_of
-from feather_sglang import ending
 from feather_sglang.compare.server.activity import Activity
 from feather_sglang.compare.server.bench_serving import read_results
 from feather_sglang.compare.server.cases import Case, Request, fold, probes

@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+from feather_sglang import ending
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.ports import free_port
-from feather_sglang import ending
 from feather_sglang.compare.server.client import Address, HttpError, call
 from feather_sglang.scheduling.policy_names import FEATHER, STOCK, SWITCH_PATH
 
