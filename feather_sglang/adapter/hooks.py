@@ -5,8 +5,8 @@ Five kinds:
 ``start``
     Wrapped through SGLang's hook registry when the plugin loads. They run while a server starts, never per step.
 ``scheduler``
-    Wrapped on the one scheduler object, and only when it was started with a feather policy: under any other
-    policy the methods that SGLang calls per step are its own, untouched.
+    Wrapped on the one scheduler object, and on the adder and batch it makes for a step, and only when it was started
+    with a feather policy: under any other policy the methods that SGLang calls per step are its own, untouched.
 ``switch``
     Wrapped on the one scheduler object, under any policy, where ``--feather-allow-switch`` is given.
 ``pat``
@@ -34,7 +34,7 @@ class Hook(NamedTuple):
     kind: str
     parameters: tuple[str, ...]
     purpose: str
-    names: tuple[str, ...] = ()  # names the body must mention, where feather relies on how it works
+    names: tuple[str, ...] = ()  # names and local variables the body must have, where feather relies on how it works
     part: str = "policy"  # what does without it: the policies, the "pat" backend, or "switch"
     optional: bool = False  # some supported releases do not have it
 
@@ -61,7 +61,7 @@ HOOKS = (
         "scheduler",
         ("self", "prefill_delayer_single_pass", "running_batch"),
         "an admission round, request by request",
-        ("waiting_queue", "can_run_list", "calc_priority", "add_one_req", "get_num_allocatable_reqs"),
+        ("waiting_queue", "adder", "can_run_list", "calc_priority", "add_one_req", "get_num_allocatable_reqs"),
     ),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
@@ -186,7 +186,8 @@ def mismatch(hook: Hook) -> str | None:
     if parameters[: len(hook.parameters)] != hook.parameters:
         return f"{hook.target}: takes ({', '.join(parameters)}), expected ({', '.join(hook.parameters)}, ...)"
     code = getattr(inspect.unwrap(function), "__code__", None)
-    missing = [name for name in hook.names if code is None or name not in code.co_names]
+    used = () if code is None else (*code.co_names, *code.co_varnames, *code.co_cellvars)
+    missing = [name for name in hook.names if name not in used]
     if missing:
         return f"{hook.target}: does not use {', '.join(missing)} any more"
     return None

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from feather_sglang.errors import FeatherError
-from feather_sglang.scheduling.admission.pacing import BOUND
+from feather_sglang.scheduling.admission.fairness import MAX_WAIT, MAX_WAIT_ROUNDS
+from feather_sglang.scheduling.admission.gate import BOUND
+from feather_sglang.scheduling.admission.overtaking import SHARE_OF_OWN
+from feather_sglang.scheduling.tree.cht import CHUNK_TOKENS
 
 VARIABLE = "FEATHER_OPTIONS"
 
@@ -88,16 +91,16 @@ class FeatherOptions:
     policy_file: str | None = _option(
         None, _readable_file, "FILE", "Policy file written by `feather train`; the learner goes on from it."
     )
-    chunk_size: int = _option(64, _positive_int, "TOKENS", "Tokens in a chunk of the Chunked Hash Tree.")
+    chunk_size: int = _option(CHUNK_TOKENS, _positive_int, "TOKENS", "Tokens in a chunk of the Chunked Hash Tree.")
     max_wait: float = _option(
-        120.0,
+        MAX_WAIT,
         _seconds,
         "SECONDS",
         "While a request has waited this long, nobody is stopped; it is next once overtaken by as many as were ahead.",
     )
-    max_wait_rounds: int = _option(20_000, _positive_int, "ROUNDS", "The same bound in admission rounds.")
+    max_wait_rounds: int = _option(MAX_WAIT_ROUNDS, _positive_int, "ROUNDS", "The same bound in admission rounds.")
     max_overtaking: float = _option(
-        2.0,
+        SHARE_OF_OWN,
         _share,
         "SHARE",
         "Later requests that go before a request take at most SHARE times the work that arrival order would have put "

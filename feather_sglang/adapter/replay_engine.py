@@ -26,7 +26,6 @@ from feather_sglang.adapter.inprocess import build_scheduler
 from feather_sglang.adapter.scheduler.k_lpm import KLpm
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policy_names import K_LPM
-from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 
 if TYPE_CHECKING:  # it is handed a trace and a model, and makes neither
     from feather_sglang.replay.step_time import BatchSharing, StepTimeModel
@@ -92,7 +91,7 @@ class Replay:
         if self.feather is not None:
             self.feather.clock = lambda: self.clock
             # A fixed hash seed, where a server draws a secret one: the same replay permutes the same rows.
-            self.feather.builder.use_tree(ChunkedHashTree(self.feather.options.chunk_size, seed=0))
+            self.feather.admission.tree.reseed(0)
         self._paths: dict[str, tuple[int, ...]] = {}
         self._block_size = trace.block_size
         self._rows: list[Any] | None = None
@@ -187,8 +186,8 @@ class Replay:
         """How many prefixes feather has made to wait or to go last so far."""
         if self.feather is None:
             return 0
-        passing_over = self.feather.builder.passing_over
-        return passing_over.postponements + passing_over.put_last
+        deferrals = self.feather.admission.state.deferrals
+        return deferrals.postponements + deferrals.put_last
 
     def _turn(self, by_id: dict[str, TraceRequest]) -> bool:
         """One turn of SGLang's ``event_loop_normal``; False if nothing ran."""

@@ -17,7 +17,7 @@ from feather_sglang.replay.model_shape import DEFAULT_MODEL, MODELS, load_model
 from feather_sglang.replay.profiles import list_profiles, load_profile
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace, load_trace
-from feather_sglang.scheduling.admission.pacing import BOUND
+from feather_sglang.scheduling.admission.gate import BOUND
 from feather_sglang.scheduling.policy_names import SINCE
 
 REPLAY_ONLY = {"profile": "h200", "prefill_graphs": "on", "scheduler_cost": "on", "jobs": 2}

@@ -81,17 +81,17 @@ def teach(job: TrainJob, tell: Any) -> list[Pass]:
     passes: list[Pass] = []
     with tempfile.TemporaryDirectory() as folder:
         engine = Replay(Path(folder), job.policy, job.trace, job.model, ReplaySettings(**job.settings))
-        builder: Any = engine.feather.builder  # type: ignore[union-attr]
-        learner = builder.policy
+        admission: Any = engine.feather.admission  # type: ignore[union-attr]
+        learner = admission.policy
         learner.explore = False
 
         def replay(policy: Any, rule: Rule | None) -> float:
-            builder.policy = policy
-            stops = builder.stops
+            admission.policy = policy
+            stops = admission.stopping.stops
             done = len(passes) * len(job.trace.requests)
             outcome = engine.run(job.trace, lambda n: tell(done + n))
             rate = sum(s.request.output_length for s in outcome.served) / outcome.makespan
-            passes.append(Pass(rule, rate, builder.stops - stops))
+            passes.append(Pass(rule, rate, admission.stopping.stops - stops))
             return rate
 
         rates: dict[Rule, float] = {}

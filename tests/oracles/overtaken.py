@@ -1,9 +1,11 @@
 """Who has been passed by how much, in plain lists, and a witness that checks a builder's admissions against the bounds.
 
-Shares no code and no data structure with the product.
+Shares no code and no data structure with the product but the names of verdicts.
 """
 
 from math import inf
+
+from feather_sglang.scheduling.admission.verdict import Verdict
 
 WINDOW, ALLOWANCE, OLDEST = 600.0, 2048.0, 16
 
@@ -119,15 +121,15 @@ class Witness:
 
     def __init__(self, builder, allowance=ALLOWANCE):
         self.builder = builder
-        self.line = PlainLine(builder.overtaking.share, allowance)
+        self.line = PlainLine(builder.state.overtaking.share, allowance)
         self.broken, self.disorder, self.passed, self.bounded = [], [], 0, 0
         self.now, self.pending, self.tokens, self.classes = 0.0, 0.0, {}, {}
         self.coming, self.skipped_now, self.newest = [], [], None
         self.round, self.first = 0, {}  # rounds, and the first that saw a request, with its time
         self.retracted = 0
-        for name in "arrive requeue leave_queue leave_batch begin_round admitted skipped end_round".split():
+        for name in "arrive requeue leave_queue leave_batch open_round settle close_round".split():
             setattr(builder, name, getattr(self, "_" + name)(getattr(builder, name)))
-        self._enter, builder.overtaking.arrive = builder.overtaking.arrive, self._entered
+        self._enter, builder.state.overtaking.arrive = builder.state.overtaking.arrive, self._entered
 
     def _note(self, holds, what):
         if not holds:
@@ -169,24 +171,25 @@ class Witness:
         del self.tokens[name]
         self.first.pop(name, None)
 
-    def _begin_round(self, original):
-        def begin_round(now, *readings, pending_tokens=0, **named):
+    def _open_round(self, original):
+        def open_round(readings, *, pending_tokens=0):
+            now = readings.now
             self._note(not self.coming, f"{self.coming} have not entered the line")
             self.now, self.round = now, self.round + 1
             for name in self.tokens:
                 self.first.setdefault(name, (self.round, now))
-            original(now, *readings, pending_tokens=pending_tokens, **named)
+            original(readings, pending_tokens=pending_tokens)
             length = self.tokens.get(self.newest, pending_tokens)
-            self.pending = self.builder.work.of(pending_tokens, length) if pending_tokens else 0.0
+            self.pending = self.builder.state.work.of(pending_tokens, length) if pending_tokens else 0.0
 
-        return begin_round
+        return open_round
 
     def _entered(self, name, priority, work, pending, now):
         """The line is entered in the order of arrival, with no more than the whole prompt.
 
         Of what was admitted, the last round's is not computed yet.
         """
-        size = self.builder.work.of
+        size = self.builder.state.work.of
         self._note(self.coming and self.coming.pop(0) == name, f"{name} enters out of turn")
         self._note(priority == self.classes[name], f"{name} enters class {priority}")
         self._note(0 < work <= size(self.tokens[name], self.tokens[name]), f"{name} enters with {work}")
@@ -194,17 +197,27 @@ class Witness:
         self.line.arrive(name, priority, work, pending, now)
         self._enter(name, priority, work, pending, now)
 
-    def _is_late(self, name):
-        fairness = self.builder.fairness
+    def _is_overdue(self, name):
+        fairness = self.builder.state.fairness
         seen, time = self.first[name]
         return self.now - time >= fairness.max_wait or self.round - seen >= fairness.max_wait_rounds
 
-    def _admitted(self, original):
-        def admitted(name, cached=None):
+    def _is_late(self, name):
+        fairness = self.builder.state.fairness
+        seen, time = self.first[name]
+        return self.now - time >= fairness.max_wait or self.round - seen >= fairness.max_wait_rounds
+
+    def _settle(self, original):
+        def settle(name, verdict, cached=None):
+            if verdict is Verdict.ENGINE:
+                self.line.excuse(name, True)
+                self.skipped_now.append(name)
+                original(name, verdict)
+                return
             tokens = self.tokens[name]
-            work = self.builder.work.of(0 if cached is None else tokens - cached, tokens)
+            work = self.builder.state.work.of(0 if cached is None else tokens - cached, tokens)
             self._note(work >= 0, f"{name} takes {work}")
-            original(name, cached)
+            original(name, verdict, cached)
             place = self.line.find(name)
             self.passed += place is not self.line.waiting(place.priority)[0]
             self.line.admit(name, work)
@@ -214,29 +227,21 @@ class Witness:
                 self.disorder += self.line.before_more_urgent(place)
             self.newest = name
 
-        return admitted
+        return settle
 
-    def _skipped(self, original):
-        def skipped(name):
-            self.line.excuse(name, True)
-            self.skipped_now.append(name)
-            original(name)
-
-        return skipped
-
-    def _end_round(self, original):
-        def end_round():
+    def _close_round(self, original):
+        def close_round():
             original()
             for name in self.skipped_now:
                 self.line.excuse(name, False)
             self.skipped_now.clear()
 
-        return end_round
+        return close_round
 
     def check(self):
         """Nothing was broken, and the builder's line is ours."""
         assert not self.broken, self.broken[:3]
-        overtaking, now = self.builder.overtaking, self.now
+        overtaking, now = self.builder.state.overtaking, self.now
         assert overtaking.most_urgent() == self.line.most_urgent()
         waiting = self.line.waiting()
         for name, work in [(place.name, place.work) for place in waiting[:3] + waiting[-3:]]:

@@ -1,45 +1,80 @@
-"""A batch builder over a small tree, and admission rounds as the scheduler holds them."""
+"""Admission over a small tree, and rounds as the scheduler holds them."""
 
-from feather_sglang.scheduling.admission.batch_builder import BatchBuilder
+from math import inf
+
+from feather_sglang.scheduling.admission.admission import Admission
+from feather_sglang.scheduling.admission.verdict import Batch, Proposal, Verdict
+from feather_sglang.scheduling.meters.readings import Readings
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 
 
 def builder(policy=None, **options):
-    return BatchBuilder(ChunkedHashTree(chunk_size=2, seed=1), policy or make_policy("always-add"), **options)
+    return Admission(ChunkedHashTree(chunk_size=2, seed=1), policy or make_policy("always-add"), **options)
+
+
+def open_round(b, now, reward=None, *readings, pending_tokens=0):
+    b.open_round(Readings(now, reward, *readings), pending_tokens=pending_tokens)
+
+
+def propose(b, size, headroom=1.0, has_room=True):
+    return b.propose(Batch(size, headroom, has_room))
+
+
+def admit(b, r, cached_tokens=None):
+    b.settle(r, Verdict.ADMIT, cached_tokens)
+
+
+def skip(b, r):
+    """The engine cannot take it now."""
+    b.settle(r, Verdict.ENGINE)
+
+
+def defers(b, r, cached, missing, free):
+    """Whether any rule but the one about memory ahead does."""
+    return b.check(Proposal(r, cached, missing, free, inf)) is not Verdict.ADMIT
+
+
+def fits(b, r, available):
+    """What the rule about memory ahead says, as if it had been asked."""
+    proposal = Proposal(r, 0, 0, 0, available)
+    if b.kv_budget.check(proposal, b.round) is Verdict.ADMIT:
+        return True
+    b.kv_budget.defer(proposal, b.round)
+    return False
 
 
 def run_round(b, now=0.0, reward=None, fixed=None, pending=0, slots=1000):
     """Everybody proposed is admitted, as long as there are slots."""
-    b.begin_round(now, reward, None, fixed, pending_tokens=pending)
+    open_round(b, now, reward, None, fixed, pending_tokens=pending)
     admitted = []
-    while len(admitted) < slots and (r := b.propose(len(b.cht.active), 1.0)) is not None:
-        b.admitted(r)
+    while len(admitted) < slots and (r := propose(b, len(b.tree.active))) is not None:
+        admit(b, r)
         admitted.append(r)
-    b.end_round()
+    b.close_round()
     return admitted
 
 
 def judged_round(b, found, prompt, free, now=0.0, slots=1000):
-    """As the adapter does it: whoever is proposed may be passed over. Those admitted are computed when it ends.
+    """As the adapter does it: whoever is proposed may be deferred. Those admitted are computed when it ends.
 
     `found` tells what the cache has of a request's `prompt` tokens.
     """
-    b.begin_round(now, None)
+    open_round(b, now)
     admitted = []
-    while len(admitted) < slots and (r := b.propose(len(b.cht.active), 1.0)) is not None:
-        assert r in b.cht.waiting and len(admitted) < 1000
+    while len(admitted) < slots and (r := propose(b, len(b.tree.active))) is not None:
+        assert r in b.tree.waiting and len(admitted) < 1000
         cached = found(r)
-        if b.passes_over(r, cached, prompt - cached, free):
-            assert b.is_settled(r)
-            assert r in b.cht.waiting | b.cht.held
+        if defers(b, r, cached, prompt - cached, free):
+            assert b.round.open_proposal is None
+            assert r in b.tree.waiting | b.tree.held
         else:
-            b.admitted(r, cached)
+            admit(b, r, cached)
             admitted.append(r)
-        b.cht.check_invariants()
-    b.end_round()
-    b.cht.check_invariants()
-    assert not b.cht.held and not b.cht.deferred
-    for r in list(b.passing_over.computing):
-        b.passing_over.computed(r)
+        b.tree.check_invariants()
+    b.close_round()
+    b.tree.check_invariants()
+    assert not b.tree.held and not b.tree.deferred
+    for r in list(b.state.deferrals.in_flight):
+        b.computed(r)
     return admitted

@@ -27,6 +27,7 @@ from sglang.srt.utils.watchdog import WatchdogRaw
 
 from feather_sglang.adapter.inprocess import start_scheduler
 from feather_sglang.adapter.ports import free_port
+from feather_sglang.adapter.scheduler.debug_check import DebugCheck
 
 
 def _socket_without_linger(context, *args, _socket=zmq.Context.socket, **kwargs):
@@ -136,7 +137,7 @@ class Server:
         self.requests = {}
         self.steps = 0
         if policy.startswith("feather") and self.feather.options.pace is None and not paced:
-            self.feather.builder.pacing = None
+            self.feather.admission.prefill_delay = None
 
     @property
     def feather(self):
@@ -199,9 +200,9 @@ class Server:
         self.assert_pools_full()
         assert scheduler.running_batch.is_empty() and not scheduler.waiting_queue and scheduler.chunked_req is None
         if hasattr(scheduler, "feather"):
-            self.feather.check(SimpleNamespace(running_batch=scheduler.running_batch, batch_to_run=None))
+            DebugCheck(self.feather).check(SimpleNamespace(running_batch=scheduler.running_batch, batch_to_run=None))
             assert not self.feather.failed
-            assert len(self.feather.builder.cht) == 0 and not self.feather.builder.fairness.arrivals
+            assert len(self.feather.admission.tree) == 0 and not self.feather.admission.state.fairness.arrivals
 
     def assert_pools_full(self):
         scheduler = self.scheduler

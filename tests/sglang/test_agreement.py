@@ -8,14 +8,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from feather_sglang.adapter.scheduler.agreement import Agreement
-from feather_sglang.scheduling.admission.batch_builder import BatchBuilder
-from feather_sglang.scheduling.admission.gathering import Gathering
-from feather_sglang.scheduling.admission.pacing import Pacing
+from feather_sglang.scheduling.admission.admission import Admission
+from feather_sglang.scheduling.admission.gate import PrefillDelay
+from feather_sglang.scheduling.admission.prefix_batching import PrefixBatching
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
+from oracles.rounds import admit, defers, open_round, propose
 
 
-class SometimesShort(Gathering):
+class SometimesShort(PrefixBatching):
     """The real rule, where memory is short whenever prompts of more than five prefixes wait or run."""
 
     def short(self, demand_tokens, running):
@@ -32,13 +33,13 @@ def serve(rank, store, results, agree):
         assert agreement.readings(rank + 1.5) == (1.5,)
         assert agreement.readings(rank + 1.5, None if rank == 0 else 2.0, rank + 3.0) == (1.5, None, 3.0)
         assert agreement.readings(1.5, rank + 2.0, 0.0 if rank == 0 else None) == (1.5, 2.0, 0.0)
-    builder = BatchBuilder(
+    builder = Admission(
         ChunkedHashTree(4, seed=agreement.secret()),
         make_policy("bandit", seed=0),
         max_wait=9.0,
         max_wait_rounds=40,
-        gathering=SometimesShort(0),
-        pacing=Pacing(2.5),
+        prefix_batching=SometimesShort(0),
+        prefill_delay=PrefillDelay(2.5),
     )
     stream, clock = random.Random(7), random.Random(rank)
     decisions, running = [], []
@@ -48,21 +49,21 @@ def serve(rank, store, results, agree):
             builder.arrive((step, i), array("q", [group] * 600 + [step]), most_tokens=1)
         fixed = clock.choice((None, clock.random()))
         measured = clock.random() * 1000, clock.random() * 0.01, fixed
-        builder.begin_round(
-            *agreement.readings(step + clock.random(), *measured), pending_tokens=int(stream.random() < 0.1)
+        open_round(
+            builder, *agreement.readings(step + clock.random(), *measured), pending_tokens=int(stream.random() < 0.1)
         )
-        while len(running) < 12 and (r := builder.propose(len(running), 1.0)) is not None:
-            if builder.passes_over(r, 0, 601, 1 << 40):
+        while len(running) < 12 and (r := propose(builder, len(running), 1.0)) is not None:
+            if defers(builder, r, 0, 601, 1 << 40):
                 continue
-            builder.admitted(r)
+            admit(builder, r)
             running.append(r)
-        builder.end_round()
+        builder.close_round()
         order = builder.row_order(running)
         running = running if order is None else [running[i] for i in order]
         decisions.append(tuple(running))
         while running and stream.random() < 0.7:
             builder.leave_batch(running.pop(stream.randrange(len(running))))
-    results[rank] = decisions, builder.passing_over.postponements, builder.held_rounds
+    results[rank] = decisions, builder.state.deferrals.postponements, builder.delayed_rounds
     dist.destroy_process_group()
 
 

@@ -19,11 +19,11 @@ def test_a_cached_turn_goes_before_a_shorter_prompt(one):
     one.step()  # chunk by chunk: the next ones wait
     one.submit("short", [6] * 900, max_new_tokens=2)
     one.submit("next turn", [*history, *[7] * 30], max_new_tokens=2)
-    cached = one.feather.builder.cached_prefixes
+    cached = one.feather.admission.state.cached_prefixes
     assert cached.tokens("next turn") >= len(history) - 64 and not cached.tokens("short")
     order = []
-    admitted = one.feather.builder.admitted
-    one.feather.builder.admitted = lambda name, *args: (order.append(name), admitted(name, *args))[1]
+    settle = one.feather.admission.settle
+    one.feather.admission.settle = lambda name, *args: (order.append(name), settle(name, *args))[1]
     one.drain()
     assert order == ["next turn", "short"]
     one.assert_nothing_left()

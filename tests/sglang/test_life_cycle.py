@@ -45,7 +45,10 @@ def test_every_policy_serves_the_same_tokens_as_fcfs(server, expected, policy):
     one.drain()
     assert one.outputs() == expected
     one.assert_nothing_left()
-    assert one.feather.builder.fairness.round > 0 and one.feather.permutations + (policy != "feather-order") > 0
+    assert (
+        one.feather.admission.state.fairness.round > 0
+        and one.feather.rows.permutations + (policy != "feather-order") > 0
+    )
 
 
 def test_chunked_prefill(server, expected):
@@ -74,8 +77,8 @@ def test_retraction(server, monkeypatch):
         # SGLang reserves the whole output of a request that ignores its end token; this one could end, but does not.
         one.submit(f"r{i}", prompt(i % 2, i), max_new_tokens=120, ignore_eos=False)
     retracted = []
-    enter = one.feather._enter
-    monkeypatch.setattr(one.feather, "_enter", lambda req: (retracted.append(req.rid), enter(req))[1])
+    enter = one.feather.life_cycle.enter
+    monkeypatch.setattr(one.feather.life_cycle, "enter", lambda req: (retracted.append(req.rid), enter(req))[1])
     one.drain()
     assert retracted
     assert all(len(tokens) == 120 for tokens in one.outputs().values())
@@ -146,7 +149,7 @@ def test_timeouts_waiting_and_running(server, monkeypatch):
     monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", "0.01")
     time.sleep(0.02)
     expire(one)
-    assert not one.scheduler.waiting_queue and set(one.feather.builder.cht.active) == running
+    assert not one.scheduler.waiting_queue and set(one.feather.admission.tree.active) == running
     monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "0.01")
     time.sleep(0.02)
     expire(one)
@@ -231,7 +234,7 @@ def test_an_id_that_is_used_again_is_another_request(server, monkeypatch, by):
         first[policy] = [req.rid for req in one.step().reqs]
         one.drain()
     assert first["feather"] == first["fcfs"] == (["talk"] if flags else ["other"])
-    assert one.feather.builder.overdue_admissions == 0
+    assert one.feather.admission.hurried_admissions == 0
 
 
 @pytest.mark.parametrize("aborted", [False, True])
@@ -252,7 +255,7 @@ def test_two_requests_of_one_id_are_both_served(server, monkeypatch, aborted):
         one.step()
     assert all(twin.finished() for twin in requests[:2]) and not one.scheduler.waiting_queue
     assert [len(request.output_ids) for request in requests] == [5, 5, *[0] * aborted]
-    assert not one.feather.failed and not one.feather._twins
+    assert not one.feather.failed and not one.feather.life_cycle._twins
 
 
 @pytest.mark.parametrize("switched", [False, True])
@@ -278,7 +281,7 @@ def test_the_time_of_a_pause_is_nobodys(server, monkeypatch, mode, switched):
         step(0.05)
     for _ in range(5):
         step(0.01)
-    rate, before = feather._meter.rate, feather._prefill_meter.seconds_per_token
+    rate, before = feather.meters.decode.rate, feather.meters.prefill.seconds_per_token
     assert rate == pytest.approx(200) and before == pytest.approx(0.05 / 1500, rel=0.05)
     one.scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
     now[0] += 600
@@ -288,8 +291,8 @@ def test_the_time_of_a_pause_is_nobodys(server, monkeypatch, mode, switched):
     step(0.1)
     for _ in range(6):
         step(0.01)
-    assert feather._meter.rate == pytest.approx(200, rel=0.01)
-    assert feather._prefill_meter.seconds_per_token == pytest.approx(before, rel=0.05)
+    assert feather.meters.decode.rate == pytest.approx(200, rel=0.01)
+    assert feather.meters.prefill.seconds_per_token == pytest.approx(before, rel=0.05)
 
 
 def test_five_hundred_random_events(server):

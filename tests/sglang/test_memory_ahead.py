@@ -5,7 +5,7 @@ import random
 import pytest
 from harness import OverlapServer, Server
 
-from feather_sglang.adapter.scheduler.feather_scheduler import FeatherScheduler
+from feather_sglang.adapter.scheduler.life_cycle import LifeCycle
 from feather_sglang.scheduling.policies import make_policy
 
 PREFIX, TAIL = 640, 4
@@ -19,8 +19,8 @@ def server(tmp_path, monkeypatch):
     def make(gather, kind=Server, **overrides):
         monkeypatch.setenv("FEATHER_OPTIONS", f'{{"gather": "{gather}"}}')
         one = kind(tmp_path, "feather-heuristic", **overrides)
-        one.feather.builder.policy = make_policy("always-add")
-        if gathering := one.feather.builder.gathering:
+        one.feather.admission.policy = make_policy("always-add")
+        if gathering := one.feather.admission.state.prefix_batching:
             for _ in range(64):
                 gathering.arrived(3, met=True)
         return one
@@ -49,7 +49,7 @@ def test_requests_that_grow_together_are_not_thrown_out(server):
     for gather in ("off", "on"):
         # Of what running requests may still generate SGLang counts a tenth, as it does when all went well for long.
         one = server(gather, max_total_tokens=1500, schedule_conservativeness=0.1 / 0.7)
-        if forecast := one.feather.builder.forecast:
+        if forecast := one.feather.admission.kv_budget.forecast:
             forecast.finished(60)
         submit(one, " ".join(f"a{i}" for i in range(32)), 60, ignore_eos=False)
         one.drain()
@@ -72,7 +72,7 @@ def test_where_lengths_are_known_nobody_is_thrown_out(server, kind):
             assert one.submit(f"r{len(one.requests)}", prompt, max_new_tokens=numbers.choice([10, 30, 40]))
         one.step()
     one.drain()
-    assert retractions(one) == 0 and one.feather.builder.kept_out > 0
+    assert retractions(one) == 0 and one.feather.admission.kv_budget.kept_out > 0
     one.assert_nothing_left()
 
 
@@ -80,7 +80,7 @@ def test_a_prefix_that_another_one_joins_is_not_counted_on(server):
     """At a0's end its prefix would be given back, for ten of c to grow; but a1 has it, too, and runs longer."""
     one = server("on", max_total_tokens=1500, schedule_conservativeness=0.1 / 0.7)
     for _ in range(256):
-        one.feather.builder.forecast.finished(61)
+        one.feather.admission.kv_budget.forecast.finished(61)
     submit(one, "a0", 20, ignore_eos=False)
     submit(one, "c0", 60, ignore_eos=False)
     for _ in range(3):
@@ -88,7 +88,7 @@ def test_a_prefix_that_another_one_joins_is_not_counted_on(server):
     submit(one, "a1 " + " ".join(f"c{i}" for i in range(1, 10)), 60, ignore_eos=False)
     one.drain()
     assert one.outputs().keys() == {"a0", "a1", *(f"c{i}" for i in range(10))}
-    assert retractions(one) == 0 and one.feather.builder.kept_out > 0
+    assert retractions(one) == 0 and one.feather.admission.kv_budget.kept_out > 0
     one.assert_nothing_left()
 
 
@@ -98,7 +98,7 @@ def test_lengths_are_learnt_from_those_that_finish(server):
     one.drain()
     submit(one, " ".join(f"a{i}" for i in range(2, 34)), 60, ignore_eos=False)
     one.drain()
-    assert retractions(one) == 0 and one.feather.builder.kept_out > 0
+    assert retractions(one) == 0 and one.feather.admission.kv_budget.kept_out > 0
     one.assert_nothing_left()
 
 
@@ -107,9 +107,9 @@ def test_prefixes_that_are_cached_are_served_before_any_is_evicted(server, monke
 
     Where memory is short that follows from who evicts, else from what was in the cache when they came.
     """
-    prefill, look_up = {}, FeatherScheduler._look_up
+    prefill, look_up = {}, LifeCycle._look_up
     for gather, looks in (("off", False), ("on", False), ("off", True)):
-        monkeypatch.setattr(FeatherScheduler, "_look_up", look_up if looks else lambda self, req: 0)
+        monkeypatch.setattr(LifeCycle, "_look_up", look_up if looks else lambda self, req: 0)
         one = server(gather, max_total_tokens=3 * (PREFIX + 40))
         submit(one, "a0 b0", 4)
         one.drain()
@@ -140,6 +140,6 @@ def test_a_length_is_known_where_nothing_else_ends_the_request(server):
     submit(one, "a0 a2", 60)
     submit(one, "a1", 60, ignore_eos=False)
     one.requests["a2"].sampling_params.stop_strs = ["."]  # refused on the way in, as there is no tokenizer here
-    outlooks = [one.feather.builder.outlook_of(name) for name in ("a0", "a1", "a2")]
+    outlooks = [one.feather.admission.kv_budget.outlook_of(name) for name in ("a0", "a1", "a2")]
     assert [outlook.fixed for outlook in outlooks] == [True, False, False]
     assert {outlook[:3] for outlook in outlooks} == {(PREFIX + TAIL, 0, 60)}

@@ -9,7 +9,7 @@ from harness import Server
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from feather_sglang.scheduling.admission import batch_builder, gathering, overtaking, passing_over
+from feather_sglang.scheduling.admission import deferrals, overtaking, prefix_batching, queue_state
 from oracles.overtaken import Witness
 
 ALLOWANCE = 32  # as small as the prompts are
@@ -28,13 +28,13 @@ def folder(tmp_path_factory):
 def small_figures(patch):
     """What the product takes for little is little here."""
     patch.setattr(overtaking, "ALLOWANCE", float(ALLOWANCE))
-    patch.setattr(passing_over, "_WORTH_WAITING", 40)
-    for module in (batch_builder, gathering, passing_over):
+    patch.setattr(deferrals, "_WORTH_WAITING", 40)
+    for module in (queue_state, prefix_batching, deferrals):
         patch.setattr(module, "LEAST_TOKENS", 64)
 
 
 def watched(folder, seed, share, gather, classes):
-    """A server with a pool for a few requests, in a time of its own, and a witness of its builder."""
+    """A server with a pool for a few requests, in a time of its own, and a witness of its admission."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEATHER_OPTIONS", f'{{"chunk_size": 16, "max_overtaking": {share}, "gather": "{gather}"}}')
         patch.setattr(secrets, "randbits", random.Random(seed).getrandbits)
@@ -50,7 +50,7 @@ def watched(folder, seed, share, gather, classes):
         return original(batch, *args, **named)
 
     scheduler.run_batch = run_batch
-    return server, Witness(server.feather.builder, ALLOWANCE)
+    return server, Witness(server.feather.admission, ALLOWANCE)
 
 
 def some_prompt(rng, born):
@@ -119,18 +119,19 @@ def test_all_of_it_happened():
 def test_a_request_is_judged_by_what_it_will_take(folder):
     """Also when it comes back with what it has generated, which is computed again as its prompt is."""
     server, witness = watched(folder, seed=0, share=2.0, gather="off", classes=1)
-    builder, judged = server.feather.builder, {}
-    passes_over, admit = builder.passes_over, builder.overtaking.admit
+    builder, judged = server.feather.admission, {}
+    check, admit = builder.check, builder.state.overtaking.admit
 
-    def note_judged(name, cached, missing, free):
-        judged[name] = builder.work.of(missing, witness.tokens[name])
-        return passes_over(name, cached, missing, free)
+    def note_judged(proposal):
+        name = proposal.request_id
+        judged[name] = builder.state.work.of(proposal.missing, witness.tokens[name])
+        return check(proposal)
 
     def note_admitted(name, work):
         took[name, len(took)] = judged[name], work
         admit(name, work)
 
-    builder.passes_over, builder.overtaking.admit, took = note_judged, note_admitted, {}
+    builder.check, builder.state.overtaking.admit, took = note_judged, note_admitted, {}
     try:
         for i in range(8):
             server.submit(f"r{i}", [2 + i % 2] * 100 + [20 + i] * 8, 120, ignore_eos=False)

@@ -145,7 +145,7 @@ def test_who_is_retracted_still_shares_nothing(server):
     while not all(req.output_ids for req in server.requests.values()):
         server.step()
     server.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
-    assert len(server.scheduler.waiting_queue) == 6 and server.feather.builder.cht.common_depth("r0", "r1") == 0
+    assert len(server.scheduler.waiting_queue) == 6 and server.feather.admission.tree.common_depth("r0", "r1") == 0
     server.scheduler.continue_generation(ContinueGenerationReqInput())
     steps, tokens = run(server)
     assert steps == 1 and tokens > 6 * (PREFIX + 3)

@@ -7,8 +7,9 @@ import pytest
 
 from feather_sglang.adapter import plugin
 from feather_sglang.adapter.options import FeatherOptions
-from feather_sglang.adapter.scheduler import feather_scheduler
+from feather_sglang.adapter.scheduler import guard, rounds
 from feather_sglang.adapter.scheduler.decision_log import digest
+from feather_sglang.adapter.scheduler.feather_scheduler import FeatherScheduler
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policies import make_policy
 
@@ -108,12 +109,10 @@ def test_a_policy_file_of_another_kind_is_refused(server, monkeypatch, tmp_path)
 # Never worse than off -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "broken", ["propose", "begin_round", "passes_over", "fits", "admitted", "end_round", "arrive", "row_order"]
-)
+@pytest.mark.parametrize("broken", ["propose", "open_round", "check", "settle", "close_round", "arrive", "row_order"])
 def test_a_failure_is_logged_once_counted_and_served_as_fcfs(server, monkeypatch, caplog, broken):
     one = server()
-    counter = feather_scheduler.failure_counter()
+    counter = guard.failure_counter()
     before = counter._value.get()
     for i in range(3):
         one.submit(f"early{i}", prompt(i), max_new_tokens=12)
@@ -122,7 +121,7 @@ def test_a_failure_is_logged_once_counted_and_served_as_fcfs(server, monkeypatch
     def fail(*args, **kwargs):
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(one.feather.builder, broken, fail)
+    monkeypatch.setattr(one.feather.admission, broken, fail)
     with caplog.at_level(logging.ERROR):
         for i in range(12):
             one.submit(f"r{i:02}", prompt(i % 3, i), max_new_tokens=5)
@@ -143,7 +142,7 @@ def strict():
 
 def test_stop_keeps_other_groups_out_and_the_batch_open(server):
     one = server("feather-heuristic")
-    one.feather.builder.policy = strict()
+    one.feather.admission.policy = strict()
     for i in range(6):
         one.submit(f"r{i}", prompt(i % 2, i), max_new_tokens=10)
     one.step()
@@ -154,14 +153,14 @@ def test_stop_keeps_other_groups_out_and_the_batch_open(server):
     one.step()
     assert "late" not in {req.rid for req in one.scheduler.waiting_queue}
     one.drain()
-    assert one.feather.builder.stops > 0
+    assert one.feather.admission.stopping.stops > 0
     one.assert_nothing_left()
 
 
 def test_the_bound_ends_the_wait(server):
     one = server("feather-heuristic")
-    one.feather.builder.policy = strict()
-    one.feather.builder.fairness.max_wait_rounds = 8
+    one.feather.admission.policy = strict()
+    one.feather.admission.state.fairness.max_wait_rounds = 8
     one.submit("a00", prompt(0), max_new_tokens=4)
     one.submit("a01", prompt(0, 1), max_new_tokens=4)
     one.step()
@@ -172,7 +171,7 @@ def test_the_bound_ends_the_wait(server):
         one.step()  # a decode step
         if one.requests["b"].finished():
             break
-    assert one.requests["b"].finished() and one.feather.builder.overdue_admissions >= 1
+    assert one.requests["b"].finished() and one.feather.admission.hurried_admissions >= 1
     one.drain()
 
 
@@ -215,13 +214,13 @@ def test_without_sharing_requests_are_served_first_come_first_served(server):
         waiting = {req.rid for req in one.scheduler.waiting_queue}
         order += sorted(rid for rid in one.requests if rid not in waiting and rid not in order)
     assert order == sorted(one.requests)
-    assert one.feather.builder.stops == 0
+    assert one.feather.admission.stopping.stops == 0
     assert one.feather.policy.stats()["stops"] == 0
 
 
 def test_extra_keys_isolate(server):
     one = server("feather-heuristic")
-    one.feather.builder.policy = strict()
+    one.feather.admission.policy = strict()
     one.submit("a0", prompt(0), extra_key="tenant1", max_new_tokens=10)
     one.submit("a1", prompt(0), extra_key="tenant1", max_new_tokens=10)
     one.submit("b", prompt(0), extra_key="tenant2", max_new_tokens=10)
@@ -235,10 +234,10 @@ def test_the_debug_check_finds_a_difference(server, monkeypatch):
     one = server()
     one.submit("a", prompt(0))
     one.step()
-    one.feather.builder.leave_batch("a")
+    one.feather.admission.leave_batch("a")
     with pytest.raises(AssertionError, match="differ"):
         one.step()
-    one.feather.fail("on purpose", RuntimeError())
+    one.feather.guard.fail("on purpose", RuntimeError())
     with pytest.raises(AssertionError, match="went on as fcfs"):
         one.step()
 
@@ -329,7 +328,7 @@ def gathering_server(server, monkeypatch):
         monkeypatch.setenv("FEATHER_DEBUG_CHECK", "1")
         monkeypatch.setenv("FEATHER_OPTIONS", f'{{"gather": "{gather}"}}')
         one = server("feather-heuristic", **overrides)
-        one.feather.builder.policy = make_policy("always-add")
+        one.feather.admission.policy = make_policy("always-add")
         one.now = 0.0
         one.feather.clock = lambda: one.now
         return one
@@ -373,11 +372,11 @@ def tokens_computed_for_three_waves(one):
 def test_prefixes_that_wait_are_computed_less_often(gathering_server):
     one = gathering_server("on", max_total_tokens=6000)
     on = tokens_computed_for_three_waves(one)
-    assert one.feather.builder.passing_over.postponements > 0 and one.feather.builder.overdue_admissions == 0
+    assert one.feather.admission.state.deferrals.postponements > 0 and one.feather.admission.hurried_admissions == 0
     one = gathering_server("off", max_total_tokens=6000)
-    assert one.feather.builder.gathering is None
+    assert one.feather.admission.state.prefix_batching is None
     assert on < 0.7 * tokens_computed_for_three_waves(one)
-    assert one.feather.builder.passing_over.postponements == 0
+    assert one.feather.admission.state.deferrals.postponements == 0
 
 
 def waiting(one):
@@ -386,7 +385,7 @@ def waiting(one):
 
 def let_gather(one, monkeypatch, enough):
     """Memory is short, and prefixes wait for so many."""
-    gathering = one.feather.builder.gathering
+    gathering = one.feather.admission.state.prefix_batching
     monkeypatch.setattr(gathering, "short", lambda demand_tokens, running: True)
     monkeypatch.setattr(gathering, "waits", lambda missing, together, waited, running: together < enough)
 
@@ -400,7 +399,10 @@ def test_postponed_requests_stay_in_the_queue_while_others_run(gathering_server,
     assert waiting(one) == {"a0", "a1", "b1", "b2", "c0"}  # b's come as soon as their prefix is computed
     for _ in range(4):
         one.step()
-        assert waiting(one) == {"a0", "a1", "c0"} and set(one.feather.builder.passing_over.postponed) == {"a0", "c0"}
+        assert waiting(one) == {"a0", "a1", "c0"} and set(one.feather.admission.state.deferrals.batching) == {
+            "a0",
+            "c0",
+        }
     one.abort("c0")
     one.abort("a0")
     one.submit("a2", long_prompt(0, 2))
@@ -413,13 +415,13 @@ def test_postponed_requests_stay_in_the_queue_while_others_run(gathering_server,
     outputs = {rid: len(tokens) for rid, tokens in one.outputs().items()}
     assert outputs == {"a0": 0, "c0": 0, **dict.fromkeys(("a1", "a2", "a3", "b0", "b1", "b2"), 8)}
     one.assert_nothing_left()
-    assert not one.feather.builder.passing_over.postponed
+    assert not one.feather.admission.state.deferrals.batching
 
 
 def test_a_server_with_nothing_else_to_do_serves_the_overdue(gathering_server, monkeypatch):
     one = gathering_server()
     let_gather(one, monkeypatch, enough=1000)
-    one.feather.builder.fairness.max_wait = 30.0
+    one.feather.admission.state.fairness.max_wait = 30.0
     one.submit("lone", long_prompt(1))
     one.submit("short", [9] * 40)
     assert one.step() is not None and waiting(one) == {"lone"}
@@ -428,7 +430,7 @@ def test_a_server_with_nothing_else_to_do_serves_the_overdue(gathering_server, m
     assert waiting(one) == {"lone"} and one.requests["short"].finished()
     one.now = 30.0
     one.drain()
-    assert one.requests["lone"].finished() and one.feather.builder.overdue_admissions == 1
+    assert one.requests["lone"].finished() and one.feather.admission.hurried_admissions == 1
     one.assert_nothing_left()
 
 
@@ -443,11 +445,11 @@ def test_who_was_retracted_does_not_wait(gathering_server, monkeypatch):
     one.scheduler.continue_generation(ContinueGenerationReqInput())
     assert waiting(one) == {"a"} and one.requests["a"].output_ids
     let_gather(one, monkeypatch, enough=1000)
-    monkeypatch.setattr(feather_scheduler, "_cached_tokens", lambda req: 0)  # as if it were evicted already
+    monkeypatch.setattr(rounds, "cached_tokens", lambda req: 0)  # as if it were evicted already
     one.submit("b", long_prompt(1))
     one.step()
     assert waiting(one) == {"b"}
-    one.feather.builder.fairness.max_wait = 0.0
+    one.feather.admission.state.fairness.max_wait = 0.0
     one.drain()
     one.assert_nothing_left()
 
@@ -455,7 +457,7 @@ def test_who_was_retracted_does_not_wait(gathering_server, monkeypatch):
 def test_prefill_is_measured_and_idle_time_is_not(gathering_server):
     one = gathering_server()
     run_on_clock(one, 0.01)
-    meter = one.feather._prefill_meter
+    meter = one.feather.meters.prefill
     alone, two = 0.01 + 1 / 1204, 0.01 + 1 / 1244  # seconds a token: of one long prompt, and with a short one
     one.now = 1000.0
     one.submit("first", long_prompt(0), max_new_tokens=6)
@@ -468,7 +470,7 @@ def test_prefill_is_measured_and_idle_time_is_not(gathering_server):
     one.step()
     measured = alone + (two - alone) / 64
     assert meter.seconds_per_token == pytest.approx(measured)
-    assert one.feather.builder.gathering.seconds_per_token == pytest.approx(alone)  # of the last round
+    assert one.feather.admission.state.prefix_batching.seconds_per_token == pytest.approx(alone)  # of the last round
     one.drain()
     for group in (2, 3):
         one.now += 1000.0
@@ -481,7 +483,7 @@ def test_prefill_is_measured_and_idle_time_is_not(gathering_server):
 
 def test_output_lengths_are_learnt(gathering_server):
     one = gathering_server()
-    gathering = one.feather.builder.gathering
+    gathering = one.feather.admission.state.prefix_batching
     one.submit("long", prompt(0), max_new_tokens=20)
     assert gathering.output_tokens == 20  # so many it may have
     one.submit("short", prompt(1), max_new_tokens=7)
@@ -499,7 +501,7 @@ def test_a_model_with_recurrent_state_does_not_gather(gathering_server, monkeypa
     for hybrid in (True, False):
         monkeypatch.setattr(one.scheduler, "is_hybrid_ssm", hybrid)
         policy = make_policy("heuristic")
-        feather = feather_scheduler.FeatherScheduler(one.scheduler, "feather-heuristic", FeatherOptions(), policy)
-        assert (feather.builder.gathering is None) == hybrid
-    order = feather_scheduler.FeatherScheduler(one.scheduler, "feather-order", FeatherOptions(), None)
-    assert order.builder.gathering is None  # it leaves admission to SGLang
+        feather = FeatherScheduler(one.scheduler, "feather-heuristic", FeatherOptions(), policy)
+        assert (feather.admission.state.prefix_batching is None) == hybrid
+    order = FeatherScheduler(one.scheduler, "feather-order", FeatherOptions(), None)
+    assert order.admission.state.prefix_batching is None  # it leaves admission to SGLang

@@ -13,7 +13,6 @@ from sglang.srt.runtime_context import get_context
 
 from feather_sglang.adapter import failures, plugin
 from feather_sglang.adapter.hooks import lacks_policy
-from feather_sglang.adapter.scheduler import admission
 from feather_sglang.adapter.switch import endpoint as switch_endpoint
 from feather_sglang.adapter.switch import switch
 from feather_sglang.adapter.switch.switch import Order
@@ -26,7 +25,6 @@ ALLOWED = '{"allow_switch": true}'
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     made = []
-    admission.leave_adder()  # what an earlier scheduler of this process left
 
     def make(policy="fcfs", options=ALLOWED, **overrides):
         monkeypatch.setenv("FEATHER_OPTIONS", options)
@@ -36,7 +34,6 @@ def server(tmp_path, monkeypatch):
     yield make
     for one in made:
         one.close()
-    admission.leave_adder()
 
 
 def order(one, name, **options):
@@ -116,7 +113,9 @@ def test_nothing_of_a_feather_policy_stays(server):
     assert {"set_internal_state", "_get_new_batch_prefill_raw"} <= before and "process_batch_result" not in before
     order(one, "feather")
     assert {"process_batch_result", "update_running_batch"} <= wrapped(one)
-    assert one.feather.name == "feather" and PrefillAdder.add_one_req is not add_one_req
+    assert one.feather.name == "feather"
+    admitted(one)
+    assert PrefillAdder.add_one_req is add_one_req  # SGLang's classes stay as they are
     learner = one.feather
     order(one, "feather")
     assert one.feather is not learner  # what it learned is dropped
@@ -170,15 +169,15 @@ def test_options_come_with_the_order(server, tmp_path):
 def test_prefill_is_paced_from_a_switch_on(server):
     one = server("fcfs")
     order(one, "feather", pace=0.5)
-    assert one.feather.builder.pacing.bound == 0.5 and state(one)["held_rounds"] == 0
-    one.feather.builder.held_rounds = 3
+    assert one.feather.admission.prefill_delay.bound == 0.5 and state(one)["held_rounds"] == 0
+    one.feather.admission.delayed_rounds = 3
     assert state(one)["held_rounds"] == 3
     order(one, "feather-heuristic")
-    assert one.feather.builder.pacing.bound == 0.1 and state(one)["held_rounds"] == 0
+    assert one.feather.admission.prefill_delay.bound == 0.1 and state(one)["held_rounds"] == 0
     order(one, "feather", pace=0)
-    assert one.feather.builder.pacing is None
+    assert one.feather.admission.prefill_delay is None
     order(one, "feather-order")
-    assert one.feather.builder.pacing is None
+    assert one.feather.admission.prefill_delay is None
     order(one, "fcfs")
     assert "held_rounds" not in state(one)
 

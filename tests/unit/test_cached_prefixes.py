@@ -5,10 +5,11 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.scheduling.admission.batch_builder import BatchBuilder
+from feather_sglang.scheduling.admission.admission import Admission
 from feather_sglang.scheduling.admission.cached_prefixes import LEAST_TOKENS, CachedPrefixes
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
+from oracles.rounds import admit, defers, open_round, propose
 
 OPERATIONS = st.lists(
     st.one_of(
@@ -42,7 +43,7 @@ def test_the_shortest_is_that_of_a_plain_list(operations):
 
 
 def builder():
-    return BatchBuilder(ChunkedHashTree(64, seed=1), make_policy("always-add"))
+    return Admission(ChunkedHashTree(64, seed=1), make_policy("always-add"))
 
 
 def prompt(number, tokens):
@@ -54,11 +55,11 @@ def test_who_has_least_to_compute_goes_first():
     b.arrive("short", prompt(1, 1000))
     b.arrive("turn", prompt(2, 5000), cached_tokens=4800)
     b.arrive("other turn", prompt(3, 5000), cached_tokens=3900)
-    b.begin_round(0.0, None)
+    open_round(b, 0.0, None)
     order = []
-    while (name := b.propose(len(b.cht.active), 1.0)) is not None:
-        assert not b.passes_over(name, {"turn": 4800, "other turn": 3900}.get(name, 0), 1, 10**6)
-        b.admitted(name, 0)
+    while (name := propose(b, len(b.tree.active), 1.0)) is not None:
+        assert not defers(b, name, {"turn": 4800, "other turn": 3900}.get(name, 0), 1, 10**6)
+        admit(b, name, 0)
         order.append(name)
     assert order == ["turn", "short", "other turn"]
 
@@ -68,21 +69,21 @@ def test_what_was_evicted_since_stays_out_for_a_round_and_then_counts_as_it_is()
     b.arrive("short", prompt(1, 1000))
     b.arrive("turn", prompt(2, 5000), cached_tokens=4800)
     for expected in (["turn", "short"], ["turn"]):
-        b.begin_round(0.0, None)
+        open_round(b, 0.0, None)
         seen = []
-        while (name := b.propose(len(b.cht.active), 1.0)) is not None:
+        while (name := propose(b, len(b.tree.active), 1.0)) is not None:
             seen.append(name)
-            if not b.passes_over(name, 0, len(prompt(1, 1000 if name == "short" else 5000)), 10**6):
-                b.admitted(name, 0)
+            if not defers(b, name, 0, len(prompt(1, 1000 if name == "short" else 5000)), 10**6):
+                admit(b, name, 0)
             else:
-                assert name == "turn" and b.is_settled(name)
-        b.end_round()
+                assert name == "turn" and b.round.open_proposal is None
+        b.close_round()
         assert seen == expected
-    assert not b.cht.waiting and not b.cached_prefixes.tokens("turn")
+    assert not b.tree.waiting and not b.state.cached_prefixes.tokens("turn")
 
 
 def test_a_prompt_cached_as_a_whole_is_believed():
     b = builder()
     b.arrive("again", prompt(1, 1024), cached_tokens=1024)
-    b.begin_round(0.0, None)
-    assert b.propose(0, 1.0) == "again" and not b.passes_over("again", 1023, 1, 10**6)
+    open_round(b, 0.0, None)
+    assert propose(b, 0, 1.0) == "again" and not defers(b, "again", 1023, 1, 10**6)

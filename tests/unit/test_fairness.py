@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from feather_sglang.scheduling.admission.fairness import Fairness
 from feather_sglang.scheduling.policies import Action
-from oracles.rounds import builder, run_round
+from oracles.rounds import builder, open_round, propose, run_round
 from oracles.scripted import Scripted
 
 
@@ -26,12 +26,12 @@ def test_late_by_the_clock_or_by_rounds(now, rounds):
     fairness = Fairness(6.0, 4)
     fairness.open_round(2.0)
     fairness.arrive("r", 0)
-    assert not fairness.is_late("r") and fairness.waited("r") == 0.0
+    assert not fairness.is_overdue("r") and fairness.waited("r") == 0.0
     for _ in range(rounds - 1):
         fairness.open_round(2.0)
-    assert not fairness.is_late("r")
+    assert not fairness.is_overdue("r")
     fairness.open_round(now)
-    assert fairness.is_late("r")
+    assert fairness.is_overdue("r")
 
 
 def test_a_priority_that_nobody_has_any_more_is_forgotten():
@@ -90,10 +90,10 @@ def test_where_everybody_is_late_the_order_is_still_the_trees(bound, order):
     arrive(b, *(f"{group}{i}" for group in "yzx" for i in range(1, 5)))
     assert run_round(b, slots=0) == []
     assert run_round(b, now=60.0, slots=99) == [f"{group}{i % 4 + 1}" for i, group in enumerate(order)]
-    assert b.overdue_admissions == (12 if bound == 10.0 else 0)
+    assert b.hurried_admissions == (12 if bound == 10.0 else 0)
 
 
-def test_the_policy_is_not_asked_while_somebody_is_late():
+def test_the_policy_is_not_asked_while_somebody_is_overdue():
     policy = Scripted(*[Action.STOP] * 9)
     b = builder(policy, max_wait=10.0)
     arrive(b, "x0", "y0")
@@ -103,7 +103,7 @@ def test_the_policy_is_not_asked_while_somebody_is_late():
     assert run_round(b, now=10.0, slots=9) == ["y0"] and len(policy.states) == 2  # then about z0, which is not late
     assert run_round(b, now=18.0, slots=9) == [] and len(policy.states) == 3
     assert run_round(b, now=19.0, slots=9) == ["z0"] and len(policy.states) == 3
-    assert b.overdue_admissions == 2
+    assert b.hurried_admissions == 2
 
 
 def test_a_late_one_is_not_held_back_by_those_of_a_less_urgent_class():
@@ -122,12 +122,12 @@ def test_only_who_was_proposed_for_somebodys_lateness_counts():
     b = builder(max_wait=10.0)
     arrive(b, "x0")
     run_round(b, slots=0)
-    b.begin_round(10.0, None)
-    assert b.propose(0, 1.0) == "x0"  # the scheduler then has no room for it
-    b.end_round()
-    assert b.overdue_admissions == 0
-    b.fairness.max_wait = 100.0  # an operator switches
-    assert run_round(b, now=11.0, slots=1) == ["x0"] and b.overdue_admissions == 0
+    open_round(b, 10.0, None)
+    assert propose(b, 0, 1.0) == "x0"  # the scheduler then has no room for it
+    b.close_round()
+    assert b.hurried_admissions == 0
+    b.state.fairness.max_wait = 100.0  # an operator switches
+    assert run_round(b, now=11.0, slots=1) == ["x0"] and b.hurried_admissions == 0
 
 
 @given(st.lists(st.text("abcd", max_size=4), min_size=1, max_size=40), st.integers(0, 8))
@@ -138,8 +138,8 @@ def test_nobody_waits_for_longer_than_twice_the_turns_of_those_before(arrivals, 
     due: dict[str, int] = {}  # admissions before its own at most, from what was known when it came
     admitted: list[str] = []
     step = 0
-    while step < len(arrivals) or b.cht.waiting:
-        waiting = [name for name in seen if name in b.cht.waiting]
+    while step < len(arrivals) or b.tree.waiting:
+        waiting = [name for name in seen if name in b.tree.waiting]
         for group in arrivals[step] if step < len(arrivals) else "":
             name = f"{group}{len(seen)}"
             older = max((due[other] for other in waiting), default=0)
@@ -149,8 +149,8 @@ def test_nobody_waits_for_longer_than_twice_the_turns_of_those_before(arrivals, 
             waiting.append(name)
             arrive(b, name)
         admitted += run_round(b, now=float(step), slots=1)
-        if len(b.cht.active) > 3:
-            b.leave_batch(sorted(b.cht.active)[step % 3])
+        if len(b.tree.active) > 3:
+            b.leave_batch(sorted(b.tree.active)[step % 3])
         step += 1
     assert sorted(admitted) == sorted(seen)
     for name in seen:
@@ -166,9 +166,9 @@ def test_who_is_retracted_or_leaves_the_queue_is_counted_so():
     arrive(b, "u0", "v0")
     b.leave_queue("u0")  # before a round has seen it
     run_round(b, slots=0)
-    assert b.fairness.arrivals["v0"].ahead == 2 and set(b.fairness.arrivals) == {"x0", "y0", "v0"}
+    assert b.state.fairness.arrivals["v0"].ahead == 2 and set(b.state.fairness.arrivals) == {"x0", "y0", "v0"}
     assert run_round(b, slots=2) == ["y0", "v0"]  # shorter than x0 is by now
     b.leave_batch("y0")
     arrive(b, "w0")
     run_round(b, slots=0)
-    assert b.fairness.arrivals["w0"].ahead == 1 and "y0" not in b.fairness.arrivals
+    assert b.state.fairness.arrivals["w0"].ahead == 1 and "y0" not in b.state.fairness.arrivals

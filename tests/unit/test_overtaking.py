@@ -9,15 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from feather_sglang.scheduling.admission import overtaking as module
-from feather_sglang.scheduling.admission.batch_builder import BatchBuilder
-from feather_sglang.scheduling.admission.gathering import Gathering
+from feather_sglang.scheduling.admission.admission import Admission
+from feather_sglang.scheduling.admission.gate import PrefillDelay
 from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
 from feather_sglang.scheduling.admission.overtaking import Overtaking
-from feather_sglang.scheduling.admission.pacing import Pacing
+from feather_sglang.scheduling.admission.prefix_batching import PrefixBatching
 from feather_sglang.scheduling.admission.work import Work
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 from oracles.overtaken import ALLOWANCE, OLDEST, WINDOW, PlainLine, Witness
+from oracles.rounds import admit, defers, fits, open_round, propose, skip
 
 SHARES = st.sampled_from([0.0, 0.5, 1.0, 3.0, inf])
 
@@ -229,10 +230,10 @@ class Engine:
         self.rng, self.named = Random(seed), named
         self.classes = classes or self.rng.choice([1, 3])
         self.pool = self.rng.choice([20_000, 60_000])
-        self.builder = BatchBuilder(
+        self.builder = Admission(
             ChunkedHashTree(CHUNK, seed=1),
             getattr(Policies, policy)(),
-            gathering=Gathering(self.pool) if gathers else None,
+            prefix_batching=PrefixBatching(self.pool) if gathers else None,
             forecast=KVForecast() if gathers else None,
             outlook_of=lambda name: Outlook(len(self.tokens[name]), 0, self.most[name], True),
             overtaking=Overtaking(share),
@@ -250,11 +251,11 @@ class Engine:
 
     @property
     def waiting(self):
-        return sorted(self.builder.cht.waiting)
+        return sorted(self.builder.tree.waiting)
 
     @property
     def running(self):
-        return sorted(self.builder.cht.active)
+        return sorted(self.builder.tree.active)
 
     def arrive(self):
         """A prompt that shares a beginning with others of its group; most are short, some very long."""
@@ -306,37 +307,37 @@ class Engine:
             self.cache.clear()
         free = rng.choice([0, 3000, self.pool])
         pending = rng.randint(1, 4000) if self.chunked is not None else 0
-        builder.begin_round(self.now, rng.choice([None, 100.0]), *self.readings, pending_tokens=pending)
+        open_round(builder, self.now, rng.choice([None, 100.0]), *self.readings, pending_tokens=pending)
         admitted, computed = [], 0
         while len(admitted) < slots:
-            name = builder.propose(len(builder.cht.active), rng.random(), has_room=rng.random() < 0.9)
+            name = propose(builder, len(builder.tree.active), rng.random(), has_room=rng.random() < 0.9)
             self.proposed.append(name)
             if name is None:
                 break
-            assert name in builder.cht.waiting
+            assert name in builder.tree.waiting
             if rng.random() < skips:
-                builder.skipped(name)
+                skip(builder, name)
                 continue
             cached, tokens = self.cached(name), self.tokens[name]
-            if builder.passes_over(name, cached, len(tokens) - cached, free - computed):
-                assert builder.is_settled(name)
+            if defers(builder, name, cached, len(tokens) - cached, free - computed):
+                assert builder.round.open_proposal is None
                 continue
-            if not builder.fits(name, self.pool) or rng.random() < refuses:
+            if not fits(builder, name, self.pool) or rng.random() < refuses:
                 break
-            builder.admitted(name, cached)
-            assert builder.is_settled(name)
+            admit(builder, name, cached)
+            assert builder.round.open_proposal is None
             computed += len(tokens) - cached
             admitted.append(name)
             self.newest = name
-        builder.end_round()
+        builder.close_round()
         self.witness.check()
         self.chunked = None
-        for name in list(builder.passing_over.computing):
+        for name in list(builder.state.deferrals.in_flight):
             if name == self.newest and rng.random() < 0.3:
                 self.chunked = name  # the rest of it in the next round
             else:
                 self.compute(name)
-                builder.passing_over.computed(name)
+                builder.computed(name)
         return admitted
 
 
@@ -344,7 +345,7 @@ OPTIONS = st.fixed_dictionaries(
     {
         "max_wait": st.sampled_from([1e9, 1e9, 1e9, 5.0, 0.0]),
         "max_wait_rounds": st.sampled_from([20_000, 20_000, 3]),
-        "pacing": st.sampled_from([None, 0.1]).map(lambda bound: bound and Pacing(bound)),
+        "prefill_delay": st.sampled_from([None, 0.1]).map(lambda bound: bound and PrefillDelay(bound)),
     }
 )
 ENGINES = {"seed": st.integers(0, 2**32), "share": SHARES, "gathers": st.booleans(), "options": OPTIONS}
@@ -365,35 +366,35 @@ def test_whatever_happens_nobody_is_passed_by_more_than_the_bounds(seed, share, 
 
 
 def test_whom_the_engine_cannot_take_now_is_no_bound_in_that_round_and_one_in_the_next():
-    builder = BatchBuilder(ChunkedHashTree(CHUNK, seed=1), Policies.always(), overtaking=Overtaking(0.0))
+    builder = Admission(ChunkedHashTree(CHUNK, seed=1), Policies.always(), overtaking=Overtaking(0.0))
     for name, tokens, priority in (("barred", 10, 0), ("long", 9000, 1), ("next", 9000, 1), ("last", 9000, 1)):
         builder.arrive(name, array("q", [ord(name[0])] * tokens), priority=priority)
     for now, taken in ((1.0, "next"), (2.0, "last")):
-        builder.begin_round(now, None)
+        open_round(builder, now, None)
         for name in ("barred", "long"):
-            assert builder.propose(len(builder.cht.active), 1.0) == name
-            builder.skipped(name)
-        assert builder.overtaking.most_urgent() == 1
-        assert builder.propose(len(builder.cht.active), 1.0) == taken
-        builder.admitted(taken, 0)
-        builder.end_round()
-        assert builder.overtaking.most_urgent() == 0
-    assert builder.overtaking.overtaken("long") == 18_000
+            assert propose(builder, len(builder.tree.active), 1.0) == name
+            skip(builder, name)
+        assert builder.state.overtaking.most_urgent() == 1
+        assert propose(builder, len(builder.tree.active), 1.0) == taken
+        admit(builder, taken, 0)
+        builder.close_round()
+        assert builder.state.overtaking.most_urgent() == 0
+    assert builder.state.overtaking.overtaken("long") == 18_000
 
 
 def test_a_late_request_does_not_go_before_a_more_urgent_one_that_awaits_its_prefix():
-    builder = BatchBuilder(ChunkedHashTree(CHUNK, seed=1), Policies.always(), max_wait=10.0)
+    builder = Admission(ChunkedHashTree(CHUNK, seed=1), Policies.always(), max_wait=10.0)
     builder.arrive("late", array("q", [1] * 2000), priority=5)
-    builder.begin_round(0.0, None)
-    builder.end_round()
+    open_round(builder, 0.0, None)
+    builder.close_round()
     for name in ("urgent", "urgent twin"):
         builder.arrive(name, array("q", [2] * 2000), priority=0)
-    builder.begin_round(20.0, None)
-    while (name := builder.propose(len(builder.cht.active), 1.0)) is not None:
-        assert not builder.passes_over(name, 0, 2000, 100_000)
-        builder.admitted(name, 0)
-    builder.end_round()
-    assert list(builder.cht.waiting) == ["late", "urgent twin"]
+    open_round(builder, 20.0, None)
+    while (name := propose(builder, len(builder.tree.active), 1.0)) is not None:
+        assert not defers(builder, name, 0, 2000, 100_000)
+        admit(builder, name, 0)
+    builder.close_round()
+    assert list(builder.tree.waiting) == ["late", "urgent twin"]
 
 
 def test_a_class_that_nobody_has_been_in_for_long_is_forgotten():
@@ -455,7 +456,7 @@ def test_all_are_served_in_the_end(seed, share, policy, gathers, options):
             engine.builder.leave_batch(name, engine.most[name])
         rounds += 1
         assert rounds <= 2 * engine.came
-    assert engine.builder.overtaking.most_urgent() is None
+    assert engine.builder.state.overtaking.most_urgent() is None
 
 
 class Salted:
@@ -483,8 +484,8 @@ def test_ranks_decide_alike(seed, share, policy, gathers, options):
     """Of the same requests and the same readings, in whatever order their sets are."""
     ranks = []
     for salt in (1, 2):
-        pacing = options["pacing"] and Pacing(options["pacing"].bound)
-        own = {**options, "pacing": pacing}
+        pacing = options["prefill_delay"] and PrefillDelay(options["prefill_delay"].bound)
+        own = {**options, "prefill_delay": pacing}
         ranks.append(Engine(seed, share, policy, gathers, own, named=lambda number, salt=salt: Salted(number, salt)))
     one, other = ranks
     for _ in range(25):

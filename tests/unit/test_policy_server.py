@@ -13,9 +13,10 @@ from statistics import mean
 
 import pytest
 
-from feather_sglang.scheduling.admission.batch_builder import BatchBuilder
+from feather_sglang.scheduling.admission.admission import Admission
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
+from oracles.rounds import admit, open_round, propose
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +28,7 @@ def replay(policy, foreign, seed):
     """Serve all requests once; returns tokens/s."""
     rng = random.Random(seed)
     prefixes = [array("q", [group] * 64 * 20) for group in range(GROUPS)]
-    builder = BatchBuilder(
+    builder = Admission(
         ChunkedHashTree(64, seed=1), policy, max_wait=1e9, max_wait_rounds=10**9, group_of=lambda request: request[0]
     )
     policy.end_episode()
@@ -44,12 +45,12 @@ def replay(policy, foreign, seed):
             builder.arrive(request, prefixes[request[0]] + array("q", [arrived + 10]))
             arrived += 1
             arrival += rng.expovariate(RATE)
-        builder.begin_round(clock, reward)
-        while len(running) < CAPACITY and (request := builder.propose(len(running), 1.0)) is not None:
-            builder.admitted(request)
+        open_round(builder, clock, reward)
+        while len(running) < CAPACITY and (request := propose(builder, len(running), 1.0)) is not None:
+            admit(builder, request)
             running.append((request, step + STEPS))
             rows[request[0]] += 1
-        builder.end_round()
+        builder.close_round()
         step += 1
         batch, main = len(running), max(rows)
         if not batch:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.scheduler.checks import mixes_chunks
 from feather_sglang.errors import FeatherError
-from feather_sglang.scheduling.admission.gathering import Gathering
-from feather_sglang.scheduling.admission.kv_forecast import KVForecast
-from feather_sglang.scheduling.admission.pacing import BOUND
+from feather_sglang.scheduling.admission.admission import Admission
+from feather_sglang.scheduling.admission.gate import BOUND, PrefillDelay
+from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
+from feather_sglang.scheduling.admission.overtaking import Overtaking
+from feather_sglang.scheduling.admission.prefix_batching import PrefixBatching
+from feather_sglang.scheduling.admission.work import Work
 from feather_sglang.scheduling.policies import StopPolicy, load_policy, make_policy
 from feather_sglang.scheduling.policy_names import POLICY_NAMES, admits
+from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 
 
 def make_stop_policy(name: str, options: FeatherOptions) -> StopPolicy | None:
@@ -35,12 +40,45 @@ def make_stop_policy(name: str, options: FeatherOptions) -> StopPolicy | None:
     return policy
 
 
-def make_gathering(scheduler: Any, options: FeatherOptions) -> Gathering | None:
+def make_admission(
+    scheduler: Any,
+    name: str,
+    options: FeatherOptions,
+    policy: StopPolicy | None,
+    *,
+    seed: int,
+    outlook_of: Callable[[Hashable], Outlook],
+) -> Admission:
+    """Return the admission of a scheduler that runs the policy ``name``.
+
+    Parameters
+    ----------
+    policy : from ``make_stop_policy``.
+    seed : of the tree's hashes; the same on every rank.
+    outlook_of : gives a request's lengths.
+    """
+    bound = prefill_delay_bound(scheduler.server_args, name, options)
+    batching = make_prefix_batching(scheduler, options) if policy is not None else None
+    return Admission(
+        ChunkedHashTree(options.chunk_size, seed=seed),
+        policy,
+        max_wait=options.max_wait,
+        max_wait_rounds=options.max_wait_rounds,
+        prefix_batching=batching,
+        forecast=make_forecast(scheduler) if batching is not None else None,
+        outlook_of=outlook_of,
+        prefill_delay=PrefillDelay(bound) if bound else None,
+        overtaking=Overtaking(options.max_overtaking),
+        work=Work(scheduler.max_total_num_tokens),
+    )
+
+
+def make_prefix_batching(scheduler: Any, options: FeatherOptions) -> PrefixBatching | None:
     """What lets prefixes wait where memory is short; None where it is off or cannot be."""
     # Looking up a prefix in the cache of a model with recurrent state takes one of the few places for such states.
     if not options.gather or getattr(scheduler, "is_hybrid_ssm", False):
         return None
-    return Gathering(scheduler.max_total_num_tokens)
+    return PrefixBatching(scheduler.max_total_num_tokens)
 
 
 def make_forecast(scheduler: Any) -> KVForecast | None:
@@ -52,8 +90,8 @@ def make_forecast(scheduler: Any) -> KVForecast | None:
     return KVForecast(scheduler.page_size, late_steps=int(scheduler.enable_overlap))
 
 
-def pace_bound(server_args: Any, name: str, options: FeatherOptions) -> float:
-    """Seconds that a round is held at most; what nobody asked for is off where it cannot work."""
+def prefill_delay_bound(server_args: Any, name: str, options: FeatherOptions) -> float:
+    """Seconds that a round is delayed at most; what nobody asked for is off where it cannot work."""
     if options.pace is not None:
         return options.pace
     return BOUND if admits(name) and not mixes_chunks(server_args) else 0.0

@@ -1,4 +1,4 @@
-"""Who is admitted next: when a round opens, in which order, and who waits for what.
+"""Who is admitted next: a gate, an order, and rules; ``admission.py`` is the page to read first.
 
-May import: scheduling.tree, scheduling.policies.
+May import: scheduling.tree, scheduling.policies, scheduling.meters.
 """

@@ -1,10 +1,10 @@
 """The fairness bound: who has waited for too long, and when such a request is next, whoever suits the batch better.
 
-A request is *late* after so many seconds, or so many admission rounds. If the oldest late one were always next, an
-overloaded server, on which everybody waits for longer than that, would serve in the order of arrival and nothing else.
-So it is next once it has been *overtaken*, that is, once as many have been admitted before it beyond its turn as were
-ahead of it when it came. Counted in admissions, the oldest request thus waits at most twice as long as under first
-come, first served.
+A request is *overdue* after so many seconds, or so many admission rounds. If the oldest overdue one were always next,
+an overloaded server, on which everybody waits for longer than that, would serve in the order of arrival and nothing
+else. So it is next once it has been *overtaken*, that is, once as many have been admitted before it beyond its turn as
+were ahead of it when it came. Counted in admissions, the oldest request thus waits at most twice as long as under
+first come, first served.
 
 Ours, not the paper's.
 """
@@ -15,6 +15,9 @@ from collections import Counter
 from collections.abc import Hashable
 from itertools import chain
 from typing import NamedTuple
+
+MAX_WAIT = 120.0  # seconds, where nobody says otherwise
+MAX_WAIT_ROUNDS = 20_000
 
 
 class Arrival(NamedTuple):
@@ -33,7 +36,7 @@ class Fairness:
     Parameters
     ----------
     max_wait
-        Seconds after which a request is late. They count from the first admission round that saw it: until then the
+        Seconds after which a request is overdue. They count from the first admission round that saw it: until then the
         batch was full for everybody.
     max_wait_rounds
         The same in admission rounds.
@@ -100,7 +103,7 @@ class Fairness:
         """Return the seconds since a request came."""
         return self.now - self.arrivals[request_id].time
 
-    def is_late(self, request_id: Hashable) -> bool:
+    def is_overdue(self, request_id: Hashable) -> bool:
         """Whether a request came as long ago as the bound."""
         rounds = self.round - self.arrivals[request_id].round
         return self.waited(request_id) >= self.max_wait or rounds >= self.max_wait_rounds

@@ -20,6 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from math import inf
 
+SHARE_OF_OWN = 2.0  # where nobody says otherwise (docs/lab/tail.md)
 WINDOW = 600.0  # seconds in which the longest queue is looked for
 ALLOWANCE = 2048.0  # tokens that nobody needs to count: a quarter of a prefill step
 _GRACE, _MOST_GRACE = 2.0, 0.2  # times the own work, and at most this share of the longest queue
@@ -36,7 +37,7 @@ class Overtaking:
         Of the first bound; ``inf``: no bound at all, 0: order of arrival, but for `ALLOWANCE`.
     """
 
-    def __init__(self, share: float = 2.0) -> None:
+    def __init__(self, share: float = SHARE_OF_OWN) -> None:
         self.share = share
         self._lines: dict[int, _Line] = {}
         self._priority: dict[Hashable, int] = {}  # of those that wait

@@ -31,6 +31,7 @@ from feather_sglang.scheduling.tree.prefix_trie import (
     shift,
 )
 
+CHUNK_TOKENS = 64  # where nobody says otherwise
 _SMALLEST_BRANCH = 64  # a main branch holds at least one in so many of the active requests
 
 
@@ -79,13 +80,11 @@ class ChunkedHashTree:
     prompts look alike; that can cost speed, never correctness, as the tree only ranks.
     """
 
-    def __init__(self, chunk_size: int = 64, seed: int | None = None) -> None:
+    def __init__(self, chunk_size: int = CHUNK_TOKENS, seed: int | None = None) -> None:
         self.chunk_size = index(chunk_size)
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-        self._seed = PROCESS_SEED if seed is None else index(seed)
-        if not 0 <= self._seed < 1 << 64:
-            raise ValueError(f"seed must be in 0 .. 2**64 - 1, got {seed}")
+        self._seed = PROCESS_SEED if seed is None else _checked_seed(seed)
         self._root = Node(b"", 0)
         self._waiting: dict[Hashable, Request] = {}
         self._held: dict[Hashable, Request] = {}
@@ -98,6 +97,12 @@ class ChunkedHashTree:
         self._best: Candidate | None = None
         self._tip: Node | None = None  # the deepest node on every active request's path; None: to be found again
         self._branch: bytes | int = b""  # first hash of the main branch below the tip
+
+    def reseed(self, seed: int) -> None:
+        """Take another hash seed, before any request has entered."""
+        if len(self):
+            raise ValueError("a tree that holds requests cannot take another seed")
+        self._seed = _checked_seed(seed)
 
     # -- changes -----------------------------------------------------------------------------------------------
 
@@ -196,8 +201,8 @@ class ChunkedHashTree:
             self._muted = []
             self._best = None
 
-    def is_passed(self, request_id: Hashable) -> bool:
-        """Return whether ``find_best`` passes over a request that waits or is held."""
+    def is_deferred(self, request_id: Hashable) -> bool:
+        """Return whether ``find_best`` leaves out a request that waits or is held."""
         return request_id in self._held or self._is_muted(self._get(request_id, self._waiting).parent)
 
     @property
@@ -500,6 +505,12 @@ class ChunkedHashTree:
         best = self.find_best()
         assert (best and best.request_id) == (min(order)[3] if order else None), "find_best is not the best"
         assert best is None or best == self.candidate(best.request_id), "the cached candidate is stale"
+
+
+def _checked_seed(seed: int) -> int:
+    if not 0 <= index(seed) < 1 << 64:
+        raise ValueError(f"seed must be in 0 .. 2**64 - 1, got {seed}")
+    return index(seed)
 
 
 def _together(nodes: Iterable[Node], root: Node) -> bool:

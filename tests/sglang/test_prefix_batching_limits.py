@@ -8,7 +8,8 @@ from harness import CONFIG, Server
 from sglang.srt.lora.lora_registry import LoRARef
 from torch.overrides import TorchFunctionMode
 
-from feather_sglang.adapter.scheduler.feather_scheduler import FeatherScheduler
+from feather_sglang.adapter.scheduler.life_cycle import LifeCycle
+from feather_sglang.adapter.scheduler.rounds import AdmissionRounds
 from feather_sglang.scheduling.policies import make_policy
 
 PREFIX, TAIL = 640, 4
@@ -30,9 +31,9 @@ def server(tmp_path, monkeypatch):
         made.append(one)
         let_prefixes_matter(one)
         run_on_clock(one)
-        one.feather.builder.policy = make_policy("always-add")
-        one.feather._prefill_meter.seconds_per_token = TOKEN_SECONDS
-        if gathering := one.feather.builder.gathering:
+        one.feather.admission.policy = make_policy("always-add")
+        one.feather.meters.prefill.seconds_per_token = TOKEN_SECONDS
+        if gathering := one.feather.admission.state.prefix_batching:
             for _ in range(64):
                 gathering.arrived(3, met=True)
             gathering.finished(3)
@@ -93,7 +94,7 @@ def waiting(one):
 
 
 def postponed(one):
-    return set(one.feather.builder.passing_over.postponed)
+    return set(one.feather.admission.state.deferrals.batching)
 
 
 def computed(one):
@@ -122,8 +123,8 @@ def test_a_prefix_waits_beside_one_that_is_computed_in_chunks(server):
     one.step()
     assert waiting(one) == postponed(one) == {"c0"}
     while waiting(one):
-        assert len(one.feather.builder.cht.active) == 10 and one.step() is not None
-    assert one.scheduler.chunked_req.rid == "c0" and len(one.feather.builder.cht.active) == 5
+        assert len(one.feather.admission.tree.active) == 10 and one.step() is not None
+    assert one.scheduler.chunked_req.rid == "c0" and len(one.feather.admission.tree.active) == 5
     one.drain()
     assert computed(one) == 4 * PREFIX + 11 * TAIL
     one.assert_nothing_left()
@@ -166,24 +167,26 @@ def serve(one, outputs):
 
     Notes who waited for others and for how long, who was computed in chunks, and who was retracted.
     """
-    due, builder = list(WAVES), one.feather.builder
+    due, builder = list(WAVES), one.feather.admission
     one.held, one.chunked, one.retracted, most = {}, set(), set(), 0
     for name, length in BATCH:
         submit(one, name, length, ignore_eos=False)
     while due or not all(req.finished() for req in one.requests.values()):
         while due and due[0][0] <= one.now:
             submit(one, due.pop(0)[1], outputs, ignore_eos=False)
-        now, rounds = one.now, builder.fairness.round
+        now, rounds = one.now, builder.state.fairness.round
         if one.step() is None:
             one.now += 1.0
         chunked = {one.scheduler.chunked_req.rid} if one.scheduler.chunked_req else set()
-        assert chunked <= builder.cht.active and builder.passing_over.postponed <= waiting(one)
-        assert not any(one.requests[name].output_ids for name in builder.passing_over.postponed)
+        assert chunked <= builder.tree.active and builder.state.deferrals.batching <= waiting(one)
+        assert not any(one.requests[name].output_ids for name in builder.state.deferrals.batching)
         one.chunked |= chunked
         one.retracted |= {req.rid for req in one.scheduler.waiting_queue if req.output_ids}
-        most = max(most, len(builder.cht.active))
-        if builder.fairness.round > rounds:
-            one.held |= {name: now - builder.fairness.arrivals[name].time for name in builder.passing_over.postponed}
+        most = max(most, len(builder.tree.active))
+        if builder.state.fairness.round > rounds:
+            one.held |= {
+                name: now - builder.state.fairness.arrivals[name].time for name in builder.state.deferrals.batching
+            }
     one.assert_nothing_left()
     assert max(one.held.values(), default=0) <= most * (PREFIX + TAIL) * TOKEN_SECONDS
     return one.outputs()
@@ -211,7 +214,7 @@ def test_prompts_in_chunks_are_seldom_computed_again_and_answered_the_same(serve
 
 
 def test_without_gathering_they_often_are(server, expected, monkeypatch):
-    monkeypatch.setattr(FeatherScheduler, "_look_up", lambda self, req: 0)  # nor by what was cached when they came
+    monkeypatch.setattr(LifeCycle, "_look_up", lambda self, req: 0)  # nor by what was cached when they came
     one = server("off", **short_of_memory())
     assert serve(one, 2) == cut(expected, 2)
     assert computed(one) > 6 * PREFIX + 30 * TAIL and not one.held
@@ -226,11 +229,11 @@ def test_where_requests_are_retracted_all_are_answered_the_same(server, expected
 @pytest.mark.parametrize("chunk", [1024, 128])
 def test_a_chunk_is_timed(server, chunk):
     one = server(chunked_prefill_size=chunk)
-    one.feather._prefill_meter.seconds_per_token = None
+    one.feather.meters.prefill.seconds_per_token = None
     run(one, "f0")
     assert one.submit("long", [5] * 2500, max_new_tokens=1)
     one.drain()
-    assert one.feather._prefill_meter.seconds_per_token == pytest.approx(TOKEN_SECONDS)
+    assert one.feather.meters.prefill.seconds_per_token == pytest.approx(TOKEN_SECONDS)
 
 
 # LoRA adapters and cache salts ----------------------------------------------------------------------------------
@@ -330,17 +333,17 @@ def test_what_a_hierarchical_cache_has_on_the_host_is_not_computed(server, monke
     one = server(max_total_tokens=3000)
     run(one, "f0 f1 f2 f3", outputs=30)
     submit(one, "e0 b0 c0 a0")
-    judge = FeatherScheduler.judge
+    check = AdmissionRounds.check
 
-    def with_host(feather, adder, req):
+    def with_host(rounds, req):
         # SGLang loads it within add_one_req; here there is no such cache, so it must not try.
         req.host_hit_length = on_host if req.rid == "e0" else 0
         try:
-            return judge(feather, adder, req)
+            return check(rounds, req)
         finally:
             req.host_hit_length = 0
 
-    monkeypatch.setattr(FeatherScheduler, "judge", with_host)
+    monkeypatch.setattr(AdmissionRounds, "check", with_host)
     one.step()
     assert postponed(one) == ({"b0", "c0", "a0"} if on_host else {"e0", "b0", "c0", "a0"})
 

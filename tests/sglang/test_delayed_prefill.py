@@ -3,7 +3,7 @@
 import pytest
 from harness import OverlapServer, Server
 
-from feather_sglang.adapter.scheduler import feather_scheduler
+from feather_sglang.adapter.scheduler import guard
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policies import make_policy
 
@@ -22,7 +22,7 @@ def server(tmp_path, monkeypatch):
         made.append(one)
         run_on_clock(one)
         if timed:
-            one.feather._prefill_meter.seconds_per_token, one.feather._prefill_meter.fixed_seconds = TOKEN, FIXED
+            one.feather.meters.prefill.seconds_per_token, one.feather.meters.prefill.fixed_seconds = TOKEN, FIXED
         return one
 
     yield make
@@ -70,10 +70,10 @@ def test_a_held_round_decodes_on_and_leaves_the_batch_open(server):
     assert one.prefills == 1
     submit(one, "a0", "a1")
     while 2 * one.now / 2 < 4 * FIXED:  # the four were admitted at 0
-        held = one.feather.builder.held_rounds
+        held = one.feather.admission.delayed_rounds
         assert modes(one, 1) == ["decode"] and waiting(one) == {"a0", "a1"}
-        assert one.feather.builder.held_rounds == held + 1 and not one.scheduler.running_batch.batch_is_full
-    assert one.feather.builder.held_rounds > 5
+        assert one.feather.admission.delayed_rounds == held + 1 and not one.scheduler.running_batch.batch_is_full
+    assert one.feather.admission.delayed_rounds > 5
     assert modes(one, 1) == ["prefill"] and not waiting(one)
     one.drain()
     one.assert_nothing_left()
@@ -104,32 +104,32 @@ def test_those_who_arrive_singly_share_prefill_steps_and_all_finish(server, kind
 @pytest.mark.parametrize("kind", [Server, OverlapServer])
 def test_one_long_prompt_on_an_idle_server_is_enough_to_know_what_prefill_takes(server, kind):
     one = server(kind=kind, timed=False, chunked_prefill_size=256)
-    assert one.feather._prefill_meter.seconds_per_token is None
+    assert one.feather.meters.prefill.seconds_per_token is None
     one.now = 100.0
     run(one, "r0")
     one.step()
     took = FIXED + 134 * TOKEN, FIXED + 134 * TOKEN + DECODE  # of the later, a result is seen a step late
-    assert took[0] <= 134 * one.feather._prefill_meter.seconds_per_token * 1.0001 <= took[1] * 1.001
+    assert took[0] <= 134 * one.feather.meters.prefill.seconds_per_token * 1.0001 <= took[1] * 1.001
     submit(one, "r1")
     one.drain()
-    assert one.feather._prefill_meter.fixed_seconds > 0
+    assert one.feather.meters.prefill.fixed_seconds > 0
     serve_singles(one)
-    assert one.feather.builder.held_rounds > 10
+    assert one.feather.admission.delayed_rounds > 10
 
 
 def test_unless_told_otherwise_those_who_wait_gather_where_they_can(server):
     """And where nothing can be held, that is no reason not to start."""
-    assert server("null", paced=True).feather.builder.pacing.bound == 0.1
-    assert server('"auto"', paced=True, policy="feather-heuristic").feather.builder.pacing.bound == 0.1
-    assert server("null", paced=True, policy="feather-order").feather.builder.pacing is None
+    assert server("null", paced=True).feather.admission.prefill_delay.bound == 0.1
+    assert server('"auto"', paced=True, policy="feather-heuristic").feather.admission.prefill_delay.bound == 0.1
+    assert server("null", paced=True, policy="feather-order").feather.admission.prefill_delay is None
     mixed = server("null", paced=True, enable_mixed_chunk=True, chunked_prefill_size=128)
-    assert mixed.feather.builder.pacing is None
-    mixed.feather._prefill_meter.fixed_seconds = 100.0
+    assert mixed.feather.admission.prefill_delay is None
+    mixed.feather.meters.prefill.fixed_seconds = 100.0
     run(mixed, "r0", "r1", outputs=20)
     submit(mixed, "a0", outputs=2)
     mixed.drain()
     mixed.assert_nothing_left()
-    assert mixed.feather.builder.held_rounds == 0
+    assert mixed.feather.admission.delayed_rounds == 0
 
 
 def test_by_default_those_who_arrive_singly_share_prefill_steps(server):
@@ -139,9 +139,9 @@ def test_by_default_those_who_arrive_singly_share_prefill_steps(server):
 
 def test_off_is_off(server):
     one = server(0)
-    assert one.feather.builder.pacing is None
+    assert one.feather.admission.prefill_delay is None
     serve_singles(one)
-    assert one.feather.builder.held_rounds == 0
+    assert one.feather.admission.delayed_rounds == 0
 
 
 def test_nothing_is_held_until_a_small_prefill_was_timed(server):
@@ -150,38 +150,38 @@ def test_nothing_is_held_until_a_small_prefill_was_timed(server):
     assert one.submit("large", [9] * 1500, max_new_tokens=2)
     one.step()
     submit(one, "a0")
-    assert modes(one, 1) == ["prefill"] and one.feather.builder.held_rounds == 0
-    meter = one.feather._prefill_meter
+    assert modes(one, 1) == ["prefill"] and one.feather.admission.delayed_rounds == 0
+    meter = one.feather.meters.prefill
     assert meter.fixed_seconds == pytest.approx(FIXED, rel=0.1)
     submit(one, "a1")
-    assert modes(one, 1) == ["decode"] and one.feather.builder.held_rounds == 1
+    assert modes(one, 1) == ["decode"] and one.feather.admission.delayed_rounds == 1
     one.drain()
     one.assert_nothing_left()
 
 
 def test_a_prompt_in_chunks_is_not_held_up(server):
     one = server(pace=100.0, chunked_prefill_size=128)
-    one.feather._prefill_meter.fixed_seconds = 100.0
+    one.feather.meters.prefill.fixed_seconds = 100.0
     run(one, "r0", "r1", "r2", "r3", outputs=60)
     assert one.submit("long", [9] * 1000, max_new_tokens=2)
     one.now += 100.0
     one.step()
-    assert one.scheduler.chunked_req.rid == "long" and one.feather.builder.held_rounds == 0
+    assert one.scheduler.chunked_req.rid == "long" and one.feather.admission.delayed_rounds == 0
     submit(one, "a0", outputs=2)
     found = []
     while one.scheduler.chunked_req is not None:
         found += modes(one, 1)
-        assert one.feather.builder.held_rounds == 0
+        assert one.feather.admission.delayed_rounds == 0
     assert found == ["prefill"] * 7 and not waiting(one)  # the last chunk left room for it
     submit(one, "a1", outputs=2)
-    assert modes(one, 2) == ["decode"] * 2 and waiting(one) == {"a1"} and one.feather.builder.held_rounds == 2
+    assert modes(one, 2) == ["decode"] * 2 and waiting(one) == {"a1"} and one.feather.admission.delayed_rounds == 2
     one.drain()
     one.assert_nothing_left()
 
 
 def test_the_reward_after_held_rounds_is_over_all_of_them(server):
     one = server()
-    policy = one.feather.builder.policy = make_policy("always-add")
+    policy = one.feather.admission.policy = make_policy("always-add")
     rewards, policy.observe = [], lambda reward: rewards.append(reward)
     run(one, "r0", "r1", "r2", "r3")
     submit(one, "a0")
@@ -190,8 +190,8 @@ def test_the_reward_after_held_rounds_is_over_all_of_them(server):
     for extra in (0.0, 0.03, 0.02, 0.01):
         one.now += extra  # steps of different length
         one.step()
-    assert one.feather.builder.held_rounds == 5 and not rewards
-    seconds, one.feather.builder.pacing.bound = one.now - begin, 0.0
+    assert one.feather.admission.delayed_rounds == 5 and not rewards
+    seconds, one.feather.admission.prefill_delay.bound = one.now - begin, 0.0
     one.step()
     assert rewards == [pytest.approx(4 * 4 / seconds)]
     one.drain()
@@ -202,15 +202,15 @@ def test_the_fixed_cost_is_the_first_ranks(server, monkeypatch, first_rank, hold
     one = server()
     run(one, "r0", "r1", "r2", "r3")
     own = None if first_rank else FIXED
-    one.feather._prefill_meter.fixed_seconds = own
+    one.feather.meters.prefill.fixed_seconds = own
 
     def readings(now, reward, seconds_per_token, fixed_seconds, *others):
         assert (now, seconds_per_token, fixed_seconds) == (one.now, TOKEN, own)
         return now, reward, seconds_per_token, first_rank, *others
 
-    monkeypatch.setattr(one.feather._agreement, "readings", readings)
+    monkeypatch.setattr(one.feather.meters.agreement, "readings", readings)
     submit(one, "a0")
-    assert modes(one, 1) == ["decode" if holds else "prefill"] and one.feather.builder.held is holds
+    assert modes(one, 1) == ["decode" if holds else "prefill"] and one.feather.admission.round.delayed is holds
     one.drain()
 
 
@@ -219,20 +219,20 @@ def test_what_pacing_cannot_go_with_ends_start_up(server, monkeypatch):
         server(policy="feather-order")
     with pytest.raises(FeatherError, match=r"^--feather-pace saves nothing under --enable-mixed-chunk, .*drop one$"):
         server(enable_mixed_chunk=True, chunked_prefill_size=128)
-    assert server(0, enable_mixed_chunk=True, chunked_prefill_size=128).feather.builder.pacing is None
-    assert server(0, policy="feather-order").feather.builder.pacing is None
+    assert server(0, enable_mixed_chunk=True, chunked_prefill_size=128).feather.admission.prefill_delay is None
+    assert server(0, policy="feather-order").feather.admission.prefill_delay is None
 
 
 def test_a_failure_while_a_round_is_held_is_served_as_fcfs(server, monkeypatch):
     one = server()
     run(one, "r0", "r1", "r2", "r3", outputs=20)
-    counter = feather_scheduler.failure_counter()
+    counter = guard.failure_counter()
     before = counter._value.get()
 
     def fail(*args):
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(one.feather.builder.pacing, "holds", fail)
+    monkeypatch.setattr(one.feather.admission.prefill_delay, "delays", fail)
     monkeypatch.setenv("FEATHER_DEBUG_CHECK", "0")
     one.scheduler.__dict__.pop("get_next_batch_to_run", None)  # its check would say that feather failed
     submit(one, "a0", outputs=20)

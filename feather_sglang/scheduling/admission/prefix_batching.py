@@ -11,14 +11,14 @@ from __future__ import annotations
 # once, so it is the chip's FLOP per byte (184 on an H200, 187 on an RTX 6000 Ada).
 STEP_TOKENS = 184
 # The chance that a prefix computed early must be computed again (0.35 to one: docs/lab/learning.md).
-AGAIN = 0.5
-# Of the arrivals that would have a prefix computed, so many must meet another that waits for it, or nothing gathers.
-OFTEN = 0.2
+RECOMPUTE_PROBABILITY = 0.5
+# Of the arrivals that would have a prefix computed, so many must meet another that waits for it, or nothing is batched.
+MIN_SHARE_RATE = 0.2
 LEAST_TOKENS = 512  # a prefix below that is not worth a wait
 _MEMORY = 64  # observations that a moving mean follows
 
 
-class Gathering:
+class PrefixBatching:
     """What one scheduler has learnt of its load, and the rule.
 
     Parameters
@@ -28,14 +28,14 @@ class Gathering:
 
     Attributes
     ----------
-    often : share of the arrivals that would have a prefix computed and met another one waiting for it.
+    share_rate : share of the arrivals that would have a prefix computed and met another one waiting for it.
     output_tokens : mean of the finished requests; before the first, of what those that arrived may generate.
     seconds_per_token : of prefill; None: not measured yet.
     """
 
     def __init__(self, pool_tokens: int) -> None:
         self.pool_tokens = pool_tokens
-        self.often = 0.0
+        self.share_rate = 0.0
         self.output_tokens = 0.0
         self._any_finished = False
         self.seconds_per_token: float | None = None
@@ -49,7 +49,7 @@ class Gathering:
         if not self._any_finished:
             self._note_output(most_tokens)
         if met is not None:
-            self.often += (met - self.often) / _MEMORY
+            self.share_rate += (met - self.share_rate) / _MEMORY
 
     def finished(self, output_tokens: int) -> None:
         """Note what a request has generated."""
@@ -72,8 +72,8 @@ class Gathering:
         return demand_tokens + running * self.output_tokens / 2 > self.pool_tokens
 
     def short(self, demand_tokens: int, running: int) -> bool:
-        """Whether prefixes compete for memory: it is ``tight``, and requests gather."""
-        return self.often >= OFTEN and self.tight(demand_tokens, running)
+        """Whether prefixes compete for memory: it is ``tight``, and arrivals meet others of their prefix."""
+        return self.share_rate >= MIN_SHARE_RATE and self.tight(demand_tokens, running)
 
     def waits(self, missing_tokens: int, together: int, waited: float, running: int) -> bool:
         """Whether a prefix had better not be computed yet, where memory is short.
@@ -94,4 +94,4 @@ class Gathering:
             return False
         if together * waited >= running * missing_tokens * self.seconds_per_token:
             return False
-        return together * self.output_tokens * STEP_TOKENS < AGAIN * running * missing_tokens
+        return together * self.output_tokens * STEP_TOKENS < RECOMPUTE_PROBABILITY * running * missing_tokens

@@ -6,17 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.scheduling.admission.gathering import Gathering
-from feather_sglang.scheduling.admission.pacing import Pacing
+from feather_sglang.scheduling.admission.gate import PrefillDelay
+from feather_sglang.scheduling.admission.prefix_batching import PrefixBatching
 from feather_sglang.scheduling.policies import Action, make_policy
 from oracles import rounds
+from oracles.rounds import admit, defers, open_round, propose
 from oracles.scripted import Scripted
 
 FIXED = 0.01
 
 
 def pacing(bound=1.0, admitted=0.0):
-    made = Pacing(bound)
+    made = PrefillDelay(bound)
     made.admitted(admitted)
     return made
 
@@ -27,12 +28,12 @@ def pacing(bound=1.0, admitted=0.0):
 def test_it_holds_until_those_who_wait_have_waited_as_long_as_a_step_costs_those_who_run():
     """On average each of them came in the middle: 4 x 0.05 s against 20 x 0.01 s."""
     rule = pacing(admitted=7.0)
-    assert rule.holds(7.0, waiting=4, running=20, fixed_seconds=FIXED)
-    assert rule.holds(7.0999, waiting=4, running=20, fixed_seconds=FIXED)
-    assert not rule.holds(7.1001, waiting=4, running=20, fixed_seconds=FIXED)
-    assert not rule.holds(7.0999, waiting=5, running=20, fixed_seconds=FIXED)
-    assert not rule.holds(7.0999, waiting=4, running=19, fixed_seconds=FIXED)
-    assert not rule.holds(7.0999, waiting=4, running=20, fixed_seconds=0.9 * FIXED)
+    assert rule.delays(7.0, waiting=4, running=20, fixed_seconds=FIXED)
+    assert rule.delays(7.0999, waiting=4, running=20, fixed_seconds=FIXED)
+    assert not rule.delays(7.1001, waiting=4, running=20, fixed_seconds=FIXED)
+    assert not rule.delays(7.0999, waiting=5, running=20, fixed_seconds=FIXED)
+    assert not rule.delays(7.0999, waiting=4, running=19, fixed_seconds=FIXED)
+    assert not rule.delays(7.0999, waiting=4, running=20, fixed_seconds=0.9 * FIXED)
 
 
 def test_the_interval_is_the_one_that_costs_least():
@@ -43,27 +44,27 @@ def test_the_interval_is_the_one_that_costs_least():
         return rate * interval / 2 + running * FIXED / interval
 
     rule = pacing(bound=10.0)
-    found = next(t / 1e4 for t in range(1, 10**5) if not rule.holds(t / 1e4, rate * t / 1e4, running, FIXED))
+    found = next(t / 1e4 for t in range(1, 10**5) if not rule.delays(t / 1e4, rate * t / 1e4, running, FIXED))
     assert cost(found) == pytest.approx(min(cost(t / 1e4) for t in range(1, 10**4)), rel=1e-6)
 
 
 def test_the_bound():
     for bound in (0.1, 3.0):
         rule = pacing(bound)
-        assert rule.holds(0.999 * bound, waiting=1, running=10**6, fixed_seconds=FIXED)
-        assert not rule.holds(bound, waiting=1, running=10**6, fixed_seconds=FIXED)
-    assert not pacing(bound=0).holds(0.0, waiting=1, running=10**6, fixed_seconds=FIXED)
+        assert rule.delays(0.999 * bound, waiting=1, running=10**6, fixed_seconds=FIXED)
+        assert not rule.delays(bound, waiting=1, running=10**6, fixed_seconds=FIXED)
+    assert not pacing(bound=0).delays(0.0, waiting=1, running=10**6, fixed_seconds=FIXED)
 
 
 def test_nothing_is_held_without_a_reason():
-    assert not Pacing(1.0).holds(0.0, waiting=1, running=10**6, fixed_seconds=FIXED)  # nobody was ever admitted
+    assert not PrefillDelay(1.0).delays(0.0, waiting=1, running=10**6, fixed_seconds=FIXED)  # nobody was ever admitted
     rule = pacing(admitted=5.0)
-    assert rule.holds(5.0, waiting=1, running=1, fixed_seconds=FIXED)
-    assert not rule.holds(5.0, waiting=0, running=1, fixed_seconds=FIXED)
-    assert not rule.holds(5.0, waiting=1, running=0, fixed_seconds=FIXED)
-    assert not rule.holds(5.0, waiting=1, running=1, fixed_seconds=None)
-    assert not rule.holds(5.0, waiting=1, running=1, fixed_seconds=0.0)
-    assert not rule.holds(4.9, waiting=1, running=1, fixed_seconds=FIXED)  # a clock that was set back
+    assert rule.delays(5.0, waiting=1, running=1, fixed_seconds=FIXED)
+    assert not rule.delays(5.0, waiting=0, running=1, fixed_seconds=FIXED)
+    assert not rule.delays(5.0, waiting=1, running=0, fixed_seconds=FIXED)
+    assert not rule.delays(5.0, waiting=1, running=1, fixed_seconds=None)
+    assert not rule.delays(5.0, waiting=1, running=1, fixed_seconds=0.0)
+    assert not rule.delays(4.9, waiting=1, running=1, fixed_seconds=FIXED)  # a clock that was set back
 
 
 cases = {
@@ -79,15 +80,15 @@ def test_who_is_let_go_is_not_held_again_for_having_waited_or_for_company(
     since, waiting, running, fixed, longer, more, fewer
 ):
     rule = pacing()
-    if waiting and not rule.holds(since, waiting, running, fixed):
-        assert not rule.holds(since + longer, waiting + more, max(0, running - fewer), fixed)
+    if waiting and not rule.delays(since, waiting, running, fixed):
+        assert not rule.delays(since + longer, waiting + more, max(0, running - fewer), fixed)
 
 
 # Rounds of a builder --------------------------------------------------------------------------------------------
 
 
 def builder(policy=None, bound=1.0, **options):
-    return rounds.builder(policy, pacing=Pacing(bound), **options)
+    return rounds.builder(policy, prefill_delay=PrefillDelay(bound), **options)
 
 
 def run_round(b, now, fixed=FIXED, **options):
@@ -119,14 +120,14 @@ def test_who_arrives_singly_is_admitted_together():
         found.append(len(run_round(b, now=step * 0.02)))
     # 20 x 0.01 s: 4 x 0.08 / 2 is less, 5 x 0.1 / 2 more; then 25 x 0.01 s, which 5 x 0.1 / 2 reaches
     assert found == [0, 0, 0, 0, 5, 0, 0, 0, 0, 5]
-    assert b.held_rounds == b.stats()["held_rounds"] == 8
-    assert b.fairness.round == b.stats()["rounds"] == 11
+    assert b.delayed_rounds == b.stats()["held_rounds"] == 8
+    assert b.state.fairness.round == b.stats()["rounds"] == 11
 
 
 def test_the_interval_begins_with_the_round_in_which_somebody_was_admitted():
     b = running(builder(), now=5.0)
     run_round(b, now=5.5)  # nobody waits: says nothing
-    b.end_round()  # SGLang closes a round that it has not opened
+    b.close_round()  # SGLang closes a round that it has not opened
     arrive(b, "a")
     assert run_round(b, now=5.39) == []
     assert run_round(b, now=5.41) == ["a"]
@@ -138,7 +139,7 @@ def test_nothing_is_held_without_pacing_or_with_a_bound_of_none():
     for b in (rounds.builder(), builder(bound=0.0)):
         running(b)
         arrive(b, "a")
-        assert run_round(b, now=0.001) == ["a"] and b.held_rounds == 0 and not b.held
+        assert run_round(b, now=0.001) == ["a"] and b.delayed_rounds == 0 and not b.round.delayed
 
 
 def test_nothing_is_held_where_nothing_runs():
@@ -161,7 +162,7 @@ def test_nothing_is_held_while_a_prompt_is_computed_in_chunks():
     b = running(builder())
     arrive(b, "a")
     assert run_round(b, now=0.001) == []
-    assert run_round(b, now=0.002, pending=100) == ["a"] and b.held_rounds == 1
+    assert run_round(b, now=0.002, pending=100) == ["a"] and b.delayed_rounds == 1
 
 
 def test_nothing_is_held_while_a_retracted_one_waits():
@@ -181,7 +182,7 @@ def test_nothing_is_held_while_somebody_is_overdue(bounds):
     arrive(b, "a")
     assert [run_round(b, now=0.01 * i) for i in range(1, 6)] == [[]] * 5
     arrive(b, "b")
-    assert run_round(b, now=0.061) == ["a", "b"] and b.overdue_admissions == 1
+    assert run_round(b, now=0.061) == ["a", "b"] and b.hurried_admissions == 1
 
 
 def test_an_overdue_one_of_a_less_urgent_class_does_not_end_the_pace():
@@ -189,7 +190,7 @@ def test_an_overdue_one_of_a_less_urgent_class_does_not_end_the_pace():
     b.arrive("background", tokens("background"), priority=9)
     assert run_round(b, now=0.01) == []
     arrive(b, "urgent")
-    assert run_round(b, now=0.07) == [] and b.held_rounds == 2
+    assert run_round(b, now=0.07) == [] and b.delayed_rounds == 2
     b.leave_queue("urgent")
     assert run_round(b, now=0.08) == ["background"]
 
@@ -201,34 +202,34 @@ def test_who_becomes_overdue_in_a_held_round_is_proposed():
     assert run_round(b, now=0.01) == []
     b.leave_queue("a")
     arrive(b, "b")
-    b.begin_round(0.05, None, None, FIXED)
-    assert b.held and b.propose(20, 1.0) is None
+    open_round(b, 0.05, None, None, FIXED)
+    assert b.round.delayed and propose(b, 20, 1.0) is None
     b.requeue("r3", tokens("r3"))
-    assert b.propose(19, 1.0) == "r3"
-    b.admitted("r3")
-    assert b.propose(20, 1.0) is None
-    b.end_round()
+    assert propose(b, 19, 1.0) == "r3"
+    admit(b, "r3")
+    assert propose(b, 20, 1.0) is None
+    b.close_round()
 
 
 def test_those_who_wait_for_a_prefix_that_is_computed_do_not_count():
     b = running(builder())
     for i in range(6):
         b.arrive(i, array("q", [9] * 600) + array("q", [i] * 4))
-    b.begin_round(1.0, None, None, FIXED)
-    assert b.propose(20, 1.0) == 0
-    b.admitted(0, 0)
-    assert b.propose(21, 1.0) is None and set(b.passing_over.computing) == {0}
-    b.end_round()
+    open_round(b, 1.0, None, None, FIXED)
+    assert propose(b, 20, 1.0) == 0
+    admit(b, 0, 0)
+    assert propose(b, 21, 1.0) is None and set(b.state.deferrals.in_flight) == {0}
+    b.close_round()
     arrive(b, "a")
     # Of six who wait one can be proposed: 1 x 0.4 / 2 is less than 21 x 0.01, 6 x 0.4 / 2 is not.
-    assert run_round(b, now=1.4) == [] and b.held_rounds == 1
+    assert run_round(b, now=1.4) == [] and b.delayed_rounds == 1
     b.leave_queue("a")
-    assert run_round(b, now=1.4) == [] and b.held_rounds == 1  # nobody is left to be held
-    b.passing_over.computed(0)
+    assert run_round(b, now=1.4) == [] and b.delayed_rounds == 1  # nobody is left to be held
+    b.computed(0)
     assert run_round(b, now=1.4) == [1, 2, 3, 4, 5]
 
 
-class AlwaysShort(Gathering):
+class AlwaysShort(PrefixBatching):
     def short(self, demand_tokens, running):
         return True
 
@@ -237,14 +238,14 @@ class AlwaysShort(Gathering):
 
 
 def test_postponed_requests_are_not_counted_either():
-    b = running(builder(gathering=AlwaysShort(0), max_wait=1e9))
+    b = running(builder(prefix_batching=AlwaysShort(0), max_wait=1e9))
     b.arrive("lone", array("q", [9] * 600))
-    b.begin_round(0.5, None, None, FIXED)
-    assert b.propose(20, 1.0) == "lone" and b.passes_over("lone", 0, 600, 10**9)
-    b.end_round()
-    assert run_round(b, now=0.6) == [] and b.held_rounds == 0
+    open_round(b, 0.5, None, None, FIXED)
+    assert propose(b, 20, 1.0) == "lone" and defers(b, "lone", 0, 600, 10**9)
+    b.close_round()
+    assert run_round(b, now=0.6) == [] and b.delayed_rounds == 0
     arrive(b, "a")
-    assert run_round(b, now=0.1) == [] and b.held_rounds == 1
+    assert run_round(b, now=0.1) == [] and b.delayed_rounds == 1
     assert run_round(b, now=0.5) == ["a"]
 
 
@@ -259,7 +260,7 @@ def test_a_held_round_teaches_nothing_and_the_reward_after_it_is_due():
     assert run_round(b, now=0.6, reward=700.0) == ["a"]
     assert policy.rewards == [700.0] and len(policy.states) == told + 1
     arrive(b, "b")
-    assert run_round(b, now=2.0, reward=800.0) == [] and not b.held and b.stops == 1
+    assert run_round(b, now=2.0, reward=800.0) == [] and not b.round.delayed and b.stopping.stops == 1
     assert run_round(b, now=2.001, reward=900.0) == ["b"]  # nobody was admitted since 0.6
     assert policy.rewards == [700.0, 800.0, 900.0]
 
@@ -272,7 +273,7 @@ def test_a_learner_is_the_same_after_held_rounds(kind):
     before = b.policy._export(), b.policy.stats()
     for i in range(1, 30):
         arrive(b, f"n{i}")
-        assert run_round(b, now=2.0 + 1e-4 * i, reward=1000.0 * i) == [] and b.held
+        assert run_round(b, now=2.0 + 1e-4 * i, reward=1000.0 * i) == [] and b.round.delayed
     assert (b.policy._export(), b.policy.stats()) == before
 
 
@@ -299,24 +300,24 @@ def test_nobody_waits_longer_than_the_bound_and_a_round(steps, bound):
     now, before, number, seen, last = 0.0, 0.0, 0, {}, None
     for seconds, arrivals, departures, fixed in steps:
         before, now = now, now + seconds
-        for r in sorted(b.cht.active)[:departures]:
+        for r in sorted(b.tree.active)[:departures]:
             b.leave_batch(r)
         for _ in range(arrivals):
             number += 1
             arrive(b, f"{'abc'[number % 3]}{number}")
-        for r in b.cht.waiting:
+        for r in b.tree.waiting:
             seen.setdefault(r, now)
-        held = b.held_rounds
-        empty = not b.cht.active
+        held = b.delayed_rounds
+        empty = not b.tree.active
         admitted = run_round(b, now, fixed=fixed)
-        if b.held_rounds > held:
-            assert not admitted and not empty and fixed and now - last < bound and b.cht.waiting
+        if b.delayed_rounds > held:
+            assert not admitted and not empty and fixed and now - last < bound and b.tree.waiting
         else:
-            assert not b.cht.waiting
+            assert not b.tree.waiting
         for r in admitted:
             assert now - seen.pop(r) <= bound + (now - before)
         last = now if admitted else last
-    for r in list(b.cht.active):
+    for r in list(b.tree.active):
         b.leave_batch(r)
     run_round(b, now + 1e-3)
-    assert not b.cht.waiting
+    assert not b.tree.waiting

@@ -4,12 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.scheduling.admission.gathering import AGAIN, LEAST_TOKENS, OFTEN, STEP_TOKENS, Gathering
+from feather_sglang.scheduling.admission.prefix_batching import (
+    LEAST_TOKENS,
+    MIN_SHARE_RATE,
+    RECOMPUTE_PROBABILITY,
+    STEP_TOKENS,
+    PrefixBatching,
+)
 
 
 def gathering(pool=10_000, often=1.0, output=100.0, seconds=1e-3):
-    made = Gathering(pool)
-    made.often, made.output_tokens, made.seconds_per_token = often, output, seconds
+    made = PrefixBatching(pool)
+    made.share_rate, made.output_tokens, made.seconds_per_token = often, output, seconds
     return made
 
 
@@ -28,7 +34,7 @@ def test_the_border_is_where_steps_saved_outweigh_a_prefix_computed_again():
     """Each of those together saves STEP_TOKENS / running of a step, for as many steps as it has tokens."""
     rule = gathering(output=100.0)
     together = next(n for n in range(1, 100) if not rule.waits(2000, n, 0.0, 64))
-    assert (together - 1) * 100 * STEP_TOKENS / 64 < AGAIN * 2000 <= together * 100 * STEP_TOKENS / 64
+    assert (together - 1) * 100 * STEP_TOKENS / 64 < RECOMPUTE_PROBABILITY * 2000 <= together * 100 * STEP_TOKENS / 64
     assert not gathering(output=1000.0).waits(2000, 1, 0.0, 64)  # long outputs: the place in the batch is worth more
 
 
@@ -93,10 +99,10 @@ def test_where_nothing_gathers_memory_is_never_called_short():
     for _ in range(10):
         rule.arrived(8, met=True)
     rule.arrived(8, met=None)  # has no prefix to be computed: says nothing
-    assert 0 < rule.often < OFTEN and not rule.short(10**9, running=1000)
+    assert 0 < rule.share_rate < MIN_SHARE_RATE and not rule.short(10**9, running=1000)
     for _ in range(10):
         rule.arrived(8, met=True)
-    assert rule.often >= OFTEN and rule.short(10**9, running=0)
+    assert rule.share_rate >= MIN_SHARE_RATE and rule.short(10**9, running=0)
     for _ in range(30):
         rule.arrived(8, met=False)
     assert not rule.short(10**9, running=1000)
@@ -104,19 +110,19 @@ def test_where_nothing_gathers_memory_is_never_called_short():
 
 @given(st.lists(st.sampled_from([True, False, None]), max_size=300))
 def test_the_share_that_met_another_is_a_share(arrivals):
-    rule = Gathering(1000)
+    rule = PrefixBatching(1000)
     for met in arrivals:
         rule.arrived(8, met)
-        assert 0 <= rule.often <= 1
+        assert 0 <= rule.share_rate <= 1
     if set(arrivals) <= {False, None}:
-        assert rule.often == 0
+        assert rule.share_rate == 0
 
 
 # Output length --------------------------------------------------------------------------------------------------
 
 
 def test_outputs_are_as_long_as_allowed_until_the_first_has_finished():
-    rule = Gathering(1000)
+    rule = PrefixBatching(1000)
     assert rule.output_tokens == 0
     rule.arrived(500, None)
     assert rule.output_tokens == 500
@@ -132,14 +138,14 @@ def test_outputs_are_as_long_as_allowed_until_the_first_has_finished():
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=100))
 def test_the_mean_output_lies_among_the_outputs(outputs):
-    rule = Gathering(1000)
+    rule = PrefixBatching(1000)
     for tokens in outputs:
         rule.finished(tokens)
     assert min(outputs) - 1e-6 <= rule.output_tokens <= max(outputs) + 1e-6
 
 
 def test_the_mean_output_follows_the_load():
-    rule = Gathering(1000)
+    rule = PrefixBatching(1000)
     rule.finished(10)
     for _ in range(500):
         rule.finished(1000)

@@ -1,4 +1,4 @@
-"""Whether prefill goes on now, or those who wait gather for a moment.
+"""The gate: whether a prefill step is worth it now, or those who wait are delayed for a moment.
 
 SGLang runs a prefill step of its own whenever anybody waits and fits. However few tokens it computes, it reads all
 weights and launches all kernels, and all running requests wait for that. Where requests arrive one by one with most of
@@ -17,12 +17,12 @@ from __future__ import annotations
 BOUND = 0.1  # seconds, where nobody says otherwise: longer ones bring no more (docs/lab/policies_on_servers.md)
 
 
-class Pacing:
+class PrefillDelay:
     """When somebody was admitted last, and the rule.
 
     Parameters
     ----------
-    bound : seconds since then after which nobody is held; 0: never.
+    bound : seconds since then after which nobody is delayed; 0: never.
     """
 
     def __init__(self, bound: float) -> None:
@@ -33,8 +33,8 @@ class Pacing:
         """Note a round in which somebody was admitted."""
         self._admitted = now
 
-    def holds(self, now: float, waiting: int, running: int, fixed_seconds: float | None) -> bool:
-        """Whether those who wait had better gather for longer.
+    def delays(self, now: float, waiting: int, running: int, fixed_seconds: float | None) -> bool:
+        """Whether those who wait had better wait for more of them.
 
         Parameters
         ----------

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.scheduling.admission import passing_over
-from feather_sglang.scheduling.admission.batch_builder import BatchBuilder
-from feather_sglang.scheduling.admission.gathering import OFTEN, Gathering
+from feather_sglang.scheduling.admission import deferrals
+from feather_sglang.scheduling.admission.admission import Admission
+from feather_sglang.scheduling.admission.prefix_batching import MIN_SHARE_RATE, PrefixBatching
 from feather_sglang.scheduling.policies import Action, make_policy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
-from oracles.rounds import builder, judged_round
+from oracles.rounds import admit, builder, defers, judged_round, open_round, propose, skip
 from oracles.scripted import Scripted
 
 
@@ -25,18 +25,18 @@ def tokens(*chunks):
     return array("q", [ord(c) for name in chunks for c in name * 2])
 
 
-def run_round(b, batch_size=0, now=0.0, slots=100, skip=(), reward=None):
-    b.begin_round(now, reward)
+def run_round(b, batch_size=0, now=0.0, slots=100, barred=(), reward=None):
+    open_round(b, now, reward)
     admitted = []
-    while (r := b.propose(batch_size + len(admitted), 1.0, has_room=len(admitted) < slots)) is not None:
+    while (r := propose(b, batch_size + len(admitted), 1.0, has_room=len(admitted) < slots)) is not None:
         if len(admitted) >= slots:
             break
-        if r in skip:
-            b.skipped(r)
+        if r in barred:
+            skip(b, r)
             continue
-        b.admitted(r)
+        admit(b, r)
         admitted.append(r)
-    b.end_round()
+    b.close_round()
     return admitted
 
 
@@ -53,7 +53,7 @@ def test_stop_ends_the_round_and_leaves_the_rest_waiting():
     for name in ("a1", "a2", "b1"):
         b.arrive(name, tokens(name[0].upper()))
     assert run_round(b) == ["a1", "a2"]  # the first into an empty batch is not asked about
-    assert set(b.cht.waiting) == {"b1"} and b.stops == 1
+    assert set(b.tree.waiting) == {"b1"} and b.stopping.stops == 1
     assert [s.batch_size for s in policy.states] == [1, 2]
     assert [s.tip_loss for s in policy.states] == [0, 1]
 
@@ -77,10 +77,10 @@ def test_an_add_that_was_not_carried_out_is_cancelled():
     policy = Scripted()
     b = builder(policy)
     b.arrive("a", tokens("A"))
-    b.begin_round(0.0, None)
-    assert b.propose(3, 1.0) == "a"  # the scheduler then runs out of tokens
-    b.end_round()
-    assert policy.cancelled == 1 and set(b.cht.waiting) == {"a"}
+    open_round(b, 0.0, None)
+    assert propose(b, 3, 1.0) == "a"  # the scheduler then runs out of tokens
+    b.close_round()
+    assert policy.cancelled == 1 and set(b.tree.waiting) == {"a"}
 
 
 def long_prompt(*groups, tail):
@@ -90,12 +90,12 @@ def long_prompt(*groups, tail):
 
 def propose_all(b, cached, batch_size=0):
     """One open round: everything proposed is admitted, with so many tokens in the cache."""
-    b.begin_round(0.0, None)
+    open_round(b, 0.0, None)
     admitted = []
-    while (r := b.propose(batch_size + len(admitted), 1.0)) is not None:
-        b.admitted(r, cached)
+    while (r := propose(b, batch_size + len(admitted), 1.0)) is not None:
+        admit(b, r, cached)
         admitted.append(r)
-    b.end_round()
+    b.close_round()
     return admitted
 
 
@@ -105,11 +105,11 @@ def test_who_shares_a_prefix_that_is_being_computed_comes_after_it():
         b.arrive(f"a{i}", long_prompt(1, tail=i))
         b.arrive(f"b{i}", long_prompt(2, tail=i))
     assert propose_all(b, cached=0) == ["a0", "b0"]
-    assert set(b.passing_over.computing) == {"a0", "b0"} and b.cht.find_best().request_id == "a1"
+    assert set(b.state.deferrals.in_flight) == {"a0", "b0"} and b.tree.find_best().request_id == "a1"
     assert propose_all(b, cached=256, batch_size=2) == []  # both are still at it
-    b.passing_over.computed("a0")
+    b.computed("a0")
     assert propose_all(b, cached=256, batch_size=2) == ["a1", "a2"]
-    assert set(b.passing_over.computing) == {"b0"}  # the rest of theirs is not worth a wait
+    assert set(b.state.deferrals.in_flight) == {"b0"}  # the rest of theirs is not worth a wait
     b.leave_batch("b0")  # aborted: the next one computes it
     assert propose_all(b, cached=0, batch_size=3) == ["b1"]
 
@@ -129,24 +129,24 @@ def test_requests_deferred_still_count_as_peers_and_can_be_overdue():
     assert propose_all(b, cached=0) == ["a0", "b0"]
     first = policy.states[0]  # b0's: a1 and a2 still wait, and will be in the batch before long
     assert (first.batch_size, first.tip_loss, first.peers) == (3, 128, 2)
-    b.begin_round(5.0, None)
-    assert b.propose(2, 1.0) == "a1"
-    b.end_round()
+    open_round(b, 5.0, None)
+    assert propose(b, 2, 1.0) == "a1"
+    b.close_round()
 
 
 def test_a_skipped_request_waits_for_the_next_round_at_its_age():
     b = builder()
     b.arrive("old", tokens("A"))
     b.arrive("new", tokens("A"))
-    assert run_round(b, skip={"old"}) == ["new"]
+    assert run_round(b, barred={"old"}) == ["new"]
     assert run_round(b) == ["old"]
 
 
 def test_the_reward_reaches_the_policy_once():
     policy = Scripted()
     b = builder(policy)
-    b.begin_round(0.0, None)
-    b.begin_round(1.0, 42.0)
+    open_round(b, 0.0, None)
+    open_round(b, 1.0, 42.0)
     assert policy.rewards == [42.0]
 
 
@@ -166,7 +166,7 @@ def test_nobody_starves_behind_a_favoured_group(bounds):
             waited = step
             break
     assert waited == 6
-    assert b.overdue_admissions == 1 and b.longest_wait == 5.0
+    assert b.hurried_admissions == 1 and b.longest_wait == 5.0
 
 
 def test_without_the_bound_it_would_starve():
@@ -182,23 +182,23 @@ def test_late_requests_of_the_urgent_class_do_not_hide_behind_older_ones_of_anot
     b = builder(make_policy("always-add"), max_wait=10.0)
     b.arrive("background", [9] * 40, priority=9)
     b.arrive("a0", [1] * 40, priority=0)
-    b.begin_round(0.0, None)
-    assert b.propose(0, 1.0) == "a0"
-    b.admitted("a0")
-    b.end_round()
+    open_round(b, 0.0, None)
+    assert propose(b, 0, 1.0) == "a0"
+    admit(b, "a0")
+    b.close_round()
     b.arrive("stranger", [5] * 40, priority=0)
     b.arrive("stranger's twin", [5] * 40, priority=0)
     admitted = []
     for step in range(1, 30):  # others come all the time that match the batch better
         b.arrive(f"a{step}", [1] * 40, priority=0)
-        b.begin_round(float(step), None)
-        admitted.append(b.propose(len(b.cht.active), 1.0))
-        b.admitted(admitted[-1])
-        b.end_round()
+        open_round(b, float(step), None)
+        admitted.append(propose(b, len(b.tree.active), 1.0))
+        admit(b, admitted[-1])
+        b.close_round()
         if step > 1:
             b.leave_batch(admitted[-2])
     assert (admitted.index("stranger"), admitted.index("stranger's twin")) == (10, 11)
-    assert "background" not in admitted and b.overdue_admissions >= 2
+    assert "background" not in admitted and b.hurried_admissions >= 2
 
 
 def test_an_overdue_request_yields_to_a_more_urgent_class_only():
@@ -216,16 +216,16 @@ def test_requeued_requests_keep_their_age_and_forget_nothing():
     run_round(b)
     b.requeue("a", tokens("A", "X"))
     b.arrive("z", tokens("Z"))
-    assert b.cht.missing_count("a") == 2
+    assert b.tree.missing_count("a") == 2
     assert run_round(b, batch_size=1, now=4.0) == ["a", "z"]
     b.leave_batch("a")
     b.leave_batch("z")
-    assert len(b.cht) == 0 and not b.fairness.arrivals
+    assert len(b.tree) == 0 and not b.state.fairness.arrivals
 
 
 def test_the_oracle_stops_at_the_group_border():
     b = builder(make_policy("oracle"))
-    b.group_of = lambda r: r[0]
+    b.order.group_of = lambda r: r[0]
     for name in ("a1", "b1", "a2", "b2"):
         b.arrive(name, tokens(name[0].upper()))
     assert run_round(b) == ["a1", "a2"]
@@ -248,8 +248,8 @@ def test_rows_of_one_prefix_are_neighbours_at_every_level(prompts, random, state
     for i, prompt in enumerate(prompts):
         b.arrive(i, array("q", [token for t in prompt for token in (t, t)]))
         if states.random() < 0.7:
-            b.begin_round(0.0, None)
-            b.admitted(i)
+            open_round(b, 0.0, None)
+            admit(b, i)
     rows = list(range(len(prompts)))
     random.shuffle(rows)
     order = b.row_order(rows)
@@ -276,7 +276,7 @@ def test_a_mixed_batch_finds_back_to_one_prefix():
         b.arrive(f"a{i}", tokens("A", "A", f"{i}"))
     for i in range(4):
         b.arrive(f"b{i}", tokens("B", "B", f"{i}"))
-    assert len(run_round(b)) == 10 and b.cht.tip == 0
+    assert len(run_round(b)) == 10 and b.tree.tip == 0
     b.policy = strict()
     for i in range(6, 9):
         b.arrive(f"b{i}", tokens("B", "B", f"{i}"))
@@ -285,12 +285,12 @@ def test_a_mixed_batch_finds_back_to_one_prefix():
     assert run_round(b, batch_size=13) == []
     for i in range(4):
         b.leave_batch(f"b{i}")
-    assert b.cht.tip == 2 and set(b.cht.waiting) == {"b6", "b7", "b8"}
+    assert b.tree.tip == 2 and set(b.tree.waiting) == {"b6", "b7", "b8"}
 
 
 def test_the_main_branch_is_kept_while_two_rows_pass_it():
     b = builder(strict())
-    tree = b.cht
+    tree = b.tree
     for i in range(3):
         for group in "AB":
             b.arrive(f"{group}{i}", tokens(group, group, f"{i}"))
@@ -306,24 +306,24 @@ def test_the_main_branch_is_kept_while_two_rows_pass_it():
 
 def test_a_batch_that_is_still_small_gathers_around_the_prefix_that_is_being_computed():
     """A lone leftover shares nothing, so one of A joins it. The others of A wait for that one: B must not slip in."""
-    b = BatchBuilder(ChunkedHashTree(chunk_size=64, seed=1), strict())
+    b = Admission(ChunkedHashTree(chunk_size=64, seed=1), strict())
     b.arrive("lone", array("q", [7] * 640))
     assert run_round(b) == ["lone"]
     for i in range(3):
         for group in "AB":
             b.arrive(f"{group}{i}", array("q", [ord(group)] * 640 + [i] * 64))
-    b.begin_round(1.0, None)
-    assert b.propose(1, 1.0) == "A0"
-    b.admitted("A0", cached_tokens=0)
-    assert b.cht.deferred == 2 and b.cht.branch_loss("B0") == 10 and b.cht.branch_loss("A1") == 0
-    assert b.propose(2, 1.0) is None
-    b.end_round()
-    b.passing_over.computed("A0")
+    open_round(b, 1.0, None)
+    assert propose(b, 1, 1.0) == "A0"
+    admit(b, "A0", cached_tokens=0)
+    assert b.tree.deferred == 2 and b.tree.branch_loss("B0") == 10 and b.tree.branch_loss("A1") == 0
+    assert propose(b, 2, 1.0) is None
+    b.close_round()
+    b.computed("A0")
     assert run_round(b, batch_size=2) == ["A1", "A2"]
 
 
 def test_without_a_shared_branch_nothing_is_lost():
-    tree = builder().cht
+    tree = builder().tree
     for i, name in enumerate("ABCD"):
         tree.insert(name, tokens(name))
         if i < 3:
@@ -332,7 +332,7 @@ def test_without_a_shared_branch_nothing_is_lost():
 
 
 def test_a_partly_shared_branch_loses_only_what_differs():
-    tree = builder().cht
+    tree = builder().tree
     for i in range(3):
         tree.insert(f"x{i}", tokens("R", "S", "T", f"{i}"))
         tree.add_to_batch(f"x{i}")
@@ -349,7 +349,7 @@ def test_a_lone_request_has_no_locality_to_lose():
     for i in range(8):
         b.arrive(i, array("q", [i] * 500))
     assert run_round(b) == list(range(8))
-    assert b.stops == 0
+    assert b.stopping.stops == 0
 
 
 def test_a_lone_request_guards_the_prefix_that_others_wait_to_share():
@@ -362,13 +362,13 @@ def test_a_lone_request_guards_the_prefix_that_others_wait_to_share():
     b.arrive("b1", tokens("B", "B", "z"))
     b.arrive("a1", tokens("A", "A", "z"))
     assert run_round(b, batch_size=1) == ["a1"]
-    assert set(b.cht.waiting) == {"b1"}
+    assert set(b.tree.waiting) == {"b1"}
 
 
 # Prefixes that wait ---------------------------------------------------------------------------------------------
 
 
-class Told(Gathering):
+class Told(PrefixBatching):
     """Memory is short when told so, and a prefix waits until as many as told have gathered."""
 
     def __init__(self, enough=10**9, is_short=True):
@@ -385,7 +385,7 @@ class Told(Gathering):
 
 
 def gathering_builder(enough=10**9, policy=None, **bounds):
-    return builder(policy, gathering=Told(enough), **bounds)
+    return builder(policy, prefix_batching=Told(enough), **bounds)
 
 
 PREFIX, PROMPT = 768, 772
@@ -411,56 +411,56 @@ def test_a_prefix_waits_with_all_who_share_it_and_others_behind_it_do_not():
     b = gathering_builder(3)
     arrive_all(b, "a0", "a1", "b0", "b1", "b2", "c0")
     assert round_of(b) == ["b0"]
-    assert set(b.passing_over.postponed) == {"a0", "c0"} and b.passing_over.postponements == 2
+    assert set(b.state.deferrals.batching) == {"a0", "c0"} and b.state.deferrals.postponements == 2
     assert round_of(b, cached=PREFIX) == ["b1", "b2"]  # theirs is computed
     arrive_all(b, "a2", "c1")
     assert round_of(b) == ["a0"]  # three, so it is worth it
     assert round_of(b, cached=PREFIX) == ["a1", "a2"]
-    assert set(b.passing_over.postponed) == {"c0"} and set(b.cht.waiting) == {"c0", "c1"}
+    assert set(b.state.deferrals.batching) == {"c0"} and set(b.tree.waiting) == {"c0", "c1"}
     assert b.stats()["postponements"] == 2  # a wait of many rounds counts once
 
 
 def test_the_rule_is_told_who_waits_how_long_beside_how_many():
     b = gathering_builder()
-    b.gathering.enough = 0
+    b.state.prefix_batching.enough = 0
     arrive_all(b, "x0")
     assert round_of(b) == ["x0"]
-    b.gathering.enough, b.gathering.asked = 10**9, []
+    b.state.prefix_batching.enough, b.state.prefix_batching.asked = 10**9, []
     arrive_all(b, "a0", "a1")
     assert round_of(b, now=2.0) == []
-    assert b.gathering.asked == [(PROMPT, 2, 0.0, 1)]
+    assert b.state.prefix_batching.asked == [(PROMPT, 2, 0.0, 1)]
     arrive_all(b, "a2")
     assert round_of(b, now=7.0) == []
-    assert b.gathering.asked[1:] == [(PROMPT, 3, 5.0, 1)]
+    assert b.state.prefix_batching.asked[1:] == [(PROMPT, 3, 5.0, 1)]
 
 
 def test_nothing_waits_where_memory_is_not_short():
     b = gathering_builder()
-    b.gathering.is_short = False
+    b.state.prefix_batching.is_short = False
     arrive_all(b, "a0", "b0")
-    assert round_of(b) == ["a0", "b0"] and not b.gathering.asked
-    b.gathering.is_short = True
+    assert round_of(b) == ["a0", "b0"] and not b.state.prefix_batching.asked
+    b.state.prefix_batching.is_short = True
     arrive_all(b, "c0", "d0")
-    assert round_of(b) == [] and set(b.passing_over.postponed) == {"c0", "d0"}
-    b.gathering.is_short = False
-    assert round_of(b) == ["c0", "d0"] and not b.passing_over.postponed
+    assert round_of(b) == [] and set(b.state.deferrals.batching) == {"c0", "d0"}
+    b.state.prefix_batching.is_short = False
+    assert round_of(b) == ["c0", "d0"] and not b.state.deferrals.batching
 
 
 def test_whose_prefix_runs_or_is_cached_never_waits():
     b = gathering_builder(0)
     arrive_all(b, "a0")
     assert round_of(b) == ["a0"]
-    b.gathering.enough = 10**9
+    b.state.prefix_batching.enough = 10**9
     arrive_all(b, "a1", "a2", "b0", "c0")
-    b.begin_round(0.0, None)
-    assert b.propose(1, 1.0) == "a1"
+    open_round(b, 0.0, None)
+    assert propose(b, 1, 1.0) == "a1"
     # Not even where the cache has not got it yet: another one computes it.
-    assert not b.passes_over("a1", 0, PROMPT, ROOM)
-    assert not b.passes_over("a1", PREFIX, 4, ROOM)
-    b.admitted("a1", PREFIX)
-    assert b.propose(2, 1.0) == "a2"
-    assert not b.passes_over("b0", PREFIX, 4, ROOM) and b.passes_over("c0", 0, PROMPT, ROOM)
-    b.end_round()
+    assert not defers(b, "a1", 0, PROMPT, ROOM)
+    assert not defers(b, "a1", PREFIX, 4, ROOM)
+    admit(b, "a1", PREFIX)
+    assert propose(b, 2, 1.0) == "a2"
+    assert not defers(b, "b0", PREFIX, 4, ROOM) and defers(b, "c0", 0, PROMPT, ROOM)
+    b.close_round()
 
 
 def test_a_group_stays_when_its_first_one_leaves_and_goes_on_when_another_computes_it():
@@ -468,25 +468,25 @@ def test_a_group_stays_when_its_first_one_leaves_and_goes_on_when_another_comput
     arrive_all(b, "a0", "a1", "a2")
     assert round_of(b) == []
     b.leave_queue("a0")
-    assert round_of(b) == [] and len(b.passing_over.postponed) == 1
-    b.gathering.enough = 0
+    assert round_of(b) == [] and len(b.state.deferrals.batching) == 1
+    b.state.prefix_batching.enough = 0
     assert round_of(b) == ["a1"]
-    b.gathering.enough = 10**9
-    assert round_of(b, cached=PREFIX) == ["a2"] and not b.passing_over.postponed
+    b.state.prefix_batching.enough = 10**9
+    assert round_of(b, cached=PREFIX) == ["a2"] and not b.state.deferrals.batching
 
 
 def test_a_lone_one_is_out_of_sight_for_the_round_only():
     b = gathering_builder()
     arrive_all(b, "a0")
     for _ in range(3):
-        b.begin_round(0.0, None)
-        if b.propose(0, 1.0) == "a0":
-            assert b.passes_over("a0", 0, PROMPT, ROOM)
-        assert b.propose(0, 1.0) is None and b.passes_over("a0", 0, PROMPT, ROOM) is False
-        b.end_round()
-        b.cht.check_invariants()
-        assert set(b.cht.waiting) == {"a0"} and b.cht.find_best().request_id == b.cht.oldest() == "a0"
-    b.gathering.enough = 0
+        open_round(b, 0.0, None)
+        if propose(b, 0, 1.0) == "a0":
+            assert defers(b, "a0", 0, PROMPT, ROOM)
+        assert propose(b, 0, 1.0) is None and defers(b, "a0", 0, PROMPT, ROOM) is False
+        b.close_round()
+        b.tree.check_invariants()
+        assert set(b.tree.waiting) == {"a0"} and b.tree.find_best().request_id == b.tree.oldest() == "a0"
+    b.state.prefix_batching.enough = 0
     assert round_of(b) == ["a0"]
 
 
@@ -497,9 +497,9 @@ def test_who_has_waited_too_long_is_admitted_whatever_the_rule_says(bounds):
     assert [round_of(b, now=float(now)) for now in range(5)] == [[]] * 5
     arrive_all(b, "c0")
     assert round_of(b, now=5.0) == ["a0", "b0", "b1", "b2"]
-    assert b.longest_wait == 5.0 and b.overdue_admissions == 4
+    assert b.longest_wait == 5.0 and b.hurried_admissions == 4
     assert [round_of(b, now=float(now)) for now in range(6, 11)] == [[], [], [], [], ["c0"]]
-    assert not b.passing_over.postponed
+    assert not b.state.deferrals.batching
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=25), st.integers(0, 4), st.data())
@@ -507,45 +507,45 @@ def test_nobody_starves_and_nothing_is_left(arrivals, enough, data):
     """Rounds with arrivals of up to six groups under a rule that may never let them go, and random departures."""
     b = gathering_builder(enough or 10**9, max_wait_rounds=6)
     first_seen, step = {}, 0
-    while step < len(arrivals) or b.cht.waiting:
+    while step < len(arrivals) or b.tree.waiting:
         for group in arrivals[step] if step < len(arrivals) else ():
             name = "abcdef"[group] + str(len(first_seen))
             first_seen[name] = step
             arrive_all(b, name)
-        if b.cht.waiting and data.draw(st.integers(0, 3)) == 0:
-            b.leave_queue(data.draw(st.sampled_from(sorted(b.cht.waiting))))
+        if b.tree.waiting and data.draw(st.integers(0, 3)) == 0:
+            b.leave_queue(data.draw(st.sampled_from(sorted(b.tree.waiting))))
         for r in round_of(b, now=float(step)):
             assert step - first_seen[r] <= 6
-        for r in sorted(b.cht.active)[step % 3 :: 2]:
+        for r in sorted(b.tree.active)[step % 3 :: 2]:
             if data.draw(st.booleans()):
                 b.leave_batch(r, 8)
             elif step < len(arrivals):
                 first_seen[r] = step + 6  # overdue as soon as it is back: at its original age
                 b.requeue(r, prompt_of(r))
-        assert all(step - first_seen[r] < 7 for r in b.cht.waiting)
+        assert all(step - first_seen[r] < 7 for r in b.tree.waiting)
         step += 1
-    for r in list(b.cht.active):
+    for r in list(b.tree.active):
         b.leave_batch(r, 8)
     round_of(b, now=float(step))
-    assert len(b.cht) == 0 and not b.passing_over.postponed and not b.fairness.arrivals
+    assert len(b.tree) == 0 and not b.state.deferrals.batching and not b.state.fairness.arrivals
 
 
 def test_few_are_asked_in_a_round_and_few_wait_at_a_time(monkeypatch):
-    monkeypatch.setattr(passing_over, "_MOST_ASKED", 3)
-    monkeypatch.setattr(passing_over, "_MOST_POSTPONED", 5)
+    monkeypatch.setattr(deferrals, "_MOST_A_ROUND", 3)
+    monkeypatch.setattr(deferrals, "_MOST_BATCHING", 5)
     b = gathering_builder(0)
     arrive_all(b, "z0")
     assert round_of(b) == ["z0"]
-    b.gathering.enough = 2
+    b.state.prefix_batching.enough = 2
     arrive_all(b, *(f"{group}0" for group in "abcdefghi"))
     waits = []
     for _ in range(4):
         assert round_of(b) == []
-        waits.append(len(b.passing_over.postponed))
+        waits.append(len(b.state.deferrals.batching))
     assert waits == [3, 5, 5, 5]
     arrive_all(b, "a1", "i1")
-    assert round_of(b)[0] == "a0" and "f0" in b.passing_over.postponed  # its place went to the next in line
-    assert len(b.passing_over.postponed) == 5
+    assert round_of(b)[0] == "a0" and "f0" in b.state.deferrals.batching  # its place went to the next in line
+    assert len(b.state.deferrals.batching) == 5
 
 
 def test_as_many_as_documented_are_asked_and_wait():
@@ -554,15 +554,15 @@ def test_as_many_as_documented_are_asked_and_wait():
     waits = []
     for _ in range(4):
         assert round_of(b) == []
-        waits.append(len(b.passing_over.postponed))
-    assert waits == [8, 16, 16, 16] and b.passing_over.postponements == 16
+        waits.append(len(b.state.deferrals.batching))
+    assert waits == [8, 16, 16, 16] and b.state.deferrals.postponements == 16
 
 
 def test_those_of_a_running_prefix_are_not_held_up_by_the_many_that_wait():
     b = gathering_builder(0)
     arrive_all(b, "z0")
     assert round_of(b) == ["z0"]
-    b.gathering.enough = 10**9
+    b.state.prefix_batching.enough = 10**9
     arrive_all(b, *(f"{chr(65 + group)}0" for group in range(20)))
     for _ in range(3):
         assert round_of(b) == []
@@ -575,39 +575,39 @@ def test_those_of_a_running_prefix_are_not_held_up_by_the_many_that_wait():
 def test_what_leaves_takes_its_wait_along():
     b = gathering_builder(max_wait=50.0)
     arrive_all(b, "a0", "b0", "b1")
-    assert round_of(b) == [] and set(b.passing_over.postponed) == {"a0", "b0"}
+    assert round_of(b) == [] and set(b.state.deferrals.batching) == {"a0", "b0"}
     b.leave_queue("a0")
     b.leave_queue("b0")
-    assert not b.passing_over.postponed
+    assert not b.state.deferrals.batching
     b.arrive("a0", prompt_of("q1"))  # the id again, for another prompt
-    b.gathering.asked = []
-    b.gathering.enough = 1
+    b.state.prefix_batching.asked = []
+    b.state.prefix_batching.enough = 1
     assert round_of(b, now=9.0) == ["b1", "a0"]
-    assert b.gathering.asked == [(PROMPT, 1, 9.0, 0), (PROMPT, 1, 0.0, 1)]
+    assert b.state.prefix_batching.asked == [(PROMPT, 1, 9.0, 0), (PROMPT, 1, 0.0, 1)]
     b.requeue("a0", prompt_of("q1"))  # retracted
-    assert not b.passing_over.postponed and round_of(b, now=60.0) == ["a0"]
+    assert not b.state.deferrals.batching and round_of(b, now=60.0) == ["a0"]
     for name in ("b1", "a0"):
         b.leave_batch(name)
-    assert len(b.cht) == 0 and not b.fairness.arrivals and not b.passing_over.postponed
+    assert len(b.tree) == 0 and not b.state.fairness.arrivals and not b.state.deferrals.batching
 
 
 def test_nobody_makes_a_retracted_request_wait():
     b = gathering_builder(0)
     arrive_all(b, "a0", "b0", "c0")
     assert round_of(b) == ["a0", "b0", "c0"]
-    b.gathering.enough = 10**9
+    b.state.prefix_batching.enough = 10**9
     for name in ("a0", "c0"):
         b.leave_batch(name)
     arrive_all(b, "a1", "c1")
-    assert round_of(b) == [] and set(b.passing_over.postponed) == {"a1", "c1"}
+    assert round_of(b) == [] and set(b.state.deferrals.batching) == {"a1", "c1"}
     b.requeue("b0", long_prompt(*[ord("b")] * 3, 0, tail=0))  # it has generated so much that newcomers go first
     arrive_all(b, "b1", "b2")
     assert round_of(b) == ["b1"]
-    assert round_of(b, cached=PREFIX) == ["b2", "b0"] and set(b.passing_over.postponed) == {"a1", "c1"}
+    assert round_of(b, cached=PREFIX) == ["b2", "b0"] and set(b.state.deferrals.batching) == {"a1", "c1"}
     for name in ("b0", "b1", "b2"):
         b.leave_batch(name)
     arrive_all(b, "b3")
-    assert round_of(b) == [] and "b3" in b.passing_over.postponed  # it is done: newcomers wait like any other
+    assert round_of(b) == [] and "b3" in b.state.deferrals.batching  # it is done: newcomers wait like any other
 
 
 @pytest.mark.parametrize("explores", [True, False])
@@ -618,21 +618,21 @@ def test_stop_is_not_tried_while_memory_is_short(kind, explores):
     b = gathering_builder(policy=policy)
     found = []
     for short in (False, True, True, False, False, True, False):
-        b.gathering.is_short = short
-        b.begin_round(0.0, None)
+        b.state.prefix_batching.is_short = short
+        open_round(b, 0.0, None)
         found.append(policy.explore)
-        b.end_round()
+        b.close_round()
     assert found == [explores and not short for short in (False, True, True, False, False, True, False)]
 
 
 def test_decisions_before_memory_became_short_get_no_reward():
     policy = Scripted()
     b = gathering_builder(policy=policy)
-    b.gathering.is_short = False
-    b.begin_round(0.0, None)
+    b.state.prefix_batching.is_short = False
+    open_round(b, 0.0, None)
     assert not hasattr(policy, "ended")
-    b.gathering.is_short = True
-    b.begin_round(1.0, None)
+    b.state.prefix_batching.is_short = True
+    open_round(b, 1.0, None)
     assert policy.ended
 
 
@@ -642,11 +642,11 @@ def test_another_policy_does_not_inherit_whether_the_last_one_explored(explores)
     first, second = make_policy("bandit", seed=0), make_policy("bandit", seed=0)
     second.explore = explores
     b = gathering_builder(policy=first)
-    b.begin_round(0.0, None)
+    open_round(b, 0.0, None)
     b.policy = second
     for short in (True, False):
-        b.gathering.is_short = short
-        b.begin_round(1.0, None)
+        b.state.prefix_batching.is_short = short
+        open_round(b, 1.0, None)
         assert second.explore == (explores and not short)
         assert first.explore
 
@@ -673,29 +673,29 @@ def test_a_preemption_within_the_round_does_not_make_the_batch_smaller_than_it_i
     arrive_all(b, *(f"z{i}" for i in range(4)))
     assert round_of(b) == ["z0"] and round_of(b, cached=PREFIX) == ["z1", "z2", "z3"]
     arrive_all(b, "a0", "a1", "a2")
-    b.begin_round(0.0, None)
-    assert b.propose(4, 1.0) == "a0" and b.passes_over("a0", 0, PROMPT, ROOM)
+    open_round(b, 0.0, None)
+    assert propose(b, 4, 1.0) == "a0" and defers(b, "a0", 0, PROMPT, ROOM)
     b.requeue("z3", prompt_of("z3"))
     policy.states = []
-    assert b.propose(3, 1.0) == "z3"
+    assert propose(b, 3, 1.0) == "z3"
     assert policy.states[0].batch_size == 3
-    b.end_round()
-    b.cht.check_invariants()
+    b.close_round()
+    b.tree.check_invariants()
 
 
 def test_without_gathering_nothing_waits():
     names = [f"{group}{i}" for i in range(3) for group in "abc"]
     found = []
-    for gathering in (None, Gathering(10)):  # the second knows no prefill time
-        b = builder(gathering=gathering)
+    for gathering in (None, PrefixBatching(10)):  # the second knows no prefill time
+        b = builder(prefix_batching=gathering)
         arrive_all(b, *names)
         found.append([round_of(b), round_of(b, cached=PREFIX), b.stats()])
-        assert not b.passing_over.postponed and b.passing_over.postponements == 0 and b.policy.explore
+        assert not b.state.deferrals.batching and b.state.deferrals.postponements == 0 and b.policy.explore
     assert found[0] == found[1] and found[0][0] == ["a0", "b0", "c0"]
     b = builder()
     arrive_all(b, "a0")
-    b.begin_round(0.0, None)
-    assert not b.passes_over("a0", 0, 10**6, ROOM)
+    open_round(b, 0.0, None)
+    assert not defers(b, "a0", 0, 10**6, ROOM)
 
 
 # What gathering is told of the load -----------------------------------------------------------------------------
@@ -706,77 +706,77 @@ def big_prompt(group, tail):
 
 
 def test_arrivals_that_meet_another_one_waiting_for_their_prefix():
-    b = builder(gathering=Gathering(10**6))
+    b = builder(prefix_batching=PrefixBatching(10**6))
 
     def share(*prompts):
         """The share noted for these arrivals, as a first reading of each."""
         noted = []
         for prompt in prompts:
-            b.gathering.often = 0.0
-            b.arrive(len(b.cht), prompt)
-            noted.append(b.gathering.often > 0)
+            b.state.prefix_batching.share_rate = 0.0
+            b.arrive(len(b.tree), prompt)
+            noted.append(b.state.prefix_batching.share_rate > 0)
         return noted
 
     assert share(big_prompt(1, 0), big_prompt(2, 0), big_prompt(1, 1), big_prompt(2, 1)) == [False, False, True, True]
     assert share(array("q", [1] * 600 + [9] * 800)) == [False]  # less than half of it
     assert share(array("q", [1] * 600 + [9] * 400)) == [True]
     assert share(array("q", [3] * 100), array("q", [3] * 100)) == [False, False]  # too short to matter
-    b.begin_round(0.0, None)
-    b.admitted(0, 0)
-    b.end_round()
+    open_round(b, 0.0, None)
+    admit(b, 0, 0)
+    b.close_round()
     assert share(big_prompt(1, 7)) == [False]  # a running one has its prefix: nothing to compute, nothing to note
 
 
 def test_outputs_and_prefill_time_reach_the_rule():
-    b = builder(gathering=Gathering(10**6))
+    b = builder(prefix_batching=PrefixBatching(10**6))
     b.arrive("a", tokens("A"), most_tokens=500)
-    assert b.gathering.output_tokens == 500
-    b.begin_round(0.0, None, 2e-4)
-    assert b.gathering.seconds_per_token == 2e-4
-    b.admitted("a")
-    b.end_round()
+    assert b.state.prefix_batching.output_tokens == 500
+    open_round(b, 0.0, None, 2e-4)
+    assert b.state.prefix_batching.seconds_per_token == 2e-4
+    admit(b, "a")
+    b.close_round()
     b.leave_batch("a", 40)
-    assert b.gathering.output_tokens == 40
-    b.begin_round(0.0, None)
-    assert b.gathering.seconds_per_token is None
+    assert b.state.prefix_batching.output_tokens == 40
+    open_round(b, 0.0, None)
+    assert b.state.prefix_batching.seconds_per_token is None
 
 
 def test_the_whole_rule_over_a_load_that_does_not_fit():
     """A pool of three prefixes, eight groups: lone ones wait beside a large batch until they are several."""
-    b = builder(gathering=Gathering(3200), max_wait=1e9)
+    b = builder(prefix_batching=PrefixBatching(3200), max_wait=1e9)
     for group in range(8):
         for i in range(8):
             b.arrive((group, i), big_prompt(group, i), most_tokens=4)
-    assert b.gathering.often >= OFTEN
-    b.begin_round(0.0, None, 1e-4)
+    assert b.state.prefix_batching.share_rate >= MIN_SHARE_RATE
+    open_round(b, 0.0, None, 1e-4)
     for r in [(group, i) for group in range(2) for i in range(8)]:
-        b.admitted(r)
-    b.end_round()
+        admit(b, r)
+    b.close_round()
     for group in range(2, 8):
         for i in range(1, 8):
             b.leave_queue((group, i))
     # A lone prefix: 4 * 184 < 0.5 * 16 * 1050; its bound is 16 * 1050 * 1e-4 s.
-    assert big_round(b, 0.0) == [] and len(b.passing_over.postponed) == 6
+    assert big_round(b, 0.0) == [] and len(b.state.deferrals.batching) == 6
     for i in range(10, 25):
         b.arrive((3, i), big_prompt(3, i), most_tokens=4)
     assert {r[0] for r in big_round(b, 0.1)} == {3}
-    assert {r[0] for r in big_round(b, 1.6)} == {3} and len(b.passing_over.postponed) == 5
-    bound = len(b.cht.active) * 1050 * 1e-4
-    assert bound > 3 and big_round(b, bound - 0.1) == [] and len(b.passing_over.postponed) == 5
+    assert {r[0] for r in big_round(b, 1.6)} == {3} and len(b.state.deferrals.batching) == 5
+    bound = len(b.tree.active) * 1050 * 1e-4
+    assert bound > 3 and big_round(b, bound - 0.1) == [] and len(b.state.deferrals.batching) == 5
     assert {r[0] for r in big_round(b, bound + 0.1)} == {2}  # the batch is larger by one: the others wait on
     assert {r[0] for r in big_round(b, 5.0)} == {4, 5, 6, 7}
 
 
 def big_round(b, now):
-    b.begin_round(now, None, 1e-4)
+    open_round(b, now, None, 1e-4)
     admitted = []
-    while (r := b.propose(len(b.cht.active), 1.0)) is not None:
-        covered = 2 * (b.cht.depth(r) - b.cht.missing_count(r))
-        if not b.passes_over(r, covered, 1050 - covered, ROOM):
-            b.admitted(r, covered)
+    while (r := propose(b, len(b.tree.active), 1.0)) is not None:
+        covered = 2 * (b.tree.depth(r) - b.tree.missing_count(r))
+        if not defers(b, r, covered, 1050 - covered, ROOM):
+            admit(b, r, covered)
             admitted.append(r)
-    b.end_round()
-    b.cht.check_invariants()
-    for r in list(b.passing_over.computing):
-        b.passing_over.computed(r)
+    b.close_round()
+    b.tree.check_invariants()
+    for r in list(b.state.deferrals.in_flight):
+        b.computed(r)
     return admitted

@@ -1,0 +1,46 @@
+"""Never worse than off: an exception inside feather is logged once and counted, and the scheduler goes on as fcfs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prometheus_client import Counter
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def failure_counter() -> Counter:
+    """Metric: run-time failures after which a scheduler went on as fcfs."""
+    return Counter("feather_policy_failures", "Run-time failures of a feather policy; the scheduler goes on as fcfs.")
+
+
+class Guard:
+    """Of one scheduler.
+
+    Attributes
+    ----------
+    failed : bool
+        Whether anything inside has failed: feather does nothing more.
+    """
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """Run a block of feather's; ``what`` went wrong is said in the log if it raises."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(what, error)
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """Log a failure, count it, and go on as fcfs; only the first one counts."""
+        if not self.failed:
+            self.failed = True
+            failure_counter().inc()
+            logger.error("feather: %s (%r); this scheduler goes on as fcfs", what, error, exc_info=error)

@@ -1,0 +1,136 @@
+"""Requests come and go: SGLang's queues and the tree hold the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from sglang.srt.managers.schedule_policy import CacheAwarePolicy
+
+from feather_sglang.adapter.scheduler.guard import Guard
+from feather_sglang.adapter.scheduler.prefix_use import tokens_to_share
+from feather_sglang.scheduling.admission.admission import Admission
+from feather_sglang.scheduling.admission.kv_forecast import Outlook
+
+_ENDLESS = 1 << 40  # tokens of a request without a limit
+
+
+def cached_tokens(req: Any) -> int:
+    """Tokens of a request that SGLang has found in its prefix cache."""
+    return int(req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices))  # since 0.5.22
+
+
+def total_tokens(req: Any) -> int:
+    """Prompt and output of a request: what it holds, or has to compute before it goes on."""
+    return len(req.origin_input_ids) + len(req.output_ids)
+
+
+class LifeCycle:
+    """Enters requests as they arrive, and drops them when a round finds that they have left SGLang's queues.
+
+    Attributes
+    ----------
+    requests : dict
+        SGLang's, by id: every one that the tree knows.
+    """
+
+    def __init__(self, scheduler: Any, guard: Guard) -> None:
+        self.scheduler = scheduler
+        self.guard = guard
+        self.requests: dict[Hashable, Any] = {}
+        self.admission: Admission  # set by whoever makes one: it asks for this object's ``outlook``
+        self._twins = False  # whether two of one id may wait
+        self._outputs: dict[Hashable, int] = {}  # tokens that requests in prefill had when they were admitted
+
+    def add_request_to_queue(self, original: Callable[..., Any], req: Any, *args: Any, **kwargs: Any) -> Any:
+        """Enter a request that arrives, or comes back; around SGLang's ``_add_request_to_queue``."""
+        result = original(req, *args, **kwargs)
+        queue = self.scheduler.waiting_queue
+        if not self.guard.failed and queue and queue[-1] is req:  # else it was rejected
+            with self.guard("a request could not be entered"):
+                self.enter(req)
+        return result
+
+    def enter(self, req: Any) -> None:
+        """Enter a waiting request into the tree."""
+        admission, tree = self.admission, self.admission.tree
+        tokens = tokens_to_share(req, tree.chunk_size)
+        if req.rid in tree.active and self.requests[req.rid] is req:
+            # Retracted or preempted: it now owes its prompt and what it has generated.
+            admission.requeue(req.rid, tokens)
+        else:
+            # The id of a request that has finished or was aborted since the last round may be used again.
+            if req.rid in tree.active:
+                admission.leave_batch(req.rid, len(self.requests[req.rid].output_ids))
+            elif req.rid in tree.waiting:
+                admission.leave_queue(req.rid)
+                self._twins = True
+            isolation = (req.extra_key, getattr(req, "cache_salt", None), req.lora_id)
+            admission.arrive(
+                req.rid,
+                tokens,
+                extra_key=isolation if any(isolation) else None,
+                priority=(req.priority or 0) * self.scheduler.policy.priority_sign
+                if self.scheduler.enable_priority_scheduling
+                else 0,
+                most_tokens=req.sampling_params.max_new_tokens or 0,
+                cached_tokens=self._look_up(req),
+            )
+        self.requests[req.rid] = req
+
+    def _look_up(self, req: Any) -> int:
+        """Tokens of a prompt in the prefix cache, where others wait; who waits alone is proposed next anyway."""
+        scheduler = self.scheduler
+        # A look-up in the cache of a model with recurrent state takes one of the few places for such states.
+        alone = len(scheduler.waiting_queue) < 2
+        if self.admission.policy is None or alone or getattr(scheduler, "is_hybrid_ssm", False):
+            return 0
+        scheduler.policy._compute_prefix_matches([req], CacheAwarePolicy.LPM)
+        return int(req.num_matched_prefix_tokens)
+
+    def alive(self, running: Any) -> set[Hashable]:
+        """Ids of the requests that run, among them the one whose prompt is computed chunk by chunk."""
+        chunked = self.scheduler.chunked_req
+        return {req.rid for req in (*running, *([chunked] if chunked is not None else [])) if not req.finished()}
+
+    def synchronise(self, running: Any) -> None:
+        """Drop from the tree what finished, was aborted or timed out since the last round.
+
+        Requests enter the queue through ``_add_request_to_queue`` only, so equal counts mean equal queues, unless two
+        of one id wait: tokenizer workers do not know of each other's.
+        """
+        admission, tree, alive = self.admission, self.admission.tree, self.alive(running)
+        for rid in [rid for rid in tree.active if rid not in alive]:
+            admission.leave_batch(rid, len(self.requests.pop(rid).output_ids))
+        queue = self.scheduler.waiting_queue
+        if self._twins or len(tree.waiting) != len(queue):
+            queued = {req.rid for req in list.__iter__(queue)}
+            for rid in [rid for rid in tree.waiting if rid not in queued]:
+                admission.leave_queue(rid)
+                del self.requests[rid]
+            for req in list.__iter__(queue):
+                if req.rid not in tree:
+                    self.enter(req)
+            self._twins = len(queued) != len(queue)
+
+    def admitted(self, req: Any) -> None:
+        """Remember how far a request was when its prompt began to be computed."""
+        self._outputs[req.rid] = len(req.output_ids)
+
+    def note_computed(self) -> None:
+        """A request's first new token says that its prompt is computed and in the cache."""
+        for rid, outputs in list(self._outputs.items()):
+            if rid not in self.admission.state.deferrals.in_flight:
+                del self._outputs[rid]
+            elif len(self.requests[rid].output_ids) > outputs:
+                self.admission.computed(rid)
+                del self._outputs[rid]
+
+    def outlook(self, rid: Hashable) -> Outlook:
+        """Lengths of a request, for the look ahead at memory."""
+        req = self.requests[rid]
+        params = req.sampling_params
+        most = params.max_new_tokens
+        may_stop = not params.ignore_eos or params.stop_strs or getattr(params, "stop_regex_strs", None)
+        fixed = most is not None and not may_stop
+        return Outlook(total_tokens(req), len(req.output_ids), _ENDLESS if most is None else most, fixed)

@@ -1,0 +1,67 @@
+"""What a scheduler measures of itself: decode throughput, the reward, and the price of prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+from feather_sglang.adapter.scheduler.agreement import Agreement
+from feather_sglang.scheduling.meters.decode import DecodeMeter
+from feather_sglang.scheduling.meters.prefill import PrefillMeter
+from feather_sglang.scheduling.meters.readings import Readings
+
+
+class Meters:
+    """The meters of one scheduler, read by the time between results.
+
+    Parameters
+    ----------
+    clock : callable
+        Seconds.
+    """
+
+    def __init__(self, scheduler: Any, agreement: Agreement, clock: Callable[[], float]) -> None:
+        self.scheduler = scheduler
+        self.agreement = agreement
+        self.clock = clock
+        self.decode = DecodeMeter()
+        self.prefill = PrefillMeter(scheduler.chunked_prefill_size)
+
+    def process_batch_result(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note a step's result; around SGLang's ``process_batch_result``."""
+        is_decode = batch.forward_mode.is_decode()
+        tokens = sum(not req.finished() for req in batch.reqs) if is_decode else 0
+        result = original(batch, *args, **kwargs)
+        now = self.clock()
+        self.decode.step(now, tokens, is_decode)
+        lens = () if is_decode else batch.extend_lens or ()
+        pairs = sum(new * (old + new / 2) for new, old in zip(lens, batch.prefix_lens or (), strict=False))
+        self.prefill.step(now, sum(lens), pairs)
+        # SGLang drops what has finished from the running batch when it forms the next one.
+        if all(req.finished() for req in chain(batch.reqs, self.scheduler.running_batch.reqs)):
+            self.prefill.idle()
+        return result
+
+    def batch_changes(self) -> None:
+        """Requests were admitted: a decode step still in flight belongs to the old batch."""
+        self.decode.restart(in_flight=int(self.scheduler.enable_overlap))
+        self.prefill.begin(self.clock())
+
+    def resumed(self) -> None:
+        """SGLang goes on after a pause, whose time is nobody's."""
+        self.decode.restart()
+        self.prefill.idle()
+
+    def readings(self) -> Readings:
+        """Rank 0's, on every rank."""
+        prefill, bare, step = self.prefill, self.prefill.bare_seconds, self.decode.step_seconds
+        mine = Readings(
+            self.clock(),
+            self.decode.rate,
+            prefill.seconds_per_token,
+            prefill.fixed_seconds,
+            prefill.pair_seconds / bare if bare else None,
+            step / bare if bare and step is not None else None,
+        )
+        return Readings(*self.agreement.readings(*mine))

@@ -1,0 +1,172 @@
+"""The rules: whether a proposed request is admitted now.
+
+A rule is a class with ``check(proposal, round) -> Verdict`` and ``defer(proposal, round)``, which notes what it said.
+To add one, write it here, give it a ``Verdict``, and name it in ``make_rules``, in the order in which they are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
+from feather_sglang.scheduling.admission.queue_state import QueueState
+from feather_sglang.scheduling.admission.round import Round
+from feather_sglang.scheduling.admission.verdict import Proposal, Verdict
+
+
+class Rule(Protocol):
+    """One reason not to admit a proposed request.
+
+    Attributes
+    ----------
+    spares_overdue
+        Whether who is overdue, or whose turn it is, is not asked about.
+    """
+
+    spares_overdue: bool
+
+    def check(self, proposal: Proposal, opened: Round) -> Verdict:
+        """Return ``ADMIT``, or the rule's own verdict; changes nothing that another rule reads."""
+        ...
+
+    def defer(self, proposal: Proposal, opened: Round) -> None:
+        """Note that this rule's verdict holds."""
+        ...
+
+
+def make_rules(state: QueueState, kv_budget: KVBudget) -> tuple[Rule, ...]:
+    """Return the rules of one scheduler, in the order in which they are asked."""
+    return (OvertakingBound(state), Batching(state), EvictsLast(state), kv_budget)
+
+
+class OvertakingBound:
+    """Nobody passes an older request by too much, nor goes early for a cached prefix that is gone (``overtaking``)."""
+
+    spares_overdue = True
+
+    def __init__(self, state: QueueState) -> None:
+        self.state = state
+
+    def check(self, proposal: Proposal, opened: Round) -> Verdict:
+        """``OVERTAKES`` for who was taken for shorter than it is."""
+        state, request_id = self.state, proposal.request_id
+        # A prompt that is cached as a whole is computed from its last page on.
+        evicted = proposal.cached + state.tree.chunk_size < state.cached_prefixes.tokens(request_id)
+        if evicted:
+            priority = state.fairness.priority(request_id)
+            state.cached_prefixes.note(request_id, priority, proposal.cached, state.tokens(request_id))
+        work = state.work.of(proposal.missing, state.tokens(request_id))
+        passes = work <= state.overtaking.slack(request_id, state.fairness.now)
+        return Verdict.ADMIT if passes and not evicted else Verdict.OVERTAKES
+
+    def defer(self, proposal: Proposal, opened: Round) -> None:
+        """Out for this round: it competes anew in the next one, as long as it is."""
+        opened.overtakers.add(proposal.request_id)
+        self.state.tree.hold(proposal.request_id)
+
+
+class Batching:
+    """A prefix is computed once enough requests share it (``prefix_batching``)."""
+
+    spares_overdue = True
+
+    def __init__(self, state: QueueState) -> None:
+        self.state = state
+
+    def check(self, proposal: Proposal, opened: Round) -> Verdict:
+        """``BATCHING`` where waiting costs less than computing the prefix again."""
+        waits = self.state.deferrals.should_batch(proposal.request_id, proposal.cached, proposal.missing)
+        return Verdict.BATCHING if waits else Verdict.ADMIT
+
+    def defer(self, proposal: Proposal, opened: Round) -> None:
+        """With all that share what it would compute, for as long as that holds."""
+        self.state.deferrals.batch(proposal.request_id, proposal.cached, proposal.missing)
+
+
+class EvictsLast:
+    """Who evicts goes last, where prefixes compete for memory."""
+
+    spares_overdue = True
+
+    def __init__(self, state: QueueState) -> None:
+        self.state = state
+
+    def check(self, proposal: Proposal, opened: Round) -> Verdict:
+        """``EVICTS`` where more is to be computed than is free."""
+        request_id, cached, missing, free, _ = proposal
+        last = self.state.deferrals.should_go_last(request_id, cached, missing, free)
+        return Verdict.EVICTS if last else Verdict.ADMIT
+
+    def defer(self, proposal: Proposal, opened: Round) -> None:
+        """With all that share what it would compute, until all others have been proposed."""
+        self.state.deferrals.go_last(proposal.request_id, proposal.cached)
+
+
+class KVBudget:
+    """Memory suffices for all that run, at every step ahead (``kv_forecast``).
+
+    Parameters
+    ----------
+    forecast, outlook_of
+        Looks ahead, and gives a request's lengths. ``None``: everybody is admitted.
+
+    Attributes
+    ----------
+    kept_out
+        How often somebody was.
+    """
+
+    spares_overdue = False
+
+    def __init__(
+        self, state: QueueState, forecast: KVForecast | None, outlook_of: Callable[[Hashable], Outlook] | None
+    ) -> None:
+        self.state = state
+        self.forecast = forecast
+        self.outlook_of = outlook_of
+        self.kept_out = 0
+        self._cached: dict[Hashable, int] = {}  # tokens that running requests found in the prefix cache
+
+    def check(self, proposal: Proposal, opened: Round) -> Verdict:
+        """``KV_BUDGET`` where memory would not suffice, as far as can be foreseen."""
+        active = self.state.tree.active
+        if self.forecast is None or self.outlook_of is None or not active:
+            return Verdict.ADMIT  # beside nobody: the engine decides
+        if proposal.request_id == opened.hurried or not self.state.deferrals.memory_is_tight():
+            return Verdict.ADMIT
+        if not opened.foreseen:
+            self.forecast.open((self.outlook_of(running), self._parts(running)) for running in active)
+            opened.foreseen = True
+        needs = self.forecast.needs(self.outlook_of(proposal.request_id), self._parts(proposal.request_id))
+        return Verdict.ADMIT if opened.pending_tokens + needs <= proposal.available else Verdict.KV_BUDGET
+
+    def defer(self, proposal: Proposal, opened: Round) -> None:
+        """Counted; the engine ends the round."""
+        self.kept_out += 1
+
+    def admitted(self, request_id: Hashable, cached_tokens: int | None, opened: Round) -> None:
+        """Note who joined, and how much of its prompt is computed now; None: nothing."""
+        if self.forecast is None or self.outlook_of is None:
+            return
+        outlook = self.outlook_of(request_id)
+        self._cached[request_id] = cached_tokens or 0
+        opened.pending_tokens += 0 if cached_tokens is None else max(0, outlook.tokens - cached_tokens)
+        if opened.foreseen:
+            self.forecast.admit(outlook, self._parts(request_id))
+
+    def left(self, request_id: Hashable, output_tokens: int = 0) -> None:
+        """Note who does not run any more, after so many tokens; 0: it did not finish."""
+        if self.forecast is not None and output_tokens:
+            self.forecast.finished(output_tokens)
+        self._cached.pop(request_id, None)
+
+    def _parts(self, request_id: Hashable) -> list[tuple[Hashable, int]]:
+        """What a request may share with others, in tokens: the tree knows chunks, what was cached tells the rest."""
+        tree = self.state.tree
+        size = tree.chunk_size
+        parts = [(part, chunks * size) for part, chunks in tree.path(request_id)]
+        rest = self._cached.get(request_id, 0) - sum(tokens for _, tokens in parts)
+        if parts and 0 < rest < size:
+            parts[0] = parts[0][0], parts[0][1] + rest
+        return parts

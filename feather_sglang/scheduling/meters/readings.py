@@ -1,0 +1,30 @@
+"""What an engine has measured when an admission round opens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Readings(NamedTuple):
+    """Rank 0's, on every rank; None where nothing is known yet.
+
+    Attributes
+    ----------
+    now
+        Its clock, seconds.
+    reward
+        Decode tokens/s since the last round that was not delayed.
+    prefill_seconds
+        What a token of prefill takes.
+    fixed_seconds
+        What a prefill step takes however few its tokens.
+    pair_tokens, step_tokens
+        What attention from a new token to an earlier one and what a decode step takes, in tokens of prefill.
+    """
+
+    now: float
+    reward: float | None = None
+    prefill_seconds: float | None = None
+    fixed_seconds: float | None = None
+    pair_tokens: float | None = None
+    step_tokens: float | None = None
