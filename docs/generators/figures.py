@@ -344,7 +344,7 @@ def admission() -> Figure:
         f.arrow((x + w / 2, y), (x + w / 2, y + 25))
 
     step(20, 84, BLUE, "Gate", "would a prefill step cost the running", "ones more than it saves the waiting?")
-    out(62, "hold the round", "at most 0.1 s")
+    out(62, "delay the round", "at most 0.1 s")
     down(104)
     step(130, 84, BLUE, "Order", "most urgent class, then fewest tokens", "to compute, then age")
     out(172, "nobody left", "the round ends")
