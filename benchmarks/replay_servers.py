@@ -24,7 +24,7 @@ from rich.console import Console
 
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.compare.server.cases import parse_case
-from feather_sglang.compare.server.process import COMMON_FLAGS, Configuration
+from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS, ServerConfig, words_of_start
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import replace_text
 from feather_sglang.replay.arguments import check_fits, check_sglang, suited
@@ -54,13 +54,6 @@ def backend(flags: Sequence[str]) -> str | None:
     return named.get("--decode-attention-backend", named.get("--attention-backend"))
 
 
-def common_flags(command: str) -> list[str]:
-    """Flags of all servers of a ``bench_server.py`` command, for a file that does not hold the servers' own."""
-    words = shlex.split(command)
-    given = {flag: words[words.index(flag) + 1] for flag in ("--common", "--flags") if flag in words[:-1]}
-    return shlex.split(given.get("--common", COMMON_FLAGS)) + shlex.split(given.get("--flags", ""))
-
-
 def runs_of(content: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     """What to replay of one server file, each case and server once, and what cannot be, with the reason."""
     runs: list[dict[str, Any]] = []
@@ -72,8 +65,8 @@ def runs_of(content: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
         of_server[name] = started
     for case, name in dict.fromkeys((record["case"], record["server"]) for record in content["records"]):
         start, flags = of_server[name], content["servers"][name]["flags"]
-        configuration = Configuration(name, tuple(flags))
-        words = shlex.split(start["command"]) if "command" in start else common_flags(content["command"])
+        configuration = ServerConfig(name, tuple(flags))
+        words = words_of_start(content["command"], start)
         attention = backend([*words, *flags])
         if case.startswith("decode:"):
             left_out[f"{case}: a steady batch"] = None
@@ -92,7 +85,7 @@ def runs_of(content: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
                 "arrivals": content["arrivals"],
                 "kv_tokens": start["kv_tokens"],
                 "max_running": start["max_running"],
-                "prefill_graphs": "off" if "--disable-prefill-cuda-graph" in words else "on",
+                "prefill_graphs": "off" if NO_PREFILL_GRAPHS in words else "on",
             })  # fmt: skip
     return runs, list(left_out)
 

@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("feather: interrupted", file=sys.stderr)
         return 130
     except SystemExit as end:
-        if name := ending.name_of(end.code):
-            print(f"feather: ended by {name}", file=sys.stderr)
+        if signal := ending.name_of(end.code):
+            print(f"feather: ended by {signal}", file=sys.stderr)
         raise
 
 

@@ -39,13 +39,15 @@ from typing import Any
 import pat_compare
 import pat_model
 import pat_prompts
-from columns import aligned
 from pat_churn import Churn
 from pat_compare import Answer, Answers, Spread, Tolerance
 from sending import body
 
 from feather_sglang.compare.server.client import HttpError, call
-from feather_sglang.compare.server.process import Configuration, Server, ServerFailed, retracted
+from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS, ServerConfig
+from feather_sglang.compare.server.process import Server, ServerFailed, environment_with
+from feather_sglang.compare.server.watch import retracted
+from feather_sglang.report.tables import grid
 
 TOP = 8  # most likely tokens that the reference names at each position
 EXACT = 1e-3  # accepted in float32 in any case, in which two right backends differ by about 1e-5
@@ -59,7 +61,7 @@ COMMON = (
 )
 DEVICES = {
     "cuda": "--dtype bfloat16 --context-length 8192 --cuda-graph-max-bs-decode 64 --mem-fraction-static 0.6 "
-    "--max-total-tokens 60000 --disable-prefill-cuda-graph",
+    f"--max-total-tokens 60000 {NO_PREFILL_GRAPHS}",
     "cpu": "--device cpu --dtype float32 --disable-cuda-graph --mem-fraction-static 0.3 --max-total-tokens 20000 "
     "--grammar-backend llguidance --sleep-on-idle",
 }
@@ -221,11 +223,10 @@ class Check:
             flags += ["--max-total-tokens", str(self.tight)]
             environment |= OVERCOMMIT
         flags += shlex.split(options.flags)
-        # Without compiled files imports take three times as long.
-        prefix = ["env", "-u", "PYTHONDONTWRITEBYTECODE", *(f"{key}={value}" for key, value in environment.items())]
-        command = [*prefix, sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
         say(f"starting {name}: {shlex.join(flags)}", self.begun)
-        return Server(Configuration(name, tuple(flags)), command, self.logs / f"{name}.log")
+        return Server(ServerConfig(name, tuple(flags)), command, self.logs / f"{name}.log",
+                      environment=environment_with(environment))  # fmt: skip
 
     def wait(self, server: Server) -> None:
         server.wait(time.monotonic() + min(self.options.start_timeout, self.remaining()))
@@ -550,7 +551,7 @@ HEAD = ["variant", "at once", "alone", "logprob max", "mean", "churn", "aborted+
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Answers as equal + near ties; `read`: KV tokens read of those attended."""
-    return aligned([HEAD, *(cells(row) for row in rows)], str.ljust)
+    return grid([HEAD, *(cells(row) for row in rows)])
 
 
 def say(text: str, begun: float) -> None:

@@ -37,23 +37,17 @@ from pathlib import Path
 from typing import Any
 
 import ranks_memory
-from columns import aligned
 from ranks_load import Jobs, Load
 from ranks_memory import SCHEDULER, Growth, Sample
 
 from feather_sglang.adapter.scheduler.decision_log import DECISION_LOG, Comparison, compare
 from feather_sglang.compare.server.client import HttpError, allow_open_files, call
+from feather_sglang.compare.server.config import BACKENDS, NO_PREFILL_GRAPHS, ServerConfig, shown, switch_flags
 from feather_sglang.compare.server.machine import machine
-from feather_sglang.compare.server.process import (
-    BACKENDS,
-    Configuration,
-    Server,
-    ServerFailed,
-    retracted,
-    shown,
-    switch_flags,
-)
+from feather_sglang.compare.server.process import Server, ServerFailed, environment_with
+from feather_sglang.compare.server.watch import retracted
 from feather_sglang.errors import FeatherError
+from feather_sglang.report.tables import grid
 from feather_sglang.scheduling.policy_names import FEATHER, STOCK
 
 ALLOWED_BYTES = 1024  # that a scheduler may grow by with each short request after the warm-up
@@ -67,7 +61,7 @@ FAILURES = (ServerFailed, FeatherError, HttpError, OSError, EOFError, asyncio.Ti
 COMMON = "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --log-level-http warning"
 DEVICES = {
     "cuda": "--context-length 32768 --cuda-graph-max-bs-decode 512 --mem-fraction-static 0.8 "
-    "--disable-prefill-cuda-graph --disable-custom-all-reduce",
+    f"{NO_PREFILL_GRAPHS} --disable-custom-all-reduce",
     "cpu": "--device cpu --dtype float32 --disable-cuda-graph --mem-fraction-static 0.3 --grammar-backend llguidance "
     "--sleep-on-idle",
 }
@@ -181,7 +175,7 @@ class Check:
             self.judge_decisions(failed)
         self.judge_memory()
         if self.problems:
-            print("\n".join(f"    {line[:200]}" for line in server.printed().splitlines()[-25:]))
+            print("\n".join(f"    {line[:200]}" for line in server.tail(25)))
         print(table(self.samples))
         for line in self.summary():
             print(line)
@@ -206,11 +200,13 @@ class Check:
             environment |= ON_CPU
             if options.ranks > 1:
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(options.ranks)))
-        # Without compiled files imports take three times as long.
-        prefix = ["env", "-u", "PYTHONDONTWRITEBYTECODE", *(f"{key}={value}" for key, value in environment.items())]
-        command = [*prefix, sys.executable, "-m", "sglang.launch_server", "--model-path", str(options.model)]
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(options.model)]
         self.say(f"starting: {shown(flags, self.key)}")
-        return Server(Configuration("ranks", tuple(flags)), command, self.logs / "server.log", self.key)
+        self.environment = environment
+        return Server(
+            ServerConfig("ranks", tuple(flags)), command, self.logs / "server.log", self.key,
+            environment=environment_with(environment),
+        )  # fmt: skip
 
     # Load ------------------------------------------------------------------------------------------------------
 
@@ -360,10 +356,11 @@ class Check:
         options = self.options
         if options.json is None:
             return
+        variables = ["env", *(f"{name}={value}" for name, value in self.environment.items())]
         content = {
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "when": time.strftime("%Y-%m-%d %H:%M:%S"),
             "machine": machine(sys.executable), "device": options.device, "ranks": options.ranks,
-            "policy": options.policy, "server": shown(server.command, self.key),
+            "policy": options.policy, "server": shown([*variables, *server.command], self.key),
             "start_seconds": server.start_seconds, **self.result, "samples": [one._asdict() for one in self.samples],
             "problems": self.problems, "not_run": self.cut, "seconds": round(time.monotonic() - self.begun, 1),
         }  # fmt: skip
@@ -409,7 +406,7 @@ def table(samples: Sequence[Sample]) -> str:
         sizes = [f"{sample.kib[name] / 1024:.1f}" if name in sample.kib else "" for name in names]
         counts = (sample.ended, sample.open, sample.running, sample.waiting)
         lines.append([f"{sample.at:.0f}", sample.phase, *("" if x is None else str(x) for x in counts), *sizes])
-    return aligned(lines, str.rjust)
+    return grid(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

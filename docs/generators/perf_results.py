@@ -12,7 +12,7 @@ from statistics import mean
 from typing import Any
 
 from feather_sglang.compare.server.cases import WORKLOADS, parse_case
-from feather_sglang.compare.server.process import Configuration
+from feather_sglang.compare.server.config import ServerConfig
 
 PEERS = ("fa3", "fa3-planned", "flashinfer", "cascade")  # FlashAttention-3, FlashInfer and its cascade
 STOCK_POLICIES = ("fcfs", "lpm", "dfs-weight", "hrrn")
@@ -149,7 +149,7 @@ def server_runs(folder: Path, file: str) -> list[Run]:
             mean(get(record, file, "overall", spread, key) for record in records)
             for spread, key in (("ttft_s", "mean"), ("ttft_s", "p99"), ("e2e_s", "mean"))
         ]
-        policy = Configuration(name, tuple(flags)).policy
+        policy = ServerConfig(name, tuple(flags)).policy
         runs.append(Run(case, attention_of(flags, file), policy, tok_s, *times, kv_tokens))
     return runs
 

@@ -22,7 +22,7 @@ from perf_results import (
 )
 from perf_text import Section, command, number, table
 
-from feather_sglang.compare.server.process import COMMON_FLAGS
+from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS, words_of_start
 
 SERVERS = {"pat": "servers_h200_pat.json", "fa3": "servers_h200_fa3.json", "flashinfer": "servers_h200_flashinfer.json"}
 DECODE = ("server_h200_decode.json", "server_h200_decode_flashinfer.json", "server_h200_decode_triton.json")
@@ -55,10 +55,10 @@ def days(folder: Path, files: Sequence[str]) -> str:
 
 def prefill_graphs(folder: Path, file: str) -> bool:
     """Whether the servers of a run had CUDA graphs for prefill."""
-    words = shlex.split(get(load(folder, file), file, "command").partition("; ")[0])
-    given = {flag: words[words.index(flag) + 1] for flag in ("--common", "--flags") if flag in words[:-1]}
-    flags = f"{given.get('--common', COMMON_FLAGS)} {given.get('--flags', '')}"
-    return "--disable-prefill-cuda-graph" not in flags.split()
+    content = load(folder, file)
+    typed = get(content, file, "command").partition("; ")[0]
+    started = next((one for one in get(content, file, "servers").values() if "command" in one), {})
+    return NO_PREFILL_GRAPHS not in words_of_start(typed, started)
 
 
 def unlike(folder: Path) -> str:

@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import secrets
 import shlex
 import sys
 import time
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from feather_sglang import __version__, ending
+from feather_sglang import __version__
 from feather_sglang.compare.policies import chosen_policies, options_of
-from feather_sglang.compare.server.activity import Activity
 from feather_sglang.compare.server.bench_serving import read_results
-from feather_sglang.compare.server.cases import Case, Request, fold, probes
-from feather_sglang.compare.server.client import HttpError, allow_open_files, call_all, drive
-from feather_sglang.compare.server.machine import Clocks, machine
-from feather_sglang.compare.server.process import (
-    BACKENDS,
-    POLICY_FLAG,
-    Configuration,
-    Server,
-    ServerFailed,
-    in_turns,
-    shown,
-    switch_flags,
-)
-from feather_sglang.compare.server.result import Admission, Seen, notes, summarize, together
-from feather_sglang.compare.server.watch import Watch
+from feather_sglang.compare.server.cases import Case
+from feather_sglang.compare.server.config import BACKENDS, POLICY_FLAG, ServerConfig, switch_flags
+from feather_sglang.compare.server.driver import Driver, Listener, Terms
+from feather_sglang.compare.server.machine import machine
+from feather_sglang.compare.server.process import Server
+from feather_sglang.compare.server.result import RunResult, notes, together
+from feather_sglang.compare.vocabulary import vocabulary_of
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.arguments import check_fits, check_sglang, check_sizes, workload
 from feather_sglang.replay.jobs import RESULTS_VERSION, make_folder, write_json
@@ -46,23 +33,7 @@ from feather_sglang.report.summary import RunSummary
 from feather_sglang.report.tables import SERVER_FIGURES, comparison
 from feather_sglang.scheduling.policy_names import FEATHER
 
-LEAST_RUN = 10.0  # seconds that must be left for another start
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-_PROBLEMS = (ServerFailed, HttpError, OSError, EOFError, asyncio.TimeoutError)
-
-
-@dataclass(frozen=True)
-class Choice(Configuration):
-    """A column of the table: a policy, on a server of some kind.
-
-    Attributes
-    ----------
-    options : what a running server is told along with the policy.
-    server : the flags that no running server can change, where configurations differ in them.
-    """
-
-    options: dict[str, Any] = field(default_factory=dict)
-    server: tuple[str, ...] = ()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.time_limit > 0 or not args.start_timeout > 0:
         raise FeatherError("--time-limit and --start-timeout: must be more than 0 seconds")
     check_sizes(args)
-    vocabulary = check_model(args.model)
+    vocabulary = vocabulary_of(args.model)
     chosen = configurations(args, policies)
     peers = read_results(args.bench_serving) if args.bench_serving else []
     version = check_sglang(policies)
@@ -90,26 +61,11 @@ def run(args: argparse.Namespace) -> int:
     comparer = Comparison(args, trace, vocabulary, chosen, target, console)
     comparer.tell(f"feather {__version__}, sglang {version}, {comparer.title}")
     comparer.write()  # so that a place where nothing can be written is found now
-    allow_open_files(len(trace.requests) + 200)
     comparer.run()
     return comparer.report(peers)
 
 
-def check_model(model: str) -> int:
-    """Vocabulary of the model in that folder."""
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        raise FeatherError(f"--model {model}: --engine server needs the folder of a model; there is no {path}")
-    try:
-        config = json.loads(path.read_bytes())
-        vocabulary = int(config.get("vocab_size") or config["text_config"]["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        raise FeatherError(f"{path}: not the configuration of a language model: no vocab_size") from None
-    fold(array("q"), vocabulary)  # refuses one that is too small
-    return vocabulary
-
-
-def configurations(args: argparse.Namespace, policies: Sequence[str]) -> list[Choice]:
+def configurations(args: argparse.Namespace, policies: Sequence[str]) -> list[ServerConfig]:
     """One per attention backend and policy; flags that the user gave come last, so they overrule."""
     try:
         given = shlex.split(args.server_flags)
@@ -142,7 +98,7 @@ def configurations(args: argparse.Namespace, policies: Sequence[str]) -> list[Ch
             told = {"policy_file": None, **taken} if policy in FEATHER else {}
             told = {option: value for option, value in told.items() if option not in overruled}
             name = f"{backend}+{policy}" if len(backends) > 1 else policy
-            found.append(Choice(name, flags, told, decode))
+            found.append(ServerConfig(name, flags, told))
     return found
 
 
@@ -171,7 +127,7 @@ def dummy_weights(model: str) -> bool:
     return not any(next(Path(model).glob(pattern), None) for pattern in WEIGHTS)
 
 
-class Comparison:
+class Comparison(Listener):
     """The runs so far. Nothing cached or learned goes from one to the next.
 
     Every run has a server of its own; or, with ``--one-server``, that of the run before where only the policy differs.
@@ -182,22 +138,30 @@ class Comparison:
         args: argparse.Namespace,
         trace: Trace,
         vocabulary: int,
-        chosen: Sequence[Choice],
+        chosen: Sequence[ServerConfig],
         target: Path,
         console: Console,
     ) -> None:
         self.args, self.trace, self.chosen, self.target, self.console = args, trace, chosen, target, console
-        self.begun = time.monotonic()
-        self.logs = make_folder(args.out / "logs")
-        self.requests: list[Request] = Case(trace.name, trace).requests(vocabulary, args.stream_interval)
-        self.probes = probes().requests(vocabulary)
+        key = secrets.token_hex(16)
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", args.model]
+        terms = Terms(
+            command=[*command, *common_flags(args), *switch_flags(key)],
+            vocabulary=vocabulary,
+            logs=make_folder(args.out / "logs"),
+            check=lambda case, server: check_room(case.trace, server),
+            key=key,
+            rounds=args.repeat,
+            switching=args.one_server,
+            afresh=True,
+            stream_interval=args.stream_interval,
+            time_limit=args.time_limit,
+            start_timeout=args.start_timeout,
+        )
+        self.driver = Driver(chosen, [Case(trace.name, trace)], terms, self)
         self.title = f"{trace.name}: {len(trace.requests):,} requests, {Path(args.model).name}"
         self.title += ", dummy weights" if dummy_weights(args.model) else ""
         self.records: list[dict[str, Any]] = []
-        self.seen: dict[str, list[Seen]] = {}
-        self.server: Server | None = None
-        self.shared: tuple[str, ...] = ()  # ``Choice.server`` of that server
-        self.key = secrets.token_hex(16)
         self.facts = {
             "version": RESULTS_VERSION,
             "engine": "server",
@@ -213,123 +177,24 @@ class Comparison:
 
     def run(self) -> None:
         """Measure all that time allows; the file is whole after every run."""
-        try:
-            for number, choice in in_turns(self.chosen, self.args.repeat):
-                if self.remaining() < LEAST_RUN:
-                    break
-                record: dict[str, Any] = {"name": choice.name, "round": number}
-                self.records.append(record)
-                try:
-                    self.measure(choice, record)
-                except _PROBLEMS as problem:
-                    self.stop()
-                    record["error"] = self.explain(problem, Path(record["log"]), record.get("log_begin", 0))
-                self.say(self.progress(record))
-                self.write()
-        finally:
-            self.stop()
+        self.driver.run()
 
-    def measure(self, choice: Choice, record: dict[str, Any]) -> None:
-        """Run the workload under a policy; what was seen goes into the record."""
-        if self.server is not None and choice.server == self.shared:
-            server = self.switch(self.server, choice, record)
-        else:
-            self.stop()
-            server = self.start(choice, record)
-        self.warm_up(server)
-        record |= {"kv_tokens": server.kv_tokens, "max_running": server.max_running}
-        check_room(self.trace, server)
-        self.drive(server, choice, record)
-        if not self.args.one_server:
-            self.stop()
+    def done(self, result: RunResult) -> None:
+        """Add a run's record, say how it went, and write the file."""
+        if result.error is not None:
+            result.error = explain(result.error, Path(result.server["log"]), result.server.get("log_begin", 0))
+        record = record_of(result)
+        self.records.append(record)
+        self.say(progress(record))
+        self.write()
 
-    def start(self, choice: Choice, record: dict[str, Any]) -> Server:
-        """Start a server under a policy and wait until it is up."""
-        log = self.logs / f"{choice.name}.{record['round']}.log"
-        log.unlink(missing_ok=True)
-        record["log"] = str(log)
-        self.say(f"starting {choice.name}")
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", self.args.model]
-        command += [*common_flags(self.args), *switch_flags(self.key)]
-        self.server = server = Server(choice, command, log, self.key)
-        self.shared = choice.server
-        record["command"] = shown(server.command, self.key)
-        server.wait(time.monotonic() + min(self.args.start_timeout, self.remaining()))
-        record["start_seconds"] = server.start_seconds
-        self.say(f"{choice.name} is up after {server.start_seconds:.0f} s, {server.kv_tokens} KV tokens")
-        return server
-
-    def switch(self, server: Server, choice: Choice, record: dict[str, Any]) -> Server:
-        """Empty the cache of a running server and go on under another policy, or afresh under the same."""
-        record |= {"log": str(server.log), "log_begin": server.printed_bytes(), "switched": True}
-        self.say(f"switching to {choice.name}")
-        server.flush()
-        server.switch(choice.policy, choice.options)
-        return server
-
-    def stop(self) -> None:
-        """End the server, if there is one."""
-        if self.server is not None:
-            self.server.stop()
-            self.server = None
-
-    def warm_up(self, server: Server) -> None:
-        """Cached prompts take other kernels, so each probe goes twice; then the cache is empty again."""
-        for _ in range(2):
-            limit = max(LEAST_RUN, min(self.args.start_timeout, self.remaining()))
-            ending.run(call_all(server.address, self.probes, limit))
-        server.flush()
-
-    def drive(self, server: Server, choice: Choice, record: dict[str, Any]) -> None:
-        """Send the workload and keep what came of it."""
-        before = server.counters()
-        with Watch(server) as watch, Clocks() as clocks, Activity() as activity:
-            driven = ending.run(drive(server.address, self.requests, self.remaining(), alive=server.alive))
-        server.check()
-        admission = Admission.between(before, server.counters())
-        if not any(stream.finished for stream in driven.streams):
-            errors = [stream.error for stream in driven.streams if stream.error]
-            raise ServerFailed(f"no request finished{': ' + errors[0] if errors else ' in time'}")
-        seen = summarize(
-            choice.name,
-            driven,
-            watch.lines,
-            watch.scheduler_seconds,
-            watch.retractions,
-            admission,
-            activity.summary,
-            clocks.summary,
-        )
-        self.seen.setdefault(choice.name, []).append(seen)
-        record |= {
-            "summary": seen.summary.as_dict(),
-            "counted": seen.counted,
-            "admission": admission and admission._asdict(),
-            "client_cpu": round(driven.cpu_share, 3),
-            "fell_back": watch.fell_back,
-            "clocks": clocks.summary,
-            "activity": activity.summary,
-            "steps": [[round(value, 3) if value is not None else None for value in step] for step in seen.steps],
-            "latencies": [round(seconds, 4) for seconds in seen.latencies],
-        }
-
-    def explain(self, problem: BaseException, log: Path, begin: int) -> str:
-        """One line: what happened, the last thing that the server said about an error since then, and where."""
-        text = str(problem) if isinstance(problem, ServerFailed) else f"{type(problem).__name__}: {problem}"[:200]
-        printed = log.read_bytes()[begin:].decode(errors="replace")
-        lines = [line.strip() for line in printed.splitlines() if line.strip()]
-        said = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
-        return f"{text}; its log ends with: {said[:200]} ({log})" if said else f"{text} ({log})"
-
-    def progress(self, record: dict[str, Any]) -> str:
-        """One line about one run."""
-        if "error" in record:
-            return f"{record['name']}: {record['error']}"
-        counted, summary = record["counted"], record["summary"]
-        return (
-            f"{record['name']}: {summary['output_tok_s']:,.4g} tok/s, {counted['finished']} of {counted['requests']} "
-            f"requests in {counted['seconds']:.1f} s, mean TTFT {summary['ttft_mean']:.2f} s"
-        )
+    def results(self) -> dict[str, list[RunResult]]:
+        """Runs with figures, by configuration, in the order of the command line."""
+        found: dict[str, list[RunResult]] = {one.name: [] for one in self.chosen}
+        for result in self.driver.results:
+            if result.summary is not None and result.error is None:
+                found[result.name].append(result)
+        return {name: results for name, results in found.items() if results}
 
     def order(self) -> list[str]:
         """Configurations as they were started."""
@@ -337,21 +202,19 @@ class Comparison:
 
     def missing(self) -> list[str]:
         """Runs that were asked for and not begun."""
-        left = list(in_turns(self.chosen, self.args.repeat))[len(self.records) :]
-        return [f"{configuration.name} (round {number})" for number, configuration in left]
+        return [f"{one.name} (round {number})" for number, one, _ in self.driver.missing()]
 
     def columns(self) -> list[RunSummary]:
-        """One column a configuration, in the order of the command line."""
-        names = [configuration.name for configuration in self.chosen if configuration.name in self.seen]
-        return [together([seen.summary for seen in self.seen[name]]) for name in names]
+        """One column a configuration."""
+        return [together([one.summary for one in results if one.summary]) for results in self.results().values()]
 
     def write(self) -> None:
         """Replace the results; whoever reads them sees the old ones or the new ones."""
         runs = {summary.policy: summary.as_dict() for summary in self.columns()}
-        progress = {"order": self.order(), "missing": self.missing(), "runs": runs, "records": self.records}
+        so_far = {"order": self.order(), "missing": self.missing(), "runs": runs, "records": self.records}
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self.target, {**self.facts, **progress, "seconds": round(self.elapsed(), 1)})
+            write_json(self.target, {**self.facts, **so_far, "seconds": round(self.driver.elapsed(), 1)})
         except OSError as error:
             raise FeatherError(f"cannot write {self.target}: {error.strerror}") from None
 
@@ -371,12 +234,12 @@ class Comparison:
             self.tell(f"{', '.join(peer.policy for peer in peers)}: as sglang.bench_serving saw its own workload")
         if self.missing():
             self.tell(f"not begun in time: {', '.join(self.missing())}")
-        first = {name: seen[0] for name, seen in self.seen.items()}
+        first = {name: results[0] for name, results in self.results().items()}
         plots.throughput({one.policy: one.output_tok_s for one in columns}, out / "throughput.png")
-        plots.batch_size({name: [s[:3] for s in seen.steps] for name, seen in first.items()}, out / "batch_size.png")
-        plots.latency({name: seen.latencies for name, seen in first.items()}, out / "latency.png")
+        plots.batch_size({name: [s[:3] for s in one.steps] for name, one in first.items()}, out / "batch_size.png")
+        plots.latency({name: one.latencies for name, one in first.items()}, out / "latency.png")
         self.tell(f"results are in {self.target}; plots and the servers' logs are in {out}")
-        return int(bool(self.missing()) or any(incomplete(record) for record in self.records))
+        return int(bool(self.missing()) or any(result.incomplete for result in self.driver.results))
 
     def servers(self) -> str:
         """How many servers these were."""
@@ -386,22 +249,50 @@ class Comparison:
         kept = "one server" if starts == 1 else f"{starts} servers, one after the other"
         return f"{kept}; the policy was switched between runs and the cache emptied"
 
-    def elapsed(self) -> float:
-        return time.monotonic() - self.begun
-
-    def remaining(self) -> float:
-        return float(self.args.time_limit) - self.elapsed()
-
     def say(self, text: str) -> None:
-        self.tell(f"[{self.elapsed():5.0f} s] {text}")
+        """Print a line with the time."""
+        self.tell(f"[{self.driver.elapsed():5.0f} s] {text}")
 
     def tell(self, text: str) -> None:
+        """Print a line as it is."""
         self.console.print(text, markup=False, soft_wrap=True)
 
 
-def incomplete(record: dict[str, Any]) -> bool:
-    """Whether a run, or some of its requests, did not come to an end."""
-    return "error" in record or bool(record["counted"]["failed"] or record["counted"]["unfinished"])
+def record_of(result: RunResult) -> dict[str, Any]:
+    """A run as the results file has it."""
+    record: dict[str, Any] = {"name": result.name, "round": result.round, **result.server}
+    if result.error is not None or result.summary is None:
+        return record | {"error": result.error}
+    return record | {
+        "summary": result.summary.as_dict(),
+        "counted": result.counted,
+        "admission": result.admission and result.admission._asdict(),
+        "client_cpu": result.client_cpu,
+        "fell_back": result.fell_back,
+        "clocks": result.clocks,
+        "activity": result.activity,
+        "steps": [[round(value, 3) if value is not None else None for value in step] for step in result.steps],
+        "latencies": [round(seconds, 4) for seconds in result.latencies],
+    }
+
+
+def progress(record: dict[str, Any]) -> str:
+    """One line about one run."""
+    if "error" in record:
+        return f"{record['name']}: {record['error']}"
+    counted, summary = record["counted"], record["summary"]
+    return (
+        f"{record['name']}: {summary['output_tok_s']:,.4g} tok/s, {counted['finished']} of {counted['requests']} "
+        f"requests in {counted['seconds']:.1f} s, mean TTFT {summary['ttft_mean']:.2f} s"
+    )
+
+
+def explain(problem: str, log: Path, begin: int) -> str:
+    """One line: what happened, the last thing that the server said about an error since then, and where."""
+    printed = log.read_bytes()[begin:].decode(errors="replace")
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    said = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
+    return f"{problem}; its log ends with: {said[:200]} ({log})" if said else f"{problem} ({log})"
 
 
 def check_room(trace: Trace, server: Server) -> None:

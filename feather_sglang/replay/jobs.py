@@ -43,7 +43,7 @@ class Job:
 
 
 @dataclass
-class RunResult:
+class ReplayResult:
     """What a child process sends back; `prefills` counts prefill steps."""
 
     summary: RunSummary
@@ -53,7 +53,7 @@ class RunResult:
     feather: dict[str, Any] | None
 
 
-def replay(job: Job, tell: Any) -> RunResult:
+def replay(job: Job, tell: Any) -> ReplayResult:
     """Run one job in this process (once per process: SGLang keeps global state)."""
     os.environ["FEATHER_OPTIONS"] = json.dumps(job.options)
     from feather_sglang.adapter import cpu_shims
@@ -66,7 +66,7 @@ def replay(job: Job, tell: Any) -> RunResult:
         return result_of(job.name, engine.run(job.trace, tell))
 
 
-def result_of(policy: str, outcome: Any) -> RunResult:
+def result_of(policy: str, outcome: Any) -> ReplayResult:
     """Turn what the engine measured into figures."""
     served = outcome.served
     feather = outcome.feather
@@ -88,7 +88,7 @@ def result_of(policy: str, outcome: Any) -> RunResult:
     )
     every = max(1, len(outcome.batches) // 4000)
     latencies = [s.finish - s.request.arrival_s for s in served]
-    return RunResult(summary, outcome.prefills, outcome.batches[::every], latencies, feather)
+    return ReplayResult(summary, outcome.prefills, outcome.batches[::every], latencies, feather)
 
 
 def _child(work: Callable[[Job, Any], Any], job: Job, log: Path, scratch: str, queue: Any) -> None:

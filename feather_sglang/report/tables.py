@@ -77,3 +77,13 @@ def comparison(summaries: Sequence[RunSummary], title: str = "", figures: Sequen
         if figure.field == "output_tok_s":
             table.add_row(f"  to {escape(summaries[0].policy)}", *[f"{v / base:.2f}x" if base else "" for v in values])
     return table
+
+
+def grid(rows: Sequence[Sequence[str]], gap: str = "  ") -> str:
+    """A table of fixed-width columns: the first to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(widths[i]) if i else cell.ljust(widths[i]) for i, cell in enumerate(row)]
+        lines.append(gap.join(cells).rstrip())
+    return "\n".join(lines)

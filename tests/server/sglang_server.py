@@ -9,34 +9,32 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from feather_sglang.adapter.ports import free_port
-from feather_sglang.compare.server.process import end_group
+from feather_sglang.compare.server.config import ServerConfig
+from feather_sglang.compare.server.process import Launch, Process, Server, ServerFailed, environment_with, launch
 from preloaded import Preloaded
 
 START_SECONDS = 420  # four times what a slow machine takes that does something else beside
 CPU_FLAGS = (
     "--device cpu --dtype float32 --attention-backend torch_native --disable-cuda-graph --mem-fraction-static 0.3 "
-    "--grammar-backend llguidance --sleep-on-idle --enable-cache-report --host 127.0.0.1"
+    "--grammar-backend llguidance --sleep-on-idle --enable-cache-report"
 ).split()
 
 
 def server_environment(**extra: str) -> dict[str, str]:
     """The environment of a program that runs SGLang without a GPU and without a network."""
-    variables = {
-        **os.environ,
+    return environment_with({
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         # Some of SGLang's small functions are compiled at their first call, which takes longer than all other calls.
         "TORCHDYNAMO_DISABLE": "1",
         **extra,
-    }
-    variables.pop("PYTHONDONTWRITEBYTECODE", None)
-    return variables
+    })  # fmt: skip
 
 
 def run_to_end(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -55,7 +53,18 @@ def flags_for(model: Path, *flags: str) -> list[str]:
     return ["--model-path", str(model), *CPU_FLAGS, *flags]
 
 
-class SGLangServer:
+def forked_from(preloaded: Preloaded) -> Launch:
+    """Starts a server's process by forking one that has imported SGLang; it takes the arguments, not the Python."""
+
+    def fork(command: Sequence[str], environment: Mapping[str, str] | None, output: IO[bytes]) -> Process:
+        assert command[:3] == list(LAUNCH) and environment is not None
+        with open(os.devnull) as nothing:
+            return preloaded.python(command[1:], environment, (nothing, output, output), own_session=True)
+
+    return fork
+
+
+class SGLangServer(Server):
     """``with SGLangServer(model, log, "--schedule-policy", "feather") as server: server.url ...``.
 
     The log file holds what the server printed. Leaving the block ends every process of the server.
@@ -71,61 +80,33 @@ class SGLangServer:
         **environment: str,
     ) -> None:
         """``start``: a command that takes the flags, or what to fork; ``key``: the admin key of the flags, if any."""
+        forks = isinstance(start, Preloaded)
+        command = [*(LAUNCH if forks else start), *flags_for(model, "--nccl-port", str(free_port()))]
+        super().__init__(
+            ServerConfig(log.stem, flags),
+            command,
+            log,
+            key,
+            environment=server_environment(**environment),
+            start=forked_from(start) if forks else launch,
+        )
+        self.url = f"http://{self.address.host}:{self.address.port}"
         self.key = key
-        self._start = start
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = log
-        ports = ("--port", str(self.port), "--nccl-port", str(free_port()))
-        self._flags = flags_for(model, *ports, *flags)
-        self._environment = server_environment(**environment)
 
     def __enter__(self) -> SGLangServer:
-        with self.log.open("wb") as output, open(os.devnull) as nothing:
-            if isinstance(self._start, Preloaded):
-                command = [*LAUNCH[1:], *self._flags]
-                files = (nothing, output, output)
-                self._process = self._start.python(command, self._environment, files, own_session=True)
-            else:
-                self._process = subprocess.Popen(
-                    [*self._start, *self._flags],
-                    stdout=output,
-                    stderr=output,
-                    env=self._environment,
-                    start_new_session=True,
-                )
         try:
-            self._await_health()
-        except BaseException:
+            self.wait(time.monotonic() + START_SECONDS)
+        except BaseException as problem:
+            end = "\n".join(self.tail())
             self.stop()
+            if isinstance(problem, ServerFailed):
+                raise AssertionError(f"{problem}:\n{end}") from None
             raise
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-
-    def _await_health(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise AssertionError(f"the server ended with {self._process.returncode}:\n{self.text()[-4000:]}")
-            try:
-                self.get("/health")
-                return
-            except OSError:
-                time.sleep(0.2)
-        raise AssertionError(f"no answer from the server after {START_SECONDS} s:\n{self.text()[-4000:]}")
-
-    def stop(self) -> None:
-        """End the whole process group; SGLang's own shutdown only adds seconds to a test."""
-        end_group(self._process)
-
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
     def text(self) -> str:
         """What the server has printed so far."""
-        return self.log.read_text(errors="replace")
+        return self.printed()
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=30) as response:

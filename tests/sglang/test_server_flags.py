@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sglang.srt.server_args import ServerArgs
 
-from feather_sglang.compare.server.process import BACKENDS, COMMON_FLAGS
+from feather_sglang.compare.server.config import BACKENDS, COMMON_FLAGS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "checks"))
 

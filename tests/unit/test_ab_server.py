@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -17,13 +18,16 @@ from feather_sglang.cli import main
 from feather_sglang.compare import ab as command
 from feather_sglang.compare import on_servers as ab
 from feather_sglang.compare import policies
+from feather_sglang.compare.server import driver as driving
 from feather_sglang.compare.server.bench_serving import read_results
 from feather_sglang.compare.server.cases import Case
 from feather_sglang.compare.server.client import Driven
-from feather_sglang.compare.server.process import ServerFailed, in_turns
+from feather_sglang.compare.server.driver import in_turns
+from feather_sglang.compare.server.process import ServerFailed
 from feather_sglang.compare.server.result import Admission, decode_steps, notes, summarize, together
 from feather_sglang.compare.server.stats import Stream, token_gaps
 from feather_sglang.compare.server.watch import Line, read_lines, scheduler_cpu
+from feather_sglang.compare.vocabulary import vocabulary_of
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.traces import Trace, TraceRequest, save_trace
 from feather_sglang.replay.workloads import shared_prefix
@@ -128,17 +132,17 @@ class TestCommandLine:
         assert "--repeat goes with --engine server" in capsys.readouterr().err
 
     def test_a_model_must_say_its_vocabulary(self, model):
-        assert ab.check_model(str(model)) == 300
+        assert vocabulary_of(str(model)) == 300
         (model / "config.json").write_text('{"text_config": {"vocab_size": 12}}')
-        assert ab.check_model(str(model)) == 12
+        assert vocabulary_of(str(model)) == 12
         for small in ("11", "-3"):
             (model / "config.json").write_text(f'{{"vocab_size": {small}}}')
             with pytest.raises(FeatherError, match=f"a vocabulary of {small} tokens is too small"):
-                ab.check_model(str(model))
+                vocabulary_of(str(model))
         for text in ("{", "{}", "[]", '{"vocab_size": Infinity}'):
             (model / "config.json").write_text(text)
             with pytest.raises(FeatherError, match="no vocab_size"):
-                ab.check_model(str(model))
+                vocabulary_of(str(model))
 
     @pytest.mark.parametrize(
         ("kv_tokens", "info", "needs"),
@@ -169,26 +173,28 @@ class TestCommandLine:
     def test_a_running_server_is_told_what_a_new_one_gets_as_flags(self):
         args = arguments("--feather-max-wait", "9", "--server-flags=--feather-chunk-size=32 --device cpu")
         fcfs, feather = ab.configurations(args, ["fcfs", "feather"])
-        assert fcfs.options == {}
+        assert fcfs.policy_options == {}
         # Null undoes the policy file of another policy; the chunk size is the user's on all servers.
         told = {"policy_file": None, "seed": 0, "max_wait": 9.0, "explore": True, "gather": True, "pace": None}
-        assert feather.options == {**told, "max_overtaking": 2.0}
+        assert feather.policy_options == {**told, "max_overtaking": 2.0}
 
     @pytest.mark.parametrize("word", ["on", "off"])
     def test_whether_prefixes_gather_reaches_servers_new_and_running(self, word):
         fcfs, feather = ab.configurations(arguments("--feather-gather", word), ["fcfs", "feather"])
         assert f"--feather-gather {word}" in " ".join(feather.flags) and "--feather-gather" not in fcfs.flags
-        assert feather.options["gather"] is (word == "on")
+        assert feather.policy_options["gather"] is (word == "on")
 
     def test_a_pace_reaches_servers_new_and_running_but_for_feather_order(self):
         policies = ["fcfs", "feather-order", "feather"]
         fcfs, order, feather = ab.configurations(arguments("--feather-pace", "0.1"), policies)
-        assert "--feather-pace 0.1" in " ".join(feather.flags) and feather.options["pace"] == 0.1
-        assert "--feather-pace 0.0" in " ".join(order.flags) and order.options["pace"] == 0  # SGLang admits there
+        assert "--feather-pace 0.1" in " ".join(feather.flags) and feather.policy_options["pace"] == 0.1
+        assert (
+            "--feather-pace 0.0" in " ".join(order.flags) and order.policy_options["pace"] == 0
+        )  # SGLang admits there
         assert "--feather-pace" not in fcfs.flags
         order, feather = ab.configurations(arguments(), policies)[1:]
-        assert "--feather-pace auto" in " ".join(feather.flags) and feather.options["pace"] is None
-        assert "--feather-pace 0.0" in " ".join(order.flags) and order.options["pace"] == 0
+        assert "--feather-pace auto" in " ".join(feather.flags) and feather.policy_options["pace"] is None
+        assert "--feather-pace 0.0" in " ".join(order.flags) and order.policy_options["pace"] == 0
         assert ab.configurations(arguments("--feather-pace", "auto"), policies)[2] == feather
 
     def test_every_backend_with_every_policy(self):
@@ -325,22 +331,20 @@ class TestComparison:
         one = self.comparison(model, "--repeat", "2")
         runs = []
 
-        def measure(configuration, record):
-            record["log"] = str(model / "config.json")
+        def measured(configuration, case, result, group):
+            result.server["log"] = str(model / "config.json")
             runs.append(configuration.name)
             if runs == ["fcfs", "lpm"]:
                 raise ServerFailed("the server ended with status 1")
             if len(runs) == 3:
-                monkeypatch.setattr(one, "remaining", lambda: 0.0)
+                monkeypatch.setattr(one.driver, "remaining", lambda: 0.0)
             if len(runs) > 1:
                 assert json.loads(one.target.read_text())["order"] == runs[:-1]
             driven = Driven([stream((1.0, 1), (2.0, 5))], 3.0, 0.1, False)
-            seen = summarize(configuration.name, driven, [], None, 0)
-            one.seen.setdefault(configuration.name, []).append(seen)
-            record |= {"summary": seen.summary.as_dict(), "counted": seen.counted, "fell_back": False}
-            record |= {"client_cpu": 0.1, "steps": []}
+            found = summarize(configuration.name, driven, [], None, 0)
+            return dataclasses.replace(found, case=case.name, round=result.round)
 
-        monkeypatch.setattr(one, "measure", measure)
+        monkeypatch.setattr(one.driver, "measured", measured)
         for plot in ("throughput", "batch_size", "latency"):  # test_report.py draws them
             monkeypatch.setattr(ab.plots, plot, lambda *given: None)
         one.run()
@@ -367,6 +371,7 @@ class Started:
 
     def __init__(self, configuration, command, log, key):
         log.write_text("Error: an old one\n")
+        self.configuration = configuration
         self.command, self.log, self.done = [*command, *configuration.flags], log, []
         self.start_seconds, self.kv_tokens, self.max_running, self.info, self.address = 9.0, 500, 8, {}, None
         assert command[command.index("--admin-api-key") + 1] == key
@@ -393,21 +398,20 @@ class Started:
 class TestServers:
     def run(self, model, monkeypatch, *flags, policies=("fcfs", "lpm")):
         monkeypatch.setattr(Started, "made", [])
-        monkeypatch.setattr(ab, "Server", Started)
+        monkeypatch.setattr(driving, "Server", Started)
         args = arguments("--model", str(model), "--out", str(model / "out"), *flags)
         chosen = ab.configurations(args, list(policies))
         console = Console(record=True, width=100, file=open(os.devnull, "w"))
         one = ab.Comparison(
             args, Trace("t", 20, [TraceRequest(0, 0.0, 20, 4, (5,))]), 300, chosen, model / "r", console
         )
-        monkeypatch.setattr(one, "warm_up", lambda server: server.done.append("warm up"))
+        monkeypatch.setattr(one.driver, "warm_up", lambda server: server.done.append("warm up"))
 
-        def drive(server, choice, record):
-            server.done.append(f"run {choice.name}")
-            record |= {"counted": {"finished": 1, "requests": 1, "seconds": 1.0}}
-            record |= {"summary": {"output_tok_s": 1.0, "ttft_mean": 0.0}}
+        def measure(server, name, *given):
+            server.done.append(f"run {name}")
+            return summarize(name, Driven([stream((1.0, 1), (2.0, 5))], 3.0, 0.1, False), [], None, 0)
 
-        monkeypatch.setattr(one, "drive", drive)
+        monkeypatch.setattr(driving, "measure", measure)
         one.run()
         return one
 
@@ -424,7 +428,9 @@ class TestServers:
         switched = [word.format(policy) for policy in ("feather", "feather", "fcfs") for word in rest]
         assert name == "fcfs.1" and done == ["warm up", "run fcfs", *switched, "stop"]
         assert one.servers() == "one server; the policy was switched between runs and the cache emptied"
-        assert one.key not in json.dumps(one.records) and "--admin-api-key KEY" in one.records[0]["command"]
+        assert (
+            one.driver.terms.key not in json.dumps(one.records) and "--admin-api-key KEY" in one.records[0]["command"]
+        )
         assert [record.get("switched", False) for record in one.records] == [False, True, True, True]
 
     def test_a_server_goes_on_only_with_its_own_attention_backend(self, model, monkeypatch):

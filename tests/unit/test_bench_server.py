@@ -9,11 +9,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench_server as bench
-import server_report as report
 
-from feather_sglang.compare.server.cases import parse_case
-from feather_sglang.compare.server.process import parse_server
+from feather_sglang.compare.server.cases import Misfit, check_fit, parse_case
+from feather_sglang.compare.server.config import parse_server
+from feather_sglang.compare.server.driver import plan
 from feather_sglang.compare.server.stats import spread
+from feather_sglang.report import servers as report
 
 
 def record(server, case, rate, *, round=1, **changes):
@@ -35,7 +36,7 @@ class TestPlan:
         servers = [parse_server(f"{name}=") for name in "abc"]
 
         def order(rounds, together):
-            return [(number, "".join(s.name for s in group)) for number, group in bench.plan(servers, rounds, together)]
+            return [(number, "".join(s.name for s in group)) for number, group in plan(servers, rounds, together)]
 
         assert order(2, 1) == [(1, "a"), (1, "b"), (1, "c"), (2, "c"), (2, "b"), (2, "a")]
         assert order(2, 2) == [(1, "ab"), (1, "c"), (2, "c"), (2, "ba")]
@@ -43,21 +44,21 @@ class TestPlan:
     def test_one_server_takes_neighbours_that_differ_in_the_policy_alone(self):
         servers = [parse_server(name) for name in ("fa3", "fa3+lpm", "fa3+feather", "pat+feather", "pat", "fa3+hrrn")]
         assert [server.policy for server in servers] == ["fcfs", "lpm", "feather", "feather", "fcfs", "hrrn"]
-        groups = [[server.name for server in group] for _, group in bench.plan(servers, 2, 1, one_server=True)]
+        groups = [[server.name for server in group] for _, group in plan(servers, 2, switching=True)]
         first = [["fa3", "fa3+lpm", "fa3+feather"], ["pat+feather", "pat"], ["fa3+hrrn"]]
         assert groups == first + [group[::-1] for group in first[::-1]]
         paced = [parse_server("fa3+feather"), parse_server("x=--attention-backend fa3 --feather-pace 1")]
-        assert [len(group) for _, group in bench.plan(paced, 1, 1, one_server=True)] == [2]
+        assert [len(group) for _, group in plan(paced, 1, switching=True)] == [2]
 
     def test_what_can_never_be_complete_is_refused(self):
         case = parse_case("decode:10,2,100,50")
-        bench.check_fit(case, None, None)
-        bench.check_fit(case, case.kv_tokens, 10)
-        with pytest.raises(bench.Misfit, match="KV tokens"):
-            bench.check_fit(case, case.kv_tokens - 1, 10)
-        with pytest.raises(bench.Misfit, match="runs 9"):
-            bench.check_fit(case, case.kv_tokens, 9)
-        bench.check_fit(parse_case("W2"), 1000, 9)  # that one is meant to be too large
+        check_fit(case, None, None)
+        check_fit(case, case.kv_tokens, 10)
+        with pytest.raises(Misfit, match="KV tokens"):
+            check_fit(case, case.kv_tokens - 1, 10)
+        with pytest.raises(Misfit, match="runs 9"):
+            check_fit(case, case.kv_tokens, 9)
+        check_fit(parse_case("W2"), 1000, 9)  # that one is meant to be too large
 
 
 class TestReport:

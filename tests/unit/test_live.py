@@ -12,10 +12,13 @@ import pytest
 
 from feather_sglang.compare.server.cases import fold, parse_case, probes
 from feather_sglang.compare.server.client import Address, HttpError, call, drive
+from feather_sglang.compare.server.config import ServerConfig, parse_server
 from feather_sglang.compare.server.machine import Clocks, machine, summarize_clocks
-from feather_sglang.compare.server.process import Configuration, group_alive, parse_server, read_log
-from feather_sglang.compare.server.stats import Stream, agreeing, overall, peak_running, steady
+from feather_sglang.compare.server.process import group_alive
+from feather_sglang.compare.server.stats import Stream, overall, peak_running, steady
+from feather_sglang.compare.server.watch import read_log
 from feather_sglang.errors import FeatherError
+from feather_sglang.report.servers import agreeing
 
 
 def stream(*events, due=0.0, prompt=10, cached=0, finished=True, error=None):
@@ -131,7 +134,7 @@ class TestServers:
         assert parse_server("pat").flags == ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
         joined = parse_server("fa3+feather-order")
         assert joined.flags == ("--attention-backend", "fa3", "--schedule-policy", "feather-order")
-        assert parse_server('x=--a "b c"') == Configuration("x", ("--a", "b c"))
+        assert parse_server('x=--a "b c"') == ServerConfig("x", ("--a", "b c"))
         assert parse_server("plain=").flags == ()
         with pytest.raises(ValueError, match="fa4"):
             parse_server("fa4")

@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from feather_sglang.compare.server.client import Address, HttpError, call
-from feather_sglang.compare.server.process import Configuration, Server, ServerFailed
+from feather_sglang.compare.server.config import ServerConfig
+from feather_sglang.compare.server.process import Server, ServerFailed
 from feather_sglang.scheduling.policy_names import SWITCH_PATH
 
 
@@ -47,7 +48,7 @@ def http():
 
 @pytest.fixture
 def server(http, tmp_path):
-    one = Server(Configuration("x", ()), [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", "k")
+    one = Server(ServerConfig("x", ()), [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", "k")
     one.address = Address(*http.server_address, "k")
     yield one
     one.stop()

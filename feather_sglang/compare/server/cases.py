@@ -37,6 +37,10 @@ WORKLOADS: dict[str, Callable[..., Trace]] = {
 }
 
 
+class Misfit(RuntimeError):
+    """A case that a server cannot run as it is meant."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt: when it is due in seconds from the start, its length, and the body of its HTTP request."""
@@ -128,6 +132,14 @@ def parse_case(text: str, seed: int = 0, arrivals: str = "poisson") -> Case:
     else:
         raise ValueError(f"{text}: no such case; {', '.join(WORKLOADS)}, open:..., or decode:...")
     return Case(text, evenly_spaced(trace) if arrivals == "fixed" else trace)
+
+
+def check_fit(case: Case, kv_tokens: int | None, max_running: int | None) -> None:
+    """Raise ``Misfit`` if a steady batch could never be complete."""
+    if case.steady and kv_tokens is not None and case.kv_tokens > kv_tokens:
+        raise Misfit(f"does not fit: needs {case.kv_tokens:,} KV tokens, the server has {kv_tokens:,}")
+    if case.steady and max_running is not None and case.batch > max_running:
+        raise Misfit(f"does not fit: {case.batch} requests, the server runs {max_running}")
 
 
 def evenly_spaced(trace: Trace) -> Trace:

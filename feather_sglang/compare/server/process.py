@@ -1,4 +1,4 @@
-"""SGLang servers: what to start, starting and stopping them, and what their logs say."""
+"""One SGLang server: started, waited for, asked to flush or switch, and ended with all of its processes."""
 
 from __future__ import annotations
 
@@ -7,143 +7,80 @@ import contextlib
 import ctypes
 import json
 import os
-import re
-import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import IO, Any, Protocol
 
 from feather_sglang import ending
-from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.ports import free_port
 from feather_sglang.compare.server.client import Address, HttpError, call
-from feather_sglang.scheduling.policy_names import FEATHER, STOCK, SWITCH_PATH
+from feather_sglang.compare.server.config import ServerConfig
+from feather_sglang.scheduling.policy_names import SWITCH_PATH
 
-COMMON_FLAGS = (
-    "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --max-total-tokens 200000 "
-    "--max-running-requests 500 --cuda-graph-max-bs-decode 512 --context-length 32768 --mem-fraction-static 0.8 "
-    "--disable-prefill-cuda-graph"
-)
-BACKENDS = {
-    "fa3": "--attention-backend fa3",
-    "flashinfer": "--attention-backend flashinfer",
-    "triton": "--attention-backend triton",
-    "pat": "--attention-backend fa3 --decode-attention-backend pat",
-}
-_RETRACTED = re.compile(r"#retracted_reqs: (\d+)")
-T = TypeVar("T")
-POLICY_FLAG = "--schedule-policy"
-SWITCHED = {
-    f"--feather-{spec.name.replace('_', '-')}": spec.name
-    for spec in fields(FeatherOptions)
-    if not spec.metadata["at_start"]
-}  # flags of a policy's options that can change while the server runs
 END_SECONDS = 30.0  # in which a killed server's processes must be gone, and with them its GPU memory
+TAIL_LINES = 30
 _PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
-_DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")
 
 
 class ServerFailed(RuntimeError):
     """A server that did not come up, or is gone."""
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """A name and the flags that make it differ from the others."""
-
-    name: str
-    flags: tuple[str, ...]
+class Process(Protocol):
+    """What of ``subprocess.Popen`` a server needs; it leads a group of its own."""
 
     @property
-    def stock(self) -> bool:
-        """Nothing of this project decides how it runs."""
-        words = [word for flag in self.flags for word in flag.split("=", 1)]
-        return not any(word == "pat" or word.startswith(("feather", "--feather")) for word in words)
+    def pid(self) -> int:
+        """Its number, which is its group's."""
 
-    @property
-    def policy(self) -> str:
-        """The schedule policy, SGLang's default if the flags name none."""
-        return self._split()[1].get(POLICY_FLAG, "fcfs")
+    def poll(self) -> Any:
+        """Its status, or None while it runs."""
 
-    @property
-    def policy_options(self) -> dict[str, str]:
-        """Options of the schedule policy that can change while a server runs, by name."""
-        return {SWITCHED[flag]: value for flag, value in self._split()[1].items() if flag in SWITCHED}
-
-    @property
-    def server_flags(self) -> tuple[str, ...]:
-        """The flags but for the schedule policy and those options."""
-        return self._split()[0]
-
-    def _split(self) -> tuple[tuple[str, ...], dict[str, str]]:
-        """What only a start can set, and the value of each flag that a switch can change."""
-        rest, switched = [], {}
-        words = iter(self.flags)
-        for word in words:
-            name, equals, value = word.partition("=")
-            if name == POLICY_FLAG or name in SWITCHED:
-                switched[name] = value if equals else next(words)
-            else:
-                rest.append(word)
-        return tuple(rest), switched
+    def wait(self) -> Any:
+        """Return once it has ended."""
 
 
-def parse_server(text: str) -> Configuration:
-    """``NAME=FLAGS``, or known names joined by ``+`` such as ``pat`` or ``fa3+feather-order``."""
-    name, equals, flags = text.partition("=")
-    if equals and name and not name.startswith("-"):
-        words = tuple(shlex.split(flags))
-        if words[-1:] == (POLICY_FLAG,):
-            raise ValueError(f"{text}: {POLICY_FLAG} names no policy")
-        if words and words[-1] in SWITCHED:
-            raise ValueError(f"{text}: {words[-1]} has no value")
-        return Configuration(name, words)
-    parts: list[str] = []
-    for part in text.split("+"):
-        if part in BACKENDS:
-            parts += BACKENDS[part].split()
-        elif part in STOCK + FEATHER:
-            parts += [POLICY_FLAG, part]
-        else:
-            known = ", ".join((*BACKENDS, *STOCK, *FEATHER))
-            raise ValueError(f"{text}: give NAME=FLAGS, or names joined by +, of {known}")
-    return Configuration(text, tuple(parts))
+Launch = Callable[[Sequence[str], Mapping[str, str] | None, IO[bytes]], Process]
 
 
-def in_turns(items: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """(round, item) in order: every other round backwards, so that drift meets all alike."""
-    for number in range(1, rounds + 1):
-        for item in items if number % 2 else items[::-1]:
-            yield number, item
+def launch(command: Sequence[str], environment: Mapping[str, str] | None, output: IO[bytes]) -> Process:
+    """Start a program in a group of its own, which ends with this process; it prints to that file."""
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=own_group
+    )
 
 
-def switch_flags(key: str) -> list[str]:
-    """With these a server's policy can be switched by whoever has the key."""
-    return ["--feather-allow-switch", "--admin-api-key", key]
-
-
-def shown(command: Sequence[str], key: str | None) -> str:
-    """A server's command without its admin key."""
-    return shlex.join("KEY" if word == key else word for word in command)
+def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment and these variables; compiled files are written, as imports take long without."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | dict(variables)
 
 
 class Server:
-    """One SGLang server in a process group of its own.
+    """One SGLang server in a process group of its own; ``with Server(...) as server`` ends it at the end.
 
     Parameters
     ----------
     command : all but the port.
     log : file for what it prints.
     key : its admin key, where it was given one.
+    environment : its variables; None: those of this process.
+    start : what starts its process.
     """
 
-    def __init__(self, configuration: Configuration, command: Sequence[str], log: Path, key: str | None = None) -> None:
+    def __init__(
+        self,
+        configuration: ServerConfig,
+        command: Sequence[str],
+        log: Path,
+        key: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        start: Launch = launch,
+    ) -> None:
         self.configuration = configuration
         self.address = Address("127.0.0.1", free_port(), key)
         self.command = [*command, *configuration.flags, "--host", self.address.host, "--port", str(self.address.port)]
@@ -151,10 +88,16 @@ class Server:
         self.info: dict[str, Any] = {}
         self.start_seconds: float | None = None
         self._begun = time.monotonic()
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=own_group
-            )
+        with log.open("wb") as output:
+            self._process = start(self.command, environment, output)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
 
     def wait(self, deadline: float) -> None:
         """Return once it answers; raise ``ServerFailed`` when it has ended or time is up."""
@@ -176,12 +119,13 @@ class Server:
         return self._process.pid
 
     def alive(self) -> bool:
+        """Whether its first process runs."""
         return self._process.poll() is None
 
     def check(self) -> None:
         """Raise ``ServerFailed`` if it has ended."""
-        if not self.alive():
-            raise ServerFailed(f"the server ended with status {self._process.returncode}")
+        if (status := self._process.poll()) is not None:
+            raise ServerFailed(f"the server ended with status {status}")
 
     def flush(self, timeout: float = 20.0) -> None:
         """Abort what still runs and empty the cache; a server that does not become idle raises ``ServerFailed``."""
@@ -233,37 +177,19 @@ class Server:
             return stream.read().decode(errors="replace")
 
     def printed_bytes(self) -> int:
+        """How much it printed so far."""
         return self.log.stat().st_size
+
+    def tail(self, lines: int = TAIL_LINES) -> list[str]:
+        """The last lines that it printed."""
+        return self.printed().splitlines()[-lines:]
 
     def stop(self) -> None:
         """Kill all of it and wait until none is left."""
         end_group(self._process)
 
 
-def read_log(text: str, batch: int | None = None) -> dict[str, Any]:
-    """What the scheduler's own lines say of one case.
-
-    Parameters
-    ----------
-    batch : throughput is the median of lines with so many requests running; by default with the most seen. The first
-        such line is left out, as its interval began before.
-    """
-    lines = [(int(running), float(rate)) for running, rate in _DECODE.findall(text)]
-    most = max((running for running, _ in lines), default=0)
-    full = [rate for running, rate in lines if running == (batch or most)][1:]
-    return {
-        "peak_running": most or None,
-        "full_batch_tok_s": round(median(full), 1) if full else None,
-        "retractions": retracted(text),
-    }
-
-
-def retracted(text: str) -> int:
-    """Requests that were retracted because the KV pool was full; one line may tell of several."""
-    return sum(map(int, _RETRACTED.findall(text)))
-
-
-def end_group(leader: subprocess.Popen[bytes]) -> None:
+def end_group(leader: Process) -> None:
     """Kill a process and its whole group, which it leads, and wait until none of it is left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader.pid, signal.SIGKILL)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from statistics import mean
 from typing import Any, NamedTuple
 
 from feather_sglang.compare.server.client import Driven
 from feather_sglang.compare.server.stats import overall, token_gaps
 from feather_sglang.compare.server.watch import Line
+from feather_sglang.report.servers import CLIENT_BOUND
 from feather_sglang.report.summary import RunSummary
 
 FEW_STEPS = 20  # lines about decode batches below which their means are coarse
-CLIENT_BOUND = 0.7  # share of a processor from which on the client, not the server, may set the pace
 
 
 class Step(NamedTuple):
@@ -40,19 +40,49 @@ class Admission(NamedTuple):
         return cls(*(after[name] - before[name] for name in ("rounds", "admission_seconds", "stops")))
 
 
-class Seen(NamedTuple):
-    """One run as figures.
+@dataclass
+class RunResult:
+    """One run of a case on a server, and what came of it.
 
     Attributes
     ----------
-    counted : what `live.stats.overall` counts.
+    name, case, round : the server's configuration, what was sent, and which time it was.
+    server : where its log is, and how it was started or switched.
+    error : why the run has no figures, in one line.
+    summary : None where no request finished.
+    counted : what `stats.overall` counts.
     latencies : end-to-end seconds of the finished requests.
+    steady : the window in which all requests ran, of a steady case that had one.
+    log : what the scheduler's own lines say.
+    client_cpu : share of a processor that the client used.
+    held : whether the server was held until it had taken in all requests.
+    fell_back : whether a feather policy failed and left the server to fcfs.
+    seconds : of the run with all that belongs to it.
     """
 
-    summary: RunSummary
-    counted: dict[str, Any]
-    steps: list[Step]
-    latencies: list[float]
+    name: str
+    case: str = ""
+    round: int = 1
+    server: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    summary: RunSummary | None = None
+    counted: dict[str, Any] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    latencies: list[float] = field(default_factory=list)
+    steady: dict[str, Any] | None = None
+    log: dict[str, Any] = field(default_factory=dict)
+    admission: Admission | None = None
+    activity: dict[str, Any] | None = None
+    clocks: dict[str, Any] | None = None
+    client_cpu: float = 0.0
+    held: bool = False
+    fell_back: bool = False
+    seconds: float = 0.0
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether it, or some of its requests, did not come to an end."""
+        return self.error is not None or bool(self.counted["failed"] or self.counted["unfinished"])
 
 
 def decode_steps(lines: Sequence[Line], begin: float) -> list[Step]:
@@ -72,16 +102,27 @@ def summarize(
     scheduler_seconds: float | None,
     retractions: int,
     admission: Admission | None = None,
-    activity: Mapping[str, Any] | None = None,
-    clocks: Mapping[str, Any] | None = None,
-) -> Seen:
-    """Figures of a run in which some request finished.
+    activity: dict[str, Any] | None = None,
+    clocks: dict[str, Any] | None = None,
+) -> RunResult:
+    """Figures of a run; there is no summary where no request finished.
 
     Latencies are those of finished requests and count from the moment a request was due. The longest wait for a first
     token also counts requests that had none by the end, with the time that they had waited by then.
     """
-    counted = overall(driven.streams, driven.end)
+    result = RunResult(
+        name,
+        counted=overall(driven.streams, driven.end),
+        admission=admission,
+        activity=activity,
+        clocks=clocks,
+        client_cpu=round(driven.cpu_share, 3),
+        held=driven.held,
+    )
+    counted = result.counted
     done = [stream for stream in driven.streams if stream.finished]
+    if not done:
+        return result
     answered = [stream for stream in driven.streams if stream.events]
     steps = decode_steps(lines, min(stream.sent for stream in driven.streams if stream.sent is not None))
     gaps = token_gaps(done)
@@ -127,21 +168,22 @@ def summarize(
         figures["retractions"] = None
     if scheduler_seconds is None:
         figures["scheduler_share"] = None
-    summary = replace(summary, **figures)
-    return Seen(summary, counted, steps, [stream.span[1] - stream.due for stream in done])
+    result.summary, result.steps = replace(summary, **figures), steps
+    result.latencies = [stream.span[1] - stream.due for stream in done]
+    return result
 
 
 def together(rounds: Sequence[RunSummary]) -> RunSummary:
     """The mean of each figure over the rounds; of the longest wait and the peak the largest."""
     figures: dict[str, Any] = {}
-    for field in fields(RunSummary):
-        values = [getattr(one, field.name) for one in rounds]
-        if field.name == "policy" or any(value is None for value in values):
-            figures[field.name] = values[0] if field.name == "policy" else None
-        elif field.name in ("max_wait", "kv_peak"):
-            figures[field.name] = max(values)
+    for name in (one.name for one in fields(RunSummary)):
+        values = [getattr(one, name) for one in rounds]
+        if name == "policy" or any(value is None for value in values):
+            figures[name] = values[0] if name == "policy" else None
+        elif name in ("max_wait", "kv_peak"):
+            figures[name] = max(values)
         else:
-            figures[field.name] = values[0] if len(set(values)) == 1 else mean(values)
+            figures[name] = values[0] if len(set(values)) == 1 else mean(values)
     return RunSummary(**figures)
 
 

@@ -125,9 +125,3 @@ def steady(streams: Sequence[Stream]) -> dict[str, Any] | None:
         "tok_s": round(sum(counts) / (end - begin), 1),
         "tpot_ms": spread(((end - begin) / count for count in counts if count), 1e3),
     }
-
-
-def agreeing(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Tokens before the first that differs."""
-    pairs = zip(ours, theirs, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))

@@ -7,14 +7,17 @@ import re
 import threading
 import time
 from pathlib import Path
+from statistics import median
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from feather_sglang.compare.server.process import Server, retracted
+from feather_sglang.compare.server.process import Server
 
 POLL_SECONDS = 0.1
 _LINE = re.compile(r"(?:Decode|Prefill) batch.*#running-req: (\d+).*")
 _USAGE = re.compile(r"token usage: ([\d.]+)")
+_DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")
+_RETRACTED = re.compile(r"#retracted_reqs: (\d+)")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -37,6 +40,29 @@ def read_lines(text: str, before: float, now: float) -> list[Line]:
         kv_use = float(usage.group(1)) if usage else None
         lines.append(Line(at, line.group().startswith("Decode"), int(line.group(1)), kv_use))
     return lines
+
+
+def read_log(text: str, batch: int | None = None) -> dict[str, Any]:
+    """What the scheduler's own lines say of one case.
+
+    Parameters
+    ----------
+    batch : throughput is the median of lines with so many requests running; by default with the most seen. The first
+        such line is left out, as its interval began before.
+    """
+    lines = [(int(running), float(rate)) for running, rate in _DECODE.findall(text)]
+    most = max((running for running, _ in lines), default=0)
+    full = [rate for running, rate in lines if running == (batch or most)][1:]
+    return {
+        "peak_running": most or None,
+        "full_batch_tok_s": round(median(full), 1) if full else None,
+        "retractions": retracted(text),
+    }
+
+
+def retracted(text: str) -> int:
+    """Requests that were retracted because the KV pool was full; one line may tell of several."""
+    return sum(map(int, _RETRACTED.findall(text)))
 
 
 class Watch:

@@ -1,17 +1,14 @@
-"""Tables of the server benchmark: pure functions of its JSON file, so that a report needs neither server nor GPU."""
+"""Tables of cases on servers: pure functions of a run's JSON file, so that a report needs neither server nor GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from decode_cases import grid
+from feather_sglang.report.tables import grid
 
-from feather_sglang.compare.server.result import CLIENT_BOUND
-from feather_sglang.compare.server.stats import agreeing
-
+CLIENT_BOUND = 0.7  # share of a processor from which on the client, not the server, may set the pace
 Record = dict[str, Any]
 MARKS = {
     "!": f"the client used {CLIENT_BOUND:.0%} of a processor or more: the server may be faster",
@@ -72,6 +69,11 @@ def marks(record: Record) -> str:
     signs = "!" if record.get("client_cpu", 0) >= CLIENT_BOUND else ""
     signs += "~" if overall.get("unfinished") else ""
     return signs + ("?" if overall.get("failed") or (record.get("steady_case") and not record.get("steady")) else "")
+
+
+def incomplete(record: Record) -> bool:
+    """Whether a measurement, or some of its requests, did not come to an end."""
+    return "error" in record or bool(record["overall"]["failed"] or record["overall"]["unfinished"])
 
 
 def progress(record: Record) -> str:
@@ -172,6 +174,12 @@ def compared_tokens(probes: dict[str, list[list[int]]]) -> str:
     return "\n".join(lines)
 
 
+def agreeing(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Tokens before the first that differs."""
+    pairs = zip(ours, theirs, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+
+
 def report(content: dict[str, Any]) -> str:
     """Everything that a run printed at its end."""
     records, servers = content["records"], content["servers"]
@@ -201,26 +209,13 @@ def report(content: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def plot(records: Sequence[Record], path: Path) -> None:
-    """Bars of output tokens/s: a group a case, a bar a server, the mean of all rounds that were not cut."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    records = [record for record in records if not (record.get("overall") or {}).get("unfinished")]
-    servers, cases = _in_order(records, "server"), _in_order(records, "case")
-    figure, axis = pyplot.subplots(figsize=(min(12.0, 2 + 0.6 * len(servers) * len(cases)), 3.6), layout="constrained")
-    width = 0.8 / len(servers)
-    for number, server in enumerate(servers):
-        rates = [_mean(map(tok_s, _measured(records, server, case))) or 0.0 for case in cases]
-        places = [place + (number - (len(servers) - 1) / 2) * width for place in range(len(cases))]
-        axis.bar(places, rates, width, label=server)
-    axis.set_xticks(range(len(cases)), cases)
-    axis.set_ylabel("output tokens/s")
-    axis.legend(fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+def rates(records: Sequence[Record]) -> dict[str, dict[str, float]]:
+    """Output tokens a second by server and case, the mean of all rounds that were not cut; 0 where there is none."""
+    whole = [record for record in records if not (record.get("overall") or {}).get("unfinished")]
+    servers, cases = _in_order(whole, "server"), _in_order(whole, "case")
+    return {
+        server: {case: _mean(map(tok_s, _measured(whole, server, case))) or 0.0 for case in cases} for server in servers
+    }
 
 
 def _counted(record: Record) -> dict[str, Any]:
