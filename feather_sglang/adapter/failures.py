@@ -20,7 +20,10 @@ def begin_command_line() -> None:
 
 def end_start_up(error: FeatherError) -> NoReturn:
     """One line and no traceback in a process of SGLang's; the error itself in a program of the user's."""
-    if multiprocessing.parent_process() is None and not _command_line:
+    if multiprocessing.parent_process() is not None:
+        logger.error("feather: error: %s", error)
+        raise SystemExit(1) from None
+    if not _command_line:
         raise error
-    logger.error("feather: error: %s", error)
-    raise SystemExit(1) from None
+    # Python prints this with status 1 when all else has ended, so it is last on the screen.
+    raise SystemExit(f"feather: error: {error}") from None

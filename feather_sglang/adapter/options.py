@@ -51,11 +51,15 @@ def _seconds_or_auto(value: Any) -> float | None:
     return None if value == "auto" else _seconds(value)
 
 
+_SWITCH_WORDS = {"on": True, "true": True, "off": False, "false": False}
+
+
 def _switch(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    if value in ("on", "off"):
-        return value == "on"
+    # SGLang hands on what YAML takes for a boolean as "true" or "false".
+    if isinstance(value, str) and (word := value.lower()) in _SWITCH_WORDS:
+        return _SWITCH_WORDS[word]
     raise ValueError("expected on or off")
 
 
@@ -204,18 +208,27 @@ def switch_allowed(environment: Any = os.environ) -> bool:
     return "allow_switch" in environment.get(VARIABLE, "") and FeatherOptions.from_environment(environment).allow_switch
 
 
-class _SetOption(argparse.Action):
-    """Put one ``--feather-*`` flag into FEATHER_OPTIONS as it is parsed."""
+class _SetOption(argparse._StoreAction):
+    """Put one ``--feather-*`` flag into FEATHER_OPTIONS as it is parsed.
+
+    SGLang's ``--config`` takes store actions only.
+    """
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
     ) -> None:
+        value, option = values, option_string
         name = self.dest.removeprefix("feather_")
         spec = FeatherOptions.__dataclass_fields__[name]
         try:
             current = asdict(FeatherOptions.from_environment())
-            current[name] = spec.metadata["parse"](value)
-            if name == "policy_file":
+            unset = value == "None" and spec.default is None  # what SGLang makes of a null in YAML
+            current[name] = None if unset else spec.metadata["parse"](value)
+            if name == "policy_file" and not unset:
                 from feather_sglang.scheduling.policies import load_policy
 
                 load_policy(current[name])

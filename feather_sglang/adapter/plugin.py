@@ -13,10 +13,11 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from feather_sglang.adapter.attention.registration import decode_only, offer_backend, register_backend
+from feather_sglang.adapter.attention.registration import PAT, decode_only, offer_backend, register_backend
 from feather_sglang.adapter.failures import begin_command_line, end_start_up
 from feather_sglang.adapter.hooks import HOOKS, exists, installed_version, mismatches
 from feather_sglang.adapter.options import FeatherOptions, add_flags, switch_allowed
+from feather_sglang.adapter.refusals import refuse_pat_flags, refuse_policy_flags
 from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policy_names import FEATHER
@@ -37,9 +38,10 @@ def extend_parser(_result: Any, parser: Any) -> None:
 
 
 def check_server_args(original: Any, args: Any) -> Any:
-    """Let a feather policy pass where SGLang allows priority scheduling to fcfs and lof only.
+    """Refuse what flags alone tell, and let a feather policy pass where SGLang's own check would not.
 
-    This runs in the server's own process, once all flags are known, so ``--feather-allow-switch`` begins here too.
+    SGLang allows priority scheduling to fcfs and lof only. This runs in the server's own process, once all flags are
+    known and before a model is loaded, so ``--feather-allow-switch`` begins here too.
     """
     try:
         if switch_allowed():
@@ -47,6 +49,10 @@ def check_server_args(original: Any, args: Any) -> Any:
 
             refuse_unguarded(args)
             add_endpoint()
+        if args.schedule_policy in FEATHER:
+            refuse_policy_flags(args, args.schedule_policy, FeatherOptions.from_environment())
+        if PAT in (args.attention_backend, args.decode_attention_backend):
+            refuse_pat_flags(args)
     except FeatherError as error:
         end_start_up(error)
     name = args.schedule_policy

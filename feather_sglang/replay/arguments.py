@@ -156,7 +156,7 @@ def check_sizes(args: argparse.Namespace) -> None:
 def check_sglang(policies: Sequence[str] = ()) -> str:
     """Version of the installed SGLang; one clear line if there is none, or none that fits and has these policies."""
     if importlib.util.find_spec("sglang") is None:
-        raise FeatherError("SGLang is not installed here; see README, or run `feather doctor`")
+        raise FeatherError("SGLang is not installed here: `python3 dev.py ab` in a checkout sets everything up")
     version = installed_version()
     if version not in SUPPORTED:
         raise FeatherError(f"sglang {version} is not supported; install one of {SUPPORTED[0]} to {SUPPORTED[-1]}")

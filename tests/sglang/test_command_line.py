@@ -4,9 +4,15 @@ It is parsed as ``python -m sglang.launch_server`` does it, by the same two call
 ``prepare_server_args``. What happens without the plugin is seen in test_scheduler.py, in a process of its own.
 """
 
+import json
+from types import SimpleNamespace
+
 import pytest
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
+
+from feather_sglang.adapter import plugin
+from feather_sglang.adapter.options import VARIABLE, FeatherOptions
 
 
 @pytest.fixture
@@ -42,10 +48,99 @@ def test_a_bad_flag_ends_start_up_with_one_line(refused):
         (("--attention-backend", "pat", "--decode-attention-backend", "fa3"), "pat decodes only"),
     ],
 )
-def test_backends_that_contradict_each_other_end_start_up_with_one_line(capsys, flags, says):
+def test_backends_that_contradict_each_other_end_start_up_with_one_line(flags, says):
     load_plugins()
     with pytest.raises(SystemExit) as ended:
         prepare_server_args(["--model-path", "/no/such/model", *flags]).resolve_once()  # once made, in older releases
-    error = capsys.readouterr().err
-    (line,) = (line for line in error.splitlines() if "feather: error: --attention-backend pat" in line)
-    assert ended.value.code == 1 and says in line and "Traceback" not in error
+    line = str(ended.value)  # Python prints it, and gives status 1
+    assert line.startswith("feather: error: --attention-backend pat") and says in line and "\n" not in line
+
+
+# SGLang's --config -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        *((f"feather-gather: {word}", "gather", False) for word in ("off", "Off", "false", "no", "'off'", "'False'")),
+        *((f"feather-row-order: {word}", "row_order", True) for word in ("on", "true", "Yes", "'on'", "'TRUE'")),
+        *((f"feather-explore: {word}", "explore", False) for word in ("off", "false")),
+        *((f"feather-allow-switch: {word}", "allow_switch", True) for word in ("true", "on", "'on'")),
+        ("feather-allow-switch: false", "allow_switch", False),
+        ("feather-chunk-size: 32", "chunk_size", 32),
+        ("feather-max-wait: 2.5", "max_wait", 2.5),
+        ("feather-max-wait-rounds: 7", "max_wait_rounds", 7),
+        ("feather-max-overtaking: .inf", "max_overtaking", float("inf")),
+        ("feather-seed: '3'", "seed", 3),
+        ("feather-pace: auto", "pace", None),
+        ("feather-pace: null", "pace", None),
+        ("feather-pace: 0", "pace", 0.0),
+        ("feather-features: headroom", "features", "headroom"),
+        ("feather-record-plan: null", "record_plan", None),
+        ("feather-record-plan: FOLDER", "record_plan", "FOLDER"),
+        ("feather-policy-file:", "policy_file", None),
+    ],
+)
+def test_every_flag_works_from_a_config_file(monkeypatch, tmp_path, line, name, value):
+    monkeypatch.setenv(VARIABLE, json.dumps({"pace": 0.5}) if name == "pace" else "")
+    load_plugins()
+    file = tmp_path / "server.yaml"
+    file.write_text(f"device: cpu\n{line.replace('FOLDER', str(tmp_path))}\n")
+    with pytest.raises(Exception, match=r"no/such/model|no such|does not exist|Repo id|resolve"):
+        # Flags are parsed before the model is looked for, which there is none of.
+        prepare_server_args(["--config", str(file), "--model-path", "/no/such/model"]).resolve_once()
+        raise ValueError("no such model")
+    expected = str(tmp_path) if value == "FOLDER" else value
+    assert getattr(FeatherOptions.from_environment(), name) == expected
+
+
+def test_every_option_is_among_them():
+    (mark,) = test_every_flag_works_from_a_config_file.pytestmark
+    assert {case[1] for case in mark.args[1]} == set(FeatherOptions.__dataclass_fields__)
+
+
+def test_a_mistake_in_a_config_file_ends_start_up_with_one_line(refused, tmp_path):
+    file = tmp_path / "server.yaml"
+    file.write_text("feather-gather: maybe\n")
+    status, _, error = refused("--config", str(file))
+    assert status == 2 and "argument --feather-gather: 'maybe': expected on or off" in error
+
+
+# What flags alone tell -------------------------------------------------------------------------------------------
+
+
+def arguments(**changed):
+    """Of a server, as SGLang hands them to its own check."""
+    plain = dict.fromkeys(
+        ("enable_dp_attention", "disable_radix_cache", "enable_mixed_chunk", "enable_two_batch_overlap",
+         "enable_pdmux", "enable_hisparse", "enable_deterministic_inference", "enable_priority_scheduling"), False,
+    )  # fmt: skip
+    plain |= {"schedule_policy": "fcfs", "attention_backend": None, "decode_attention_backend": None, "pp_size": 1}
+    plain |= {"device": "cuda", "disaggregation_mode": "null", "speculative_algorithm": None, "dllm_algorithm": None}
+    return SimpleNamespace(**(plain | changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"schedule_policy": "feather", "disable_radix_cache": True}, "does not support --disable-radix-cache"),
+        ({"schedule_policy": "feather", "pp_size": 2}, "does not support --pp-size above 1"),
+        ({"schedule_policy": "feather", "speculative_algorithm": "EAGLE"}, "does not support --speculative-algorithm"),
+        ({"decode_attention_backend": "pat", "device": "cpu"}, "needs an NVIDIA GPU, this server runs on the CPU"),
+        ({"decode_attention_backend": "pat", "enable_pdmux": True}, "does not support --enable-pdmux"),
+    ],
+)
+def test_what_flags_alone_tell_is_refused_before_sglang_checks_them(monkeypatch, changed, says):
+    """That is before a model is loaded: SGLang's own check is not reached."""
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.delenv("FEATHER_PAT_REFERENCE", raising=False)
+    monkeypatch.setattr("feather_sglang.adapter.failures._command_line", True)
+    with pytest.raises(SystemExit) as ended:
+        plugin.check_server_args(lambda args: pytest.fail("SGLang went on"), arguments(**changed))
+    assert str(ended.value).startswith("feather: error: ") and says in str(ended.value)
+
+
+def test_other_flags_are_left_to_sglang(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")
+    passed = arguments(schedule_policy="feather"), arguments(disable_radix_cache=True), arguments(device="cpu")
+    assert [plugin.check_server_args(lambda args: "checked", args) for args in passed] == ["checked"] * 3

@@ -473,6 +473,10 @@ class TestBenchServing:
         first, second = self.read(tmp_path, ROW | more, ROW | more)
         assert (first.policy, first.max_wait, first.cache_hit, second.policy) == ("x", 0.7, 0.25, "x #2")
 
+    def test_a_number_beyond_all_floats_is_as_good_as_none(self, tmp_path):
+        (one,) = self.read(tmp_path, ROW | {"duration": 10**400})
+        assert one.makespan is None
+
     def test_without_streaming_it_saw_no_tokens(self, tmp_path):
         (one,) = self.read(tmp_path, ROW | {"mean_itl_ms": 0.0})
         assert one.ttft_mean is None and one.tbt_mean_ms is None
@@ -481,9 +485,10 @@ class TestBenchServing:
         "row",
         [
             *("{", "[" * 200_000, "[]", "{}", '{"output_throughput": true}', ""),
-            *({**ROW, "ttfts": waits} for waits in ([None], 3, ["a"])), {**ROW, "cache_report": [1]},
+            *({**ROW, "ttfts": waits} for waits in ([None], 3, ["a"], [10**400])), {**ROW, "cache_report": [1]},
+            {**ROW, "output_throughput": 10**400},
         ],
-        ids=range(10),
+        ids=range(12),
     )  # fmt: skip
     def test_another_file_is_refused(self, tmp_path, row):
         with pytest.raises(FeatherError, match=r"stock\.jsonl"):

@@ -11,12 +11,12 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.runtime_context import get_parallel
 
+from feather_sglang.adapter.refusals import ANOTHER_BACKEND as _ELSE
+from feather_sglang.adapter.refusals import REFERENCE, refuse_pat_flags
 from feather_sglang.errors import FeatherError
 
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
-REFERENCE = "FEATHER_PAT_REFERENCE"
-_ELSE = "choose another --decode-attention-backend"
 
 
 def uses_reference(runner: Any) -> bool:
@@ -57,18 +57,11 @@ def attention_layers(runner: Any, reference: bool) -> list[RadixAttention]:
 
 
 def _refuse_settings(runner: Any) -> None:
-    args, parallel = runner.server_args, get_parallel()
+    refuse_pat_flags(runner.server_args)
+    parallel = get_parallel()  # what SGLang has made of the flags
     for unsupported, flag in (
-        (args.pp_size > 1, "--pp-size above 1"),
-        (args.disaggregation_mode != "null", "--disaggregation-mode"),
-        (args.speculative_algorithm is not None, "--speculative-algorithm"),
-        (args.dllm_algorithm is not None, "--dllm-algorithm"),
-        (args.enable_dp_attention or parallel.attn_dp_size > 1, "data-parallel attention"),
+        (parallel.attn_dp_size > 1, "data-parallel attention"),
         (parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1, "context parallelism"),
-        (args.enable_two_batch_overlap, "--enable-two-batch-overlap"),
-        (args.enable_pdmux, "--enable-pdmux"),
-        (args.enable_hisparse, "--enable-hisparse"),
-        (args.enable_deterministic_inference, "--enable-deterministic-inference"),
     ):
         if unsupported:
             raise FeatherError(f"the pat backend does not support {flag}; drop it or {_ELSE}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from feather_sglang.adapter.options import FeatherOptions
-from feather_sglang.adapter.scheduler.checks import mixes_chunks
+from feather_sglang.adapter.refusals import mixes_chunks
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.admission.admission import Admission
 from feather_sglang.scheduling.admission.gate import BOUND, PrefillDelay

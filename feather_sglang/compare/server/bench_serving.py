@@ -45,7 +45,7 @@ def _summary(row: Any, name: str, where: str) -> RunSummary:
         raise FeatherError(f"{where}: has no output_throughput; give the --output-file of sglang.bench_serving")
     streamed = _number(row, "mean_itl_ms")  # without streaming it is 0: neither gaps nor first tokens were seen
     waits, report = row.get("ttfts") or [], row.get("cache_report") or {}  # with --output-details, --cache-report
-    if not isinstance(waits, list) or not all(isinstance(wait, (int, float)) for wait in waits):
+    if not isinstance(waits, list) or any(_finite(wait) is None for wait in waits):
         raise FeatherError(f"{where}: ttfts are no list of numbers; give the --output-file of sglang.bench_serving")
     if not isinstance(report, dict):
         raise FeatherError(f"{where}: cache_report is no object; give the --output-file of sglang.bench_serving")
@@ -75,7 +75,14 @@ def _summary(row: Any, name: str, where: str) -> RunSummary:
 
 def _number(row: dict[str, Any], key: str, scale: float = 1.0) -> float | None:
     """A finite number of the row, times `scale`."""
-    value = row.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    value = _finite(row.get(key))
+    return None if value is None else value * scale
+
+
+def _finite(value: Any) -> float | None:
+    """A number that can be counted with; None for anything else, be it an integer beyond all floats."""
+    try:
+        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:
         return None
-    return value * scale
+    return number if math.isfinite(number) else None
