@@ -283,7 +283,7 @@ def test_without_a_key_start_up_ends(monkeypatch):
 def test_a_command_ends_with_one_line(monkeypatch):
     monkeypatch.setenv("FEATHER_OPTIONS", ALLOWED)
     monkeypatch.setattr(failures, "_command_line", True)
-    with pytest.raises(SystemExit, match="^feather: error: --feather-allow-switch"):
+    with pytest.raises(SystemExit, match=r"^feather: error: --feather-allow-switch"):
         plugin.check_server_args(lambda args: None, SimpleNamespace())
 
 
