@@ -13,6 +13,7 @@ from rich.markup import escape
 from feather_sglang import __version__
 from feather_sglang.compare import on_servers
 from feather_sglang.compare.policies import DEFAULT_POLICIES, chosen_policies, options_of
+from feather_sglang.compare.results import check_overwrite
 from feather_sglang.compare.server.arguments import SERVER_ONLY, add_server_arguments
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.arguments import (
@@ -45,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=int, default=REPLAY_ONLY["jobs"], metavar="N", help="policies replayed at a time (%(default)s)"
     )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier run's results in the default --out"
+    )
     add_server_arguments(parser)
 
 
@@ -69,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     model, settings = step_model(args)
     check_fits(trace, settings["kv_tokens"], args.page_size)
     by_policy = options_of(args, policies)
+    check_overwrite(args, args.out / "results.json")
     out = make_folder(args.out, "results.json", "throughput.png", "batch_size.png", "latency.png")
     console = Console()
     for notice in trace.notices:

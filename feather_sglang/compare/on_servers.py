@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from feather_sglang import __version__
 from feather_sglang.compare.policies import chosen_policies, options_of
+from feather_sglang.compare.results import check_overwrite
 from feather_sglang.compare.server.bench_serving import read_results
 from feather_sglang.compare.server.cases import Case
 from feather_sglang.compare.server.config import BACKENDS, POLICY_FLAG, ServerConfig, switch_flags
@@ -51,8 +52,9 @@ def run(args: argparse.Namespace) -> int:
     trace = workload(args)
     if args.kv_tokens:
         check_fits(trace, args.kv_tokens, args.page_size)
-    out = make_folder(args.out)
-    target = args.json or out / "results.json"
+    target = args.json or args.out / "results.json"
+    check_overwrite(args, target)
+    make_folder(args.out)
     if target.is_dir():
         raise FeatherError(f"--json {target}: is a folder")
     console = Console(highlight=False)

@@ -20,6 +20,7 @@ from feather_sglang.replay.traces import Trace, load_trace
 from feather_sglang.scheduling.admission.gate import BOUND
 from feather_sglang.scheduling.policy_names import SINCE
 
+DEFAULT_OUT = Path("feather-ab-results")
 REPLAY_ONLY = {"profile": "h200", "prefill_graphs": "on", "scheduler_cost": "on", "jobs": 2}
 
 
@@ -92,7 +93,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"let those who wait gather for a prefill step, for so long at most (0: never; auto: {BOUND}); "
         "not feather-order",
     )
-    parser.add_argument("--out", type=Path, default=Path("feather-ab-results"), help="folder for results and plots")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for results and plots")
 
 
 def _seconds_or_auto(text: str) -> float | None:

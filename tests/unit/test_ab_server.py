@@ -109,6 +109,32 @@ class TestCommandLine:
         assert main([*base, "--json", str(model)]) == 2
         assert "is a folder" in capsys.readouterr().err
 
+    @pytest.mark.parametrize("engine", ["replay", "server"])
+    def test_an_earlier_runs_results_in_the_default_folder_are_not_replaced_unasked(
+        self, model, monkeypatch, capsys, engine
+    ):
+        def stop(*given):
+            raise FeatherError("enough")
+
+        monkeypatch.chdir(model)
+        monkeypatch.setattr(ab, "Comparison", stop)
+        monkeypatch.setattr(command, "run_jobs", stop)
+        base = ["ab", "--engine", engine, "--requests", "2"] + (["--model", str(model)] if engine == "server" else [])
+        earlier = model / "feather-ab-results" / "results.json"
+
+        def said(*flags):
+            assert main([*base, *flags]) == 2
+            return capsys.readouterr().err
+
+        assert "enough" in said()
+        earlier.write_text("old")
+        instead = "give --overwrite, or another folder by --out"
+        assert said() == f"feather: error: feather-ab-results/results.json is an earlier run's: {instead}\n"
+        assert earlier.read_text() == "old"
+        assert "enough" in said("--overwrite") and "enough" in said("--out", "another")
+        if engine == "server":
+            assert "enough" in said("--json", "r.json")
+
     def test_a_trace_is_not_generated(self, model, capsys):
         trace = save(Trace("t", 8, [TraceRequest(0, 0.0, 20, 4, (5, 6, 7))]), model / "t.jsonl")
         base = ["ab", trace, "--engine", "server", "--model", str(model), "--out", str(model / "out")]
