@@ -26,7 +26,9 @@ T = TypeVar("T")
 class StockRounds(Protocol):
     """The part of ``adapter.stock_policies.StockPolicies`` that is measured here."""
 
-    def run_round(self, policy: str) -> Any: ...
+    def run_round(self, policy: str) -> Any:
+        """Hold one admission round."""
+        ...
 
 
 class Laps:
@@ -36,6 +38,7 @@ class Laps:
         self.times: dict[str, list[int]] = defaultdict(list)
 
     def __call__(self, name: str, function: Callable[..., T], *arguments: object) -> T:
+        """Call a function, note its time, and return its result."""
         start = perf_counter_ns()
         result = function(*arguments)
         self.times[name].append(perf_counter_ns() - start)

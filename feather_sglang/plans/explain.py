@@ -38,6 +38,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[int]) -> Spread:
+        """Of some whole numbers; zeros if there are none."""
         found = np.fromiter(values, np.int64)
         if not len(found):
             return cls(0, 0, 0.0, 0)

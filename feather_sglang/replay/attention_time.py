@@ -19,6 +19,7 @@ class AttentionTime(Protocol):
     """Decode attention of one layer."""
 
     def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int, group: int) -> float:
+        """Time of one layer's decode attention; see ``AttentionTime``."""
         """Return the time of one layer.
 
         Parameters
@@ -52,6 +53,7 @@ class RowByRow:
     overlap: float
 
     def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int, group: int) -> float:
+        """Time of one layer's decode attention; see ``AttentionTime``."""
         compute = self._compute(lengths, kv_heads, head_bytes)
         tokens = self._dram_tokens(float(lengths.sum()), sharing, kv_heads * head_bytes)
         dram = tokens * kv_heads * head_bytes / self.dram_bytes_per_s
@@ -98,6 +100,7 @@ class Packed:
     overlap: float
 
     def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int, group: int) -> float:
+        """Time of one layer's decode attention; see ``AttentionTime``."""
         token_bytes = kv_heads * head_bytes
         read_s = token_bytes / self.dram_bytes_per_s
         tile_s = token_bytes * self.tile_byte_s / self.processors
@@ -119,6 +122,7 @@ class CommonPrefix:
     dram_bytes_per_s: float
 
     def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int, group: int) -> float:
+        """Time of one layer's decode attention; see ``AttentionTime``."""
         total = float(lengths.sum())
         token_bytes = kv_heads * head_bytes
         growth = total - sharing.total_tokens

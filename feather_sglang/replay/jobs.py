@@ -39,6 +39,7 @@ class Job:
 
     @property
     def name(self) -> str:
+        """What reports call it."""
         return self.label or self.policy
 
 

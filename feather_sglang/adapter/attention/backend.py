@@ -104,10 +104,12 @@ class PatBackend(AttentionBackend):
     # What SGLang asks of a backend -----------------------------------------------------------------------------
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Make room for the largest captured batch (SGLang calls it once, before it captures)."""
         if max_bs > self._max_requests:
             self._allocate(max_bs)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of the rows that pad a captured batch."""
         return FILL
 
     if hasattr(base_attn_backend, "SharedReadEnds"):
@@ -117,6 +119,7 @@ class PatBackend(AttentionBackend):
             return base_attn_backend.SharedReadEnds.POST_REPLAY
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Plan a step: once for all layers, on the host, before the graph is replayed."""
         if forward_batch.forward_mode.is_idle():
             return
         requests = forward_batch.seq_lens.shape[0]
@@ -149,6 +152,7 @@ class PatBackend(AttentionBackend):
             self._metrics.step(seconds, total, self._read + total - self._planned)  # private tails have grown since
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Copy the lengths of a step, as part of the graph."""
         if not forward_batch.forward_mode.is_idle():
             self._lens[: forward_batch.seq_lens.shape[0]].copy_(forward_batch.seq_lens)
 
@@ -182,6 +186,7 @@ class PatBackend(AttentionBackend):
         return out
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Raise: prefill belongs to another backend."""
         raise RuntimeError("pat decodes only: prefill belongs to another backend")
 
     # Plans -----------------------------------------------------------------------------------------------------

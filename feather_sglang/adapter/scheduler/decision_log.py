@@ -151,6 +151,7 @@ class Comparison:
     postponed: int = 0
 
     def as_json(self) -> dict[str, Any]:
+        """Plain data."""
         return {**vars(self), "batches": dict(self.batches), "rows": dict(self.rows)}
 
 

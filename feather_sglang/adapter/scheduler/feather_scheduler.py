@@ -66,10 +66,12 @@ class FeatherScheduler:
 
     @property
     def policy(self) -> StopPolicy | None:
+        """The stop policy."""
         return self.admission.policy
 
     @property
     def failed(self) -> bool:
+        """Whether it goes on as fcfs."""
         return self.guard.failed
 
     def install(self) -> None:

@@ -28,6 +28,7 @@ class KLpm:
         self._served = 0
 
     def __call__(self, waiting_queue: list[Any], *args: Any, **kwargs: Any) -> None:
+        """Sort the queue in place, as ``SchedulePolicy.calc_priority`` does."""
         waiting = {req.rid for req in waiting_queue}
         self._served += len(self._waiting - waiting)
         self._waiting = waiting

@@ -29,11 +29,13 @@ class AdmissionClock:
         self._wrappings = Wrappings()
 
     def install(self, scheduler: Any) -> None:
+        """Begin to count and time, around whatever policy is in force."""
         self._wrappings.wrap(scheduler.policy, "calc_priority", self._count)
         self._wrappings.wrap(scheduler, "_get_new_batch_prefill_raw", self._time_round)
         self._wrappings.wrap(scheduler, "_add_request_to_queue", self._time_arrival)
 
     def uninstall(self) -> None:
+        """Leave the scheduler as it was."""
         self._wrappings.undo()
 
     def _count(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

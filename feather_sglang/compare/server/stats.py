@@ -30,6 +30,7 @@ class Stream:
 
     @property
     def tokens(self) -> int:
+        """Output tokens that arrived."""
         return self.events[-1][1] if self.events else 0
 
     @property
