@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from feather_sglang import __version__
-from feather_sglang.adapter.hooks import HOOKS, SUPPORTED, installed_version, mismatch
+from feather_sglang.adapter.hooks import HOOKS, SUPPORTED, installed_version, is_usable, mismatch, untested
 from feather_sglang.adapter.options import VARIABLE, FeatherOptions
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policies import load_policy
@@ -98,16 +98,18 @@ def examine() -> dict[str, Any]:
     except FeatherError as error:
         options, options_problem = "", str(error)
     fits = {
-        "sglang": version in SUPPORTED,
+        "sglang": is_usable(version),
         "activation": loaded,
         "options": options_problem is None,
         "hooks": all(hook["problem"] is None for hook in hooks),
     }
+    note = untested(version) if fits["hooks"] else None
+    sglang = f"{version}: {note}" if note else version
     kernels = "installed" if importlib.util.find_spec("feather_kernels") else "not installed (needed by no policy)"
     return {
         "feather": __version__,
         "python": platform.python_version(),
-        "sglang": version or f"not installed (supported: {SUPPORTED[0]} to {SUPPORTED[-1]})",
+        "sglang": sglang or f"not installed (supported: {SUPPORTED[0]} to {SUPPORTED[-1]})",
         "sglang_supported": version in SUPPORTED,
         "torch": torch_version,
         "gpu": gpu,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -156,6 +157,25 @@ def installed_version() -> str | None:
         return None
 
 
+def is_newer_patch(version: str | None) -> bool:
+    """Whether that release came after the newest one that feather was tested with, under the same minor version."""
+    newest = SUPPORTED[-1].split(".")
+    found = re.fullmatch(rf"{newest[0]}\.{newest[1]}\.(\d+)(?:\.post(\d+))?", version or "")
+    return found is not None and (int(found[1]), int(found[2] or 0)) > (int(newest[2]), 0)
+
+
+def is_usable(version: str | None) -> bool:
+    """Whether feather runs on that release, if its hooks fit."""
+    return version in SUPPORTED or is_newer_patch(version)
+
+
+def untested(version: str | None) -> str | None:
+    """What to say of a release that is usable and newer than all that feather was tested with."""
+    if not is_newer_patch(version):
+        return None
+    return f"sglang {version} is newer than {SUPPORTED[-1]}, the newest that feather is tested with; its hooks fit"
+
+
 def lacks_policy(version: str | None, name: str) -> bool:
     """Whether that supported SGLang is older than the schedule policy; False for a version that is not known."""
     return name in SINCE and version in SUPPORTED[: SUPPORTED.index(SINCE[name])]
@@ -205,5 +225,5 @@ def exists(hook: Hook) -> bool:
 def mismatches(part: str = "policy") -> list[str]:
     """Everything that keeps the installed SGLang from working with a part of feather; empty if it fits."""
     version = installed_version()
-    found = [] if version in SUPPORTED else [f"sglang {version} is not one of {SUPPORTED[0]} to {SUPPORTED[-1]}"]
+    found = [] if is_usable(version) else [f"sglang {version} is not one of {SUPPORTED[0]} to {SUPPORTED[-1]}"]
     return found + [text for hook in HOOKS if hook.part == part and (text := mismatch(hook)) is not None]

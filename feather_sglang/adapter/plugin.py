@@ -15,7 +15,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from feather_sglang.adapter.attention.registration import PAT, decode_only, offer_backend, register_backend
 from feather_sglang.adapter.failures import begin_command_line, end_start_up
-from feather_sglang.adapter.hooks import HOOKS, exists, installed_version, mismatches
+from feather_sglang.adapter.hooks import HOOKS, exists, installed_version, mismatches, untested
 from feather_sglang.adapter.options import FeatherOptions, add_flags, switch_allowed
 from feather_sglang.adapter.refusals import refuse_pat_flags, refuse_policy_flags
 from feather_sglang.adapter.wrapping import Wrappings
@@ -96,6 +96,8 @@ def _start_policy(scheduler: Any, name: str) -> None:
     from feather_sglang.adapter.scheduler.construction import make_stop_policy
     from feather_sglang.adapter.scheduler.feather_scheduler import take_over
 
+    if warning := untested(installed_version()):
+        logger.warning("feather: %s", warning)
     options = FeatherOptions.from_environment()
     refuse_unsupported(scheduler, name, options)
     take_over(scheduler, name, options, make_stop_policy(name, options))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from feather_sglang.adapter.hooks import SUPPORTED, installed_version, lacks_policy
+from feather_sglang.adapter.hooks import SUPPORTED, installed_version, is_usable, lacks_policy
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import workloads
@@ -159,13 +159,14 @@ def check_sglang(policies: Sequence[str] = ()) -> str:
     if importlib.util.find_spec("sglang") is None:
         raise FeatherError("SGLang is not installed here: `python3 dev.py ab` in a checkout sets everything up")
     version = installed_version()
-    if version not in SUPPORTED:
+    if not is_usable(version):
         raise FeatherError(f"sglang {version} is not supported; install one of {SUPPORTED[0]} to {SUPPORTED[-1]}")
     for name in policies:
         if lacks_policy(version, name):
             raise FeatherError(
                 f"--policies: sglang {version} has no {name}; leave it out, or install sglang {SINCE[name]} or later"
             )
+    assert version is not None  # there is an SGLang
     return version
 
 

@@ -1,8 +1,9 @@
 """The hook table against the installed SGLang."""
 
 import pytest
+from harness import Server
 
-from feather_sglang.adapter import hooks
+from feather_sglang.adapter import hooks, plugin
 from feather_sglang.adapter.hooks import HOOKS, SUPPORTED, Hook, exists, installed_version, mismatch, mismatches
 
 
@@ -45,6 +46,33 @@ def test_a_changed_signature_is_reported_with_both_sides():
 def test_a_body_that_no_longer_works_as_expected_is_reported():
     hook = Hook("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue", "scheduler", ("self",), "", ("gone",))
     assert "does not use gone any more" in mismatch(hook)
+
+
+@pytest.mark.parametrize("version", ["0.5.24", "0.5.23.post1", "0.5.100"])
+def test_a_newer_patch_release_is_used_if_its_hooks_fit_and_said_to_be_untested(monkeypatch, version):
+    monkeypatch.setattr(hooks, "installed_version", lambda: version)
+    assert mismatches() == [] and f"sglang {version} is newer than {SUPPORTED[-1]}" in hooks.untested(version)
+    gone = Hook("sglang.srt.managers.scheduler.Scheduler.no_such_method", "scheduler", ("self",), "")
+    monkeypatch.setattr(hooks, "HOOKS", (gone,))
+    assert len(mismatches()) == 1  # it says which hook, not the number
+
+
+@pytest.mark.parametrize("version", [None, "0.5.16", "0.6.0", "0.5.24rc1", "1.5.24", "0.5.24.dev3", *SUPPORTED])
+def test_other_releases_are_not_taken_for_newer_ones(version):
+    assert not hooks.is_newer_patch(version) and hooks.untested(version) is None
+    assert hooks.is_usable(version) == (version in SUPPORTED)
+
+
+def test_a_server_on_a_newer_release_says_so_once(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("FEATHER_OPTIONS", "")
+    for module in (hooks, plugin):
+        monkeypatch.setattr(module, "installed_version", lambda: "0.5.99")
+    one = Server(tmp_path, "feather")
+    try:
+        said = [record.getMessage() for record in caplog.records if "newer than" in record.getMessage()]
+        assert len(said) == 1 and one.feather is not None
+    finally:
+        one.close()
 
 
 def test_an_unsupported_version_is_reported_first(monkeypatch):

@@ -95,6 +95,17 @@ def test_the_doctor_reads_the_policy_file(
 
 
 @pytest.mark.usefixtures("bare")
+def test_the_doctor_says_that_a_release_is_newer_than_the_tested_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "installed_version", lambda: "0.5.99")
+    monkeypatch.setattr(doctor, "HOOKS", ())
+    monkeypatch.delenv("FEATHER_OPTIONS", raising=False)
+    main(["doctor"])
+    assert f"0.5.99: sglang 0.5.99 is newer than {SUPPORTED[-1]}" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("bare")
 def test_the_doctor_names_only_what_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

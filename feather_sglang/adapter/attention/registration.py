@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
 from feather_sglang.adapter.failures import end_start_up
-from feather_sglang.adapter.hooks import installed_version, mismatches
+from feather_sglang.adapter.hooks import installed_version, mismatches, untested
 from feather_sglang.errors import FeatherError
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ def create_backend(runner: Any) -> Any:
     try:
         if found := mismatches(PAT):
             raise FeatherError(f"this SGLang does not fit --decode-attention-backend pat: {'; '.join(found)}")
+        if warning := untested(installed_version()):
+            logger.warning("feather: %s", warning)
         if PAT in (runner.server_args.attention_backend, runner.server_args.prefill_attention_backend):
             raise FeatherError("SGLang would prefill with pat, as a hook did not work; use --decode-attention-backend")
         if importlib.util.find_spec("feather_kernels") is None:
