@@ -1,6 +1,6 @@
 """What a plan does with a batch, in numbers: the forest, the packs, and each tile's queue of work items.
 
-Pure: a batch in, a `Report` out, which ``report/plan.py`` prints. The planner is the server's own, so the plan of a
+Pure: a batch in, a `Report` out, which ``plans/report.py`` prints. The planner is the server's own, so the plan of a
 recorded batch is the one that the server ran.
 """
 

@@ -19,7 +19,6 @@ class AttentionTime(Protocol):
     """Decode attention of one layer."""
 
     def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int, group: int) -> float:
-        """Time of one layer's decode attention; see ``AttentionTime``."""
         """Return the time of one layer.
 
         Parameters

@@ -109,7 +109,10 @@ def test_a_policy_file_of_another_kind_is_refused(server, monkeypatch, tmp_path)
 # Never worse than off -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("broken", ["propose", "open_round", "check", "settle", "close_round", "arrive", "row_order"])
+@pytest.mark.parametrize(
+    "broken",
+    ["propose", "open_round", "check", "settle", "close_round", "arrive", "row_order", "decode", "prefill"],
+)
 def test_a_failure_is_logged_once_counted_and_served_as_fcfs(server, monkeypatch, caplog, broken):
     one = server()
     counter = guard.failure_counter()
@@ -121,7 +124,10 @@ def test_a_failure_is_logged_once_counted_and_served_as_fcfs(server, monkeypatch
     def fail(*args, **kwargs):
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(one.feather.admission, broken, fail)
+    if broken in ("decode", "prefill"):
+        monkeypatch.setattr(getattr(one.feather.meters, broken), "step", fail)
+    else:
+        monkeypatch.setattr(one.feather.admission, broken, fail)
     with caplog.at_level(logging.ERROR):
         for i in range(12):
             one.submit(f"r{i:02}", prompt(i % 3, i), max_new_tokens=5)

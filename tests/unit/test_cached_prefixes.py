@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from feather_sglang.scheduling.admission.admission import Admission
-from feather_sglang.scheduling.admission.cached_prefixes import LEAST_TOKENS, CachedPrefixes
+from feather_sglang.scheduling.admission.cached_prefixes import LEAST_CACHED, CachedPrefixes
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 from oracles.rounds import admit, defers, open_round, propose
@@ -29,7 +29,7 @@ def test_the_shortest_is_that_of_a_plain_list(operations):
             name, priority, cached, more = values
             number += 1
             noted.pop(name, None)
-            if cached >= LEAST_TOKENS:
+            if cached >= LEAST_CACHED:
                 noted[name] = (priority, more, number, cached)
             one.note(name, priority, cached, cached + more)
         elif kind == "forget":

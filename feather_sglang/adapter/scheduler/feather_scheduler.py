@@ -28,7 +28,7 @@ from feather_sglang.adapter.scheduler.guard import Guard
 from feather_sglang.adapter.scheduler.life_cycle import LifeCycle
 from feather_sglang.adapter.scheduler.meters import Meters
 from feather_sglang.adapter.scheduler.rounds import AdmissionRounds
-from feather_sglang.adapter.scheduler.rows import RowOrder
+from feather_sglang.adapter.scheduler.row_order import RowOrder
 from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.scheduling.policies import StopPolicy
 
@@ -58,7 +58,7 @@ class FeatherScheduler:
             scheduler, name, options, policy, seed=agreement.secret(), outlook_of=self.life_cycle.outlook
         )
         self.life_cycle.admission = self.admission
-        self.meters = Meters(scheduler, agreement, lambda: self.clock())
+        self.meters = Meters(scheduler, agreement, self.guard, lambda: self.clock())
         self.rounds = AdmissionRounds(scheduler, self.admission, self.life_cycle, self.meters, self.guard)
         self.rows = RowOrder(self.admission, self.guard, options.row_order)
         self._decisions: DecisionLog | None = None

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 from feather_sglang.adapter.scheduler.agreement import Agreement
+from feather_sglang.adapter.scheduler.guard import Guard
 from feather_sglang.scheduling.meters.decode import DecodeMeter
 from feather_sglang.scheduling.meters.prefill import PrefillMeter
 from feather_sglang.scheduling.meters.readings import Readings
@@ -21,9 +22,10 @@ class Meters:
         Seconds.
     """
 
-    def __init__(self, scheduler: Any, agreement: Agreement, clock: Callable[[], float]) -> None:
+    def __init__(self, scheduler: Any, agreement: Agreement, guard: Guard, clock: Callable[[], float]) -> None:
         self.scheduler = scheduler
         self.agreement = agreement
+        self.guard = guard
         self.clock = clock
         self.decode = DecodeMeter()
         self.prefill = PrefillMeter(scheduler.chunked_prefill_size)
@@ -33,6 +35,12 @@ class Meters:
         is_decode = batch.forward_mode.is_decode()
         tokens = sum(not req.finished() for req in batch.reqs) if is_decode else 0
         result = original(batch, *args, **kwargs)
+        if not self.guard.failed:
+            with self.guard("a step could not be measured"):
+                self._note(batch, is_decode, tokens)
+        return result
+
+    def _note(self, batch: Any, is_decode: bool, tokens: int) -> None:
         now = self.clock()
         self.decode.step(now, tokens, is_decode)
         lens = () if is_decode else batch.extend_lens or ()
@@ -41,12 +49,12 @@ class Meters:
         # SGLang drops what has finished from the running batch when it forms the next one.
         if all(req.finished() for req in chain(batch.reqs, self.scheduler.running_batch.reqs)):
             self.prefill.idle()
-        return result
 
     def batch_changes(self) -> None:
         """Requests were admitted: a decode step still in flight belongs to the old batch."""
-        self.decode.restart(in_flight=int(self.scheduler.enable_overlap))
-        self.prefill.begin(self.clock())
+        with self.guard("a step could not be measured"):
+            self.decode.restart(in_flight=int(self.scheduler.enable_overlap))
+            self.prefill.begin(self.clock())
 
     def resumed(self) -> None:
         """SGLang goes on after a pause, whose time is nobody's."""

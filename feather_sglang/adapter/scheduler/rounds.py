@@ -2,7 +2,7 @@
 
 ``calc_priority`` opens a round and leaves an ``AdmissionQueue`` in the queue's place. SGLang's loop draws from it whom
 ``Admission`` proposes, looks each up in its cache, and asks the round's adder, which asks the rules first. STOP ends
-the iteration and nothing else: the batch is never marked full by us.
+the iteration and nothing else; only ``KV_BUDGET`` lets SGLang mark the batch full, as its own budgets do.
 """
 
 from __future__ import annotations

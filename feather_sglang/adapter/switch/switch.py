@@ -2,7 +2,7 @@
 
 An order travels in SGLang's own ``SetInternalStateReq``, which every rank handles between the same two steps. Its
 values can only be numbers and its answer only yes or no, so the order, a JSON object, is its one key, and what came
-of it stands in the state that ``GetInternalStateReq`` reads, under ``feather``. ``switch_endpoint`` sends both.
+of it stands in the state that ``GetInternalStateReq`` reads, under ``feather``. ``endpoint.py`` sends both.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from heapq import heappop, heappush
 
-LEAST_TOKENS = 512  # cached prefixes below that change no order
+LEAST_CACHED = 512  # cached prefixes below that change no order
 _MOST_ASKED = 8  # entries looked at for one that can be proposed now
 
 
@@ -27,7 +27,7 @@ class CachedPrefixes:
     def note(self, request_id: Hashable, priority: int, cached_tokens: int, tokens: int) -> None:
         """Note what the cache has of a waiting request's `tokens`."""
         self.forget(request_id)
-        if cached_tokens < LEAST_TOKENS:
+        if cached_tokens < LEAST_CACHED:
             return
         self._cached[request_id] = cached_tokens
         self._number += 1

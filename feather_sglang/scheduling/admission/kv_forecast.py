@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 Parts = Sequence[tuple[Hashable, int]]  # of a prompt, the last one first: what stands for each, and its tokens
-_MEMORY = 256  # finished requests that expected lengths are taken from
+_WINDOW = 256  # finished requests that expected lengths are taken from
 
 
 class Outlook(NamedTuple):
@@ -47,7 +47,7 @@ class KVForecast:
     def __init__(self, page_size: int = 1, late_steps: int = 0) -> None:
         self._rounding = page_size - 1
         self._late_steps = late_steps
-        self._finished: deque[int] = deque(maxlen=_MEMORY)
+        self._finished: deque[int] = deque(maxlen=_WINDOW)
         self._lengths: list[int] = []  # of those, sorted; as of the last `open`, like all below
         self._longer: list[int] = []  # sum of each of them and all behind it
         self._ends: dict[float, list[int]] = {}  # by steps ahead: how many end there, and what they give back

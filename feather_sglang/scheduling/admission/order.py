@@ -19,7 +19,7 @@ from feather_sglang.scheduling.tree.cht import Candidate
 
 
 class Order:
-    """Chooses among the waiting requests; changes nothing but the round.
+    """Chooses among the waiting requests; asks the stop policy, and releases a deferral where a turn has come.
 
     Parameters
     ----------

@@ -15,7 +15,7 @@ RECOMPUTE_PROBABILITY = 0.5
 # Of the arrivals that would have a prefix computed, so many must meet another that waits for it, or nothing is batched.
 MIN_SHARE_RATE = 0.2
 LEAST_TOKENS = 512  # a prefix below that is not worth a wait
-_MEMORY = 64  # observations that a moving mean follows
+_WINDOW = 64  # observations that a moving mean follows
 
 
 class PrefixBatching:
@@ -49,7 +49,7 @@ class PrefixBatching:
         if not self._any_finished:
             self._note_output(most_tokens)
         if met is not None:
-            self.share_rate += (met - self.share_rate) / _MEMORY
+            self.share_rate += (met - self.share_rate) / _WINDOW
 
     def finished(self, output_tokens: int) -> None:
         """Note what a request has generated."""
@@ -59,7 +59,7 @@ class PrefixBatching:
 
     def _note_output(self, tokens: int) -> None:
         mean = self.output_tokens
-        self.output_tokens = mean + (tokens - mean) / _MEMORY if mean else float(tokens)
+        self.output_tokens = mean + (tokens - mean) / _WINDOW if mean else float(tokens)
 
     def tight(self, demand_tokens: int, running: int) -> bool:
         """Whether all that is asked for exceeds the pool.

@@ -1,7 +1,8 @@
 """The rules: whether a proposed request is admitted now.
 
-A rule is a class with ``check(proposal, round) -> Verdict`` and ``defer(proposal, round)``, which notes what it said.
-To add one, write it here, give it a ``Verdict``, and name it in ``make_rules``, in the order in which they are asked.
+A rule is a class with ``check(proposal, round) -> Verdict`` and ``defer(proposal, round)``, which takes whom it does
+not admit out of the tree's search. To add one, write it here, give it a ``Verdict``, and name it in ``make_rules``, in
+the order in which they are asked.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class Rule(Protocol):
         ...
 
     def defer(self, proposal: Proposal, opened: Round) -> None:
-        """Note that this rule's verdict holds."""
+        """Take the request out of the search (``hold`` or ``defer`` of the tree), or it is proposed again at once.
+
+        Not where the adapter ends the round on the rule's verdict, as it does on ``KV_BUDGET``.
+        """
         ...
 
 
@@ -51,19 +55,23 @@ class OvertakingBound:
     def check(self, proposal: Proposal, opened: Round) -> Verdict:
         """``OVERTAKES`` for who was taken for shorter than it is."""
         state, request_id = self.state, proposal.request_id
-        # A prompt that is cached as a whole is computed from its last page on.
-        evicted = proposal.cached + state.tree.chunk_size < state.cached_prefixes.tokens(request_id)
-        if evicted:
-            priority = state.fairness.priority(request_id)
-            state.cached_prefixes.note(request_id, priority, proposal.cached, state.tokens(request_id))
         work = state.work.of(proposal.missing, state.tokens(request_id))
         passes = work <= state.overtaking.slack(request_id, state.fairness.now)
-        return Verdict.ADMIT if passes and not evicted else Verdict.OVERTAKES
+        return Verdict.ADMIT if passes and not self._evicted(proposal) else Verdict.OVERTAKES
 
     def defer(self, proposal: Proposal, opened: Round) -> None:
         """Out for this round: it competes anew in the next one, as long as it is."""
-        opened.overtakers.add(proposal.request_id)
-        self.state.tree.hold(proposal.request_id)
+        state, request_id = self.state, proposal.request_id
+        if self._evicted(proposal):
+            priority = state.fairness.priority(request_id)
+            state.cached_prefixes.note(request_id, priority, proposal.cached, state.tokens(request_id))
+        opened.overtakers.add(request_id)
+        state.tree.hold(request_id)
+
+    def _evicted(self, proposal: Proposal) -> bool:
+        # A prompt that is cached as a whole is computed from its last page on.
+        before = self.state.cached_prefixes.tokens(proposal.request_id)
+        return proposal.cached + self.state.tree.chunk_size < before
 
 
 class Batching:

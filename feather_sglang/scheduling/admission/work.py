@@ -9,7 +9,7 @@ Ours, not the paper's.
 
 from __future__ import annotations
 
-_MEMORY = 256  # finished requests that the mean output follows
+_WINDOW = 256  # finished requests that the mean output follows
 
 
 class Work:
@@ -38,8 +38,8 @@ class Work:
     def finished(self, prompt_tokens: int, output_tokens: int) -> None:
         """Note a request that has ended; what held more memory counts more, as long prompts may have short outputs."""
         held = prompt_tokens + output_tokens / 2
-        self._held += (held - self._held) / _MEMORY
-        self._held_steps += (held * output_tokens - self._held_steps) / _MEMORY
+        self._held += (held - self._held) / _WINDOW
+        self._held_steps += (held * output_tokens - self._held_steps) / _WINDOW
 
     def of(self, new_tokens: int, length: int) -> float:
         """Work of a prompt of `length` tokens whose last `new_tokens` are to be computed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_MEMORY = 64  # steps that the mean follows
+_WINDOW = 64  # steps that the mean follows
 
 
 class DecodeMeter:
@@ -42,7 +42,7 @@ class DecodeMeter:
             seconds = now - self._previous
             self._seconds += seconds
             mean = self.step_seconds
-            self.step_seconds = seconds if mean is None else mean + (seconds - mean) / _MEMORY
+            self.step_seconds = seconds if mean is None else mean + (seconds - mean) / _WINDOW
             self._tokens += decode_tokens
         self._previous = now if is_decode else None
 

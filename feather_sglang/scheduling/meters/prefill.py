@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LEAST_TOKENS = 1024  # of a step from which on its length says what a token takes; or half a chunk, where that is less
-_MEMORY = 64  # steps that the means follow
+_WINDOW = 64  # steps that the means follow
 _LEAST_SPREAD = 1e-3  # below, all steps look alike and do not tell what is the context's part
 
 
@@ -62,7 +62,7 @@ class PrefillMeter:
     def _fit(self, seconds: float, tokens: int, pairs: float) -> None:
         """Least squares of ``seconds = bare x tokens + pair x pairs``, old steps fading; neither below 0."""
         terms = (tokens * tokens, tokens * pairs, pairs * pairs, tokens * seconds, pairs * seconds)
-        self._sums = [old * (1 - 1 / _MEMORY) + term for old, term in zip(self._sums, terms, strict=True)]
+        self._sums = [old * (1 - 1 / _WINDOW) + term for old, term in zip(self._sums, terms, strict=True)]
         tt, tp, pp, ts, ps = self._sums
         spread = tt * pp - tp * tp
         pair = (tt * ps - tp * ts) / spread if spread > _LEAST_SPREAD * tt * pp else 0.0
@@ -77,4 +77,4 @@ class PrefillMeter:
 
 
 def _follow(mean: float | None, measured: float) -> float:
-    return measured if mean is None else mean + (measured - mean) / _MEMORY
+    return measured if mean is None else mean + (measured - mean) / _WINDOW
