@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from decode_cases import Heads, grid, parse_heads, tree_case
 
-from feather_kernels.plan import DEFAULT_ALPHA, tail_warps_of
+from feather_kernels.options import DEFAULT_ALPHA, tail_warps_of
 
 BATCHES = (
     "1,12_6000,300", "1,384_512,48", "1,6,96_700,200,64", "1,3,24,384_128,384,64,48", "1,10,40,80,640_300,96,48,40,24",

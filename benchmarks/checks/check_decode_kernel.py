@@ -216,7 +216,7 @@ def poison_scratch(wrapper: Any) -> None:
 def check_scratch(wrapper: Any) -> None:
     """A fused merge leaves every note as nobody had written it, or the next run would take in an old part."""
     notes = wrapper._part_stats
-    if wrapper.planner.merge == "fused" and not bool((notes == NOTHING).all()):
+    if wrapper.planner.options.merge == "fused" and not bool((notes == NOTHING).all()):
         left = (notes != NOTHING).flatten(1).any(-1).nonzero()
         raise Wrong(f"{len(left)} partial rows are not left as the next run expects, first {int(left[0, 0])}")
 

@@ -71,22 +71,22 @@ def checksum_of(plan: PackPlan) -> int:
 
 def batch_text(plan: PackPlan, requests: int) -> str:
     """The file of a planned batch, whose rows from ``requests`` on are padding."""
-    planner, forest = plan.planner, plan.forest
+    options, forest = plan.options, plan.forest
     arguments = {
-        "num_qo_heads": planner.num_kv_heads * planner.group_size,
-        "num_kv_heads": planner.num_kv_heads,
-        "head_dim": planner.head_dim,
-        "strategy": planner.strategy,
-        "split": planner.split,
-        "merge": planner.merge,
-        "tiles": planner.tiles,
-        "head_pack": planner.head_pack,
-        "n_sm": planner.n_sm,
-        "tail_warps": planner.tail_warps,
-        "max_requests": planner.max_requests,
-        "max_items": planner.max_items,
-        "max_members": planner.max_members,
-        "max_parts": planner.max_parts,
+        "num_qo_heads": options.num_qo_heads,
+        "num_kv_heads": options.num_kv_heads,
+        "head_dim": options.head_dim,
+        "strategy": options.strategy,
+        "split": options.split,
+        "merge": options.merge,
+        "tiles": options.tiles,
+        "head_pack": options.head_pack,
+        "n_sm": options.n_sm,
+        "tail_warps": options.tail_warps,
+        "max_requests": options.max_requests,
+        "max_items": options.max_items,
+        "max_members": options.max_members,
+        "max_parts": options.max_parts,
     }
     arrays = {name: getattr(forest, name).tolist() for name in ("parent", "length", "request_node", "seq_len")}
     return json.dumps(

@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
+from feather_kernels.options import tail_warps_of
 from feather_kernels.pack import STRATEGIES
-from feather_kernels.plan import tail_warps_of
 from feather_kernels.tiles import built_tiles
 from feather_sglang.errors import FeatherError
 from feather_sglang.plans.batch_file import Batch, load_batch, path_of, tree_batch

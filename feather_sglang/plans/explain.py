@@ -231,10 +231,10 @@ def explain(batch: Batch, *, compare: bool = False, items: bool = False) -> Repo
         source=batch.source,
         requests=requests,
         padding=batch.padding,
-        num_qo_heads=plan.group_size * plan.planner.num_kv_heads,
-        num_kv_heads=plan.planner.num_kv_heads,
-        head_dim=plan.planner.head_dim,
-        n_sm=plan.planner.n_sm,
+        num_qo_heads=plan.options.num_qo_heads,
+        num_kv_heads=plan.options.num_kv_heads,
+        head_dim=plan.options.head_dim,
+        n_sm=plan.options.n_sm,
         head_pack=plan.head_pack,
         attended=int(forest.seq_len.sum(dtype=np.int64)),
         unique=sum(group.nodes * group.tokens for group in groups if group.requests) + int(own.sum()),
@@ -337,7 +337,7 @@ def _shared_packs(batch: Batch, plan: PackPlan) -> list[tuple[int, int]]:
 
 def _queues(plan: PackPlan) -> list[QueueFacts]:
     """The queues that have work, largest m first."""
-    path = Path.of(path_of(plan.tiles), plan.planner.head_dim)
+    path = Path.of(path_of(plan.tiles), plan.options.head_dim)
     unit_ns, step_ns = np.split(np.array(UnitCosts.default(plan.tiles).of_tiles(plan.tiles)), 2)
     tail = next(index for index, (m, _) in enumerate(plan.tiles) if m >= plan.group_size)
     deposits = np.concatenate([[0], np.cumsum(plan.members[:, 1] >= 0)])  # before each member
@@ -347,7 +347,7 @@ def _queues(plan: PackPlan) -> list[QueueFacts]:
             continue
         index = len(plan.tiles) - 1 - queue
         heads = plan.head_pack if index == tail else 1  # KV heads to a unit
-        teams = max(1, path.teams_per_processor(plan.tiles[index][0])) * plan.planner.n_sm
+        teams = max(1, path.teams_per_processor(plan.tiles[index][0])) * plan.options.n_sm
         found.append(_queue(plan, index, slice(begin, end), heads, teams, deposits, unit_ns[index], step_ns[index]))
     return found
 
@@ -358,7 +358,7 @@ def _queue(
     m, n = plan.tiles[index]
     items = plan.items[mine].astype(np.int64)
     tokens = items[:, _STOP] - items[:, _START]
-    units = len(items) * plan.planner.num_kv_heads // heads
+    units = len(items) * plan.options.num_kv_heads // heads
     rows = float(items[:, _COUNT].mean()) * plan.group_size * heads
     parts = int((deposits[items[:, _FIRST] + items[:, _COUNT]] - deposits[items[:, _FIRST]]).sum())
     costs = UnitCosts()
@@ -376,9 +376,9 @@ def _queue(
         parts=parts,
         teams=teams,
         busy=min(units, teams),
-        processors=min(units, plan.planner.n_sm),
+        processors=min(units, plan.options.n_sm),
         rounds=-(-units // teams),
-        modelled_us=float(spent * plan.planner.num_kv_heads / plan.planner.n_sm / 1000),
+        modelled_us=float(spent * plan.options.num_kv_heads / plan.options.n_sm / 1000),
     )
 
 

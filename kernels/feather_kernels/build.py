@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from feather_kernels.errors import BuildError
+from feather_kernels.options import check_interface
 from feather_kernels.tiles import built_tiles, n_choices, parse_tile
 
 logger = logging.getLogger(__name__)
@@ -63,9 +64,11 @@ def load_planner() -> Any:
     if compiler is None:
         raise BuildError("no C++ compiler for the planner: install g++ (13 or later is tested) or set CXX")
     flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra"]
-    return _load(
+    planner = _load(
         _compile("plan", source_dir() / "planner" / "plan.cpp", [compiler, *flags], toolkit=_version(compiler))
     )
+    check_interface(planner.interface())
+    return planner
 
 
 @functools.cache

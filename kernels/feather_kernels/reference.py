@@ -86,7 +86,7 @@ def reference_decode(
             else:
                 assert not deposited[part], f"part {part} is deposited twice"
                 part_out[part], part_lse[part], deposited[part] = value, total, True
-    if plan.planner.merge == "fused":
+    if plan.options.merge == "fused":
         assert taken.all(), "a part is not taken in"
     else:
         for request, mine in enumerate(map(slice, begin[:-1], begin[1:])):

@@ -11,7 +11,8 @@ from feather_kernels.build import load_kernel
 from feather_kernels.device import Device
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
-from feather_kernels.plan import PackPlan, Planner, default_parts, tail_warps_of
+from feather_kernels.options import tail_warps_of
+from feather_kernels.plan import PackPlan, Planner, default_parts
 from feather_kernels.tiles import built_tiles, chosen_tiles, n_choices
 
 LAUNCHES = ("persistent", "streams", "serial")
@@ -277,7 +278,9 @@ class PackedDecodeWrapper:
                     self._module.forward(*arguments, 1 << queue)
             else:
                 self._run_on_streams(arguments)
-            if self.planner.merge == "kernel" and (self.pack_plan.n_parts or torch.cuda.is_current_stream_capturing()):
+            if self.planner.options.merge == "kernel" and (
+                self.pack_plan.n_parts or torch.cuda.is_current_stream_capturing()
+            ):
                 self._module.merge(*arguments)  # in a graph always, as it may meet parts later
         return (out, lse) if lse is not None else out
 
@@ -298,7 +301,7 @@ class PackedDecodeWrapper:
         ValueError
             As `run`, or units that would wait for those of other queues: use ``merge="kernel"``.
         """
-        if self.planner.merge != "kernel":
+        if self.planner.options.merge != "kernel":
             raise PlanError("run_queue() needs merge='kernel': units of one queue wait for those of others otherwise")
         k_cache, v_cache = self._checked(q, k_cache, v_cache, out)
         with torch.cuda.device(self.device):

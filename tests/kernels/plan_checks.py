@@ -1,14 +1,13 @@
 """What the planner's tests share: random forests, and everything that must hold of any plan."""
 
-import copy
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from hypothesis import strategies as st
 
-from feather_kernels.pack import SPLITS, STRATEGIES
-from feather_kernels.plan import CLOSES, MAGIC, make_plan
+from feather_kernels.plan import CLOSES, MAGIC, Planner, make_plan
 from feather_kernels.tiles import TILES
 from feather_kernels.trees import forest_table, random_forest
 from oracles.splitting import gathers, head_pack, least_promoted, team_and_tail, teams_take_tails
@@ -89,11 +88,8 @@ def tile_of(plan, members):
 
 def uncut(plan):
     """The same planner's plan of the same batch with whole packs: how they are cut does not change what they are."""
-    planner = copy.copy(plan.planner)
-    strategy = "naive" if planner.strategy == "two-phase" else planner.strategy  # which has chunks of its own
-    planner.split, planner._config, planner.buffer = "none", planner._config.copy(), np.zeros_like(planner.buffer)
-    planner._config[:2] = list(STRATEGIES).index(strategy), list(SPLITS).index("none")
-    return planner.plan(plan.forest)
+    strategy = "naive" if plan.strategy == "two-phase" else plan.strategy  # which has chunks of its own
+    return Planner(**vars(replace(plan.options, strategy=strategy, split="none"))).plan(plan.forest)
 
 
 def row_tiles(plan):
@@ -101,7 +97,7 @@ def row_tiles(plan):
     team = gathered(plan)
     if team is None:
         rows, given = uncut_rows(plan), given_tails(plan)
-        rows = promoted(plan, rows) if plan.planner.split in ("balanced", "rounds") else rows
+        rows = promoted(plan, rows) if plan.options.split in ("balanced", "rounds") else rows
         team, _ = team_and_tail(plan.tiles, plan.group_size)
         return [(team, *row[1:]) if row in given else row for row in rows]
     whole = uncut(plan)
@@ -120,34 +116,33 @@ def uncut_rows(plan):
 
 def gathered(plan):
     """The tile that takes everything; or None."""
-    planner, rows = plan.planner, uncut_rows(plan)
+    options, rows = plan.options, uncut_rows(plan)
     if not may_move(plan, rows):
         return None
-    arguments = plan.tiles, teams_of(plan), plan.group_size, planner.num_kv_heads, planner.split == "rounds"
+    arguments = plan.tiles, teams_of(plan), plan.group_size, options.num_kv_heads, options.split == "rounds"
     return gathers(promoted(plan, rows), *arguments)
 
 
 def given_tails(plan):
     """Of the row tiles, where not all are gathered, the tails that teams take: as they would be in their own tile."""
-    planner, rows = plan.planner, promoted(plan, uncut_rows(plan))
+    options, rows = plan.options, promoted(plan, uncut_rows(plan))
     team, tail = team_and_tail(plan.tiles, plan.group_size)
-    if planner.split != "rounds" or team in (None, tail) or not may_move(plan, rows) or gathered(plan) is not None:
+    if options.split != "rounds" or team in (None, tail) or not may_move(plan, rows) or gathered(plan) is not None:
         return []
     tails = [row for row in rows if row[0] == tail and len(row[3]) == 1]
-    lengths, rounds = [row[2] - row[1] for row in tails], len(tails) * planner.num_kv_heads / teams_of(plan)[team]
+    lengths, rounds = [row[2] - row[1] for row in tails], len(tails) * options.num_kv_heads / teams_of(plan)[team]
     return tails if teams_take_tails(lengths, len(rows) - len(tails), rounds) else []
 
 
 def may_move(plan, rows):
     """Whether packs may run in other tiles than the smallest that hold them."""
-    fixed = plan.planner.strategy == "two-phase" and any(len(members) > 1 for *_, members in rows)
-    return plan.planner.split in ("balanced", "rounds") and not fixed and plan.planner.fan_in != 0
+    fixed = plan.options.strategy == "two-phase" and any(len(members) > 1 for *_, members in rows)
+    return plan.options.split in ("balanced", "rounds") and not fixed and plan.options.fan_in != 0
 
 
 def teams_of(plan):
     """Of each tile."""
-    alphas = plan.planner._reals[4 : 4 + len(plan.tiles)].tolist()
-    return [max(1, round(1 / alpha)) * plan.planner.n_sm for alpha in alphas]
+    return [max(1, round(1 / alpha)) * plan.options.n_sm for alpha in plan.options.alpha]
 
 
 def cut_rows(plan, requests, tile):
@@ -161,10 +156,10 @@ def cut_rows(plan, requests, tile):
 
 def promoted(plan, rows):
     """The row tiles with the long ones among those of several requests in a small tile in the next larger one."""
-    planner = plan.planner
+    options = plan.options
     shared = [row for row in rows if len(row[3]) > 1 and plan.tiles[row[0]][0] <= 16]
-    warps = planner.n_sm * (8 if planner.head_dim <= 128 else 4)
-    least = least_promoted([stop - start for _, start, stop, _ in shared], planner.num_kv_heads, warps)
+    warps = options.n_sm * (8 if options.head_dim <= 128 else 4)
+    least = least_promoted([stop - start for _, start, stop, _ in shared], options.num_kv_heads, warps)
     largest = len(plan.tiles) - 1
     moved = [(min(row[0] + 1, largest), *row[1:]) for row in shared if row[2] - row[1] >= least]
     return [row for row in rows if row not in shared or row[2] - row[1] < least] + moved
@@ -195,7 +190,7 @@ def work(plan):
 
     The last one holds the items behind the queues.
     """
-    tail, heads = tile_of(plan, 1), plan.planner.num_kv_heads
+    tail, heads = tile_of(plan, 1), plan.options.num_kv_heads
     queues = []
     for begin, end in pairwise(plan.queue_begin.tolist()):
         queue = []
@@ -237,7 +232,7 @@ def check_queues(plan):
 
 def classes(plan, members):
     """Of each item of the last queue with work: 0; 1 if others of it wait for it; 2 if it waits for others of it."""
-    if plan.planner.merge == "kernel":
+    if plan.options.merge == "kernel":
         return [0] * len(members)
     awaited = {request for mine in members for request, part in mine if part >= 0}
     return [
@@ -251,20 +246,20 @@ def check_waits(plan, members, first):
     place = {part: index for index, mine in enumerate(members) for _, part in mine if part >= 0}
     taken = [range(first, first + count) for first, count in plan.items[:, 10:].tolist()]
     waits = [(index, row) for index, rows in enumerate(taken) for row in rows]
-    assert sorted(row for _, row in waits) == (list(range(plan.n_parts)) if plan.planner.merge == "fused" else [])
+    assert sorted(row for _, row in waits) == (list(range(plan.n_parts)) if plan.options.merge == "fused" else [])
     assert all(place[row] < index >= first for index, row in waits)
 
 
 def check_header(plan):
-    planner, header = plan.planner, plan.header
+    options, header = plan.options, plan.header
     assert header[:6] == [MAGIC, plan.n_items, plan.n_members, plan.n_requests, plan.n_parts, len(plan.tiles)]
     assert header[8] < header[6] < header[7] and all(begin % 32 == 0 for begin in header[6:9])
     assert header[9] == plan.used == header[7] + 2 * plan.n_members <= len(plan.buffer)
     assert header[11] == plan.n_closing and header[12] == plan.head_pack and header[14:16] == [0, 0]
     assert header[13] == plan.n_items - plan.queue_begin[-1]
-    pack = head_pack(plan.group_size, planner.num_kv_heads, planner.head_dim)
+    pack = head_pack(plan.group_size, options.num_kv_heads, options.head_dim)
     pairs = plan.tiles[tile_of(plan, 1)][0] == 8
-    assert plan.head_pack == (planner.head_pack or pack if pairs else 1)
+    assert plan.head_pack == (options.head_pack or pack if pairs else 1)
 
 
 def check_parts(plan, forest, parts):
@@ -278,14 +273,14 @@ def check_parts(plan, forest, parts):
         if len(mine) == 1:
             assert rows == []
             closer = [-1]
-        elif plan.planner.merge == "fused":
+        elif plan.options.merge == "fused":
             closer = [CLOSES]
             check_closer(plan, mine)
             assert mine[-1].taken == (begin[request], len(rows))
         assert [part.row for part in mine] == rows + closer
         growing = [part.grows for part in mine if part.grows >= 0]
-        assert growing == ([request] if plan.planner.grow else [])
-        assert not plan.planner.grow or mine[-1 - only_closes(mine[-1])].grows == request
+        assert growing == ([request] if plan.options.grow else [])
+        assert not plan.options.grow or mine[-1 - only_closes(mine[-1])].grows == request
 
 
 def only_closes(part):
@@ -297,4 +292,4 @@ def check_closer(plan, mine):
     assert mine[-1].tile == tile_of(plan, 1) and mine[-1].members == 1
     parts = mine[: -1 if only_closes(mine[-1]) else None]
     can = parts[-1].tile == tile_of(plan, 1) and parts[-1].members == 1
-    assert only_closes(mine[-1]) == (not can or 0 < plan.planner.fan_in < len(parts))
+    assert only_closes(mine[-1]) == (not can or 0 < plan.options.fan_in < len(parts))

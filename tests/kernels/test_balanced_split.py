@@ -24,8 +24,8 @@ from plan_checks import (
 
 from feather_kernels.costs import UnitCosts
 from feather_kernels.forest import Forest
+from feather_kernels.options import DEFAULT_ALPHA
 from feather_kernels.pack import MERGES, STRATEGIES
-from feather_kernels.plan import DEFAULT_ALPHA
 from feather_kernels.tiles import TILES
 from feather_kernels.trees import tree_forest
 from oracles.splitting import (

@@ -192,7 +192,10 @@ def test_items_without_tokens_count_against_the_capacity():
             plan_of(forest, **NAIVE, grow=False, **limit)
     enough = plan_of(forest, **NAIVE, grow=False, max_items=7, max_members=12, max_parts=8)
     check_plan(enough, forest)
-    assert Planner(**HEADS, max_requests=9, grow=False).max_items == Planner(**HEADS, max_requests=9).max_items + 9
+    assert (
+        Planner(**HEADS, max_requests=9, grow=False).options.max_items
+        == Planner(**HEADS, max_requests=9).options.max_items + 9
+    )
 
 
 def test_closing_items_wait_behind_the_others_of_their_queue():

@@ -15,7 +15,7 @@ merges_of_parts = st.sampled_from(list(MERGES))
 
 def assert_same(packs, plan):
     assert len(packs) == len(set(packs)) and packs_in(plan) == set(packs)
-    kv, partial = traffic(packs, DIM, GROUP, plan.planner.merge)
+    kv, partial = traffic(packs, DIM, GROUP, plan.options.merge)
     assert plan.traffic == plan.scheduled_traffic == (kv * HEADS["num_kv_heads"], partial * HEADS["num_kv_heads"])
 
 

@@ -54,7 +54,7 @@ def test_a_batch_of_many_levels_is_packed_less(depth, requests, tokens):
     forest, count = chain(depth, requests, tokens), depth * requests
     planner = Planner(32, 8, 128, max_requests=count, max_parts=default_parts(count, 32))
     plan = planner.plan(forest)
-    assert plan.widened and plan.n_parts <= planner.max_parts
+    assert plan.widened and plan.n_parts <= planner.options.max_parts
     assert plan.tokens_read < 2 * plan_of(forest, num_qo_heads=32, num_kv_heads=8, head_dim=128).tokens_read
     assert not planner.plan(tree_forest((1, 8), (400, 100))).widened  # parts have their price again
 

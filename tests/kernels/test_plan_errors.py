@@ -1,14 +1,18 @@
 """A user's mistake is one clear line, and leaves the last plan in place."""
 
 import math
+from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
 from plan_checks import HEADS, plan_of
 
-from feather_kernels.errors import PlanError
+from feather_kernels.build import load_planner
+from feather_kernels.errors import BuildError, PlanError
 from feather_kernels.forest import Forest
+from feather_kernels.options import UNLIMITED, PlannerOptions, check_interface
 from feather_kernels.plan import Planner, make_plan
+from feather_kernels.tiles import TILES
 from feather_kernels.trees import tree_forest
 
 NAIVE = {"strategy": "naive"}
@@ -99,3 +103,21 @@ def test_a_buffer_of_ones_own():
     plan = make_plan(FOREST, **HEADS, max_requests=8, buffer=buffer)
     assert np.shares_memory(plan.buffer, buffer) and len(plan.buffer) == size
     assert plan.items.tolist() == plan_of(FOREST).items.tolist()
+
+
+def test_a_library_with_other_fields_is_refused_in_one_line():
+    library = load_planner().interface()
+    check_interface(library)
+    for there, other in (("fan_in:i136", "fan_out:i136"), ("alpha:f", "alpha:i"), ("naive compute", "compute naive")):
+        with pytest.raises(BuildError) as error:
+            check_interface(library.replace(there, other))
+        assert "where feather_kernels.options has" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_options_are_settled_once_and_stay():
+    options = PlannerOptions(**HEADS, max_requests=9)
+    assert replace(options) == options and options.max_parts == UNLIMITED and options.tiles == TILES["hopper"]
+    with pytest.raises(FrozenInstanceError):
+        options.fan_in = 0
+    with pytest.raises(PlanError, match="fan_in is -1"):
+        replace(options, fan_in=-1)

@@ -5,7 +5,8 @@ from plan_checks import plan_of
 
 from feather_kernels.build import HEAD_DIMS
 from feather_kernels.forest import Forest
-from feather_kernels.plan import Planner, tail_warps_of
+from feather_kernels.options import tail_warps_of
+from feather_kernels.plan import Planner
 from feather_kernels.tile_solver import Path
 from feather_kernels.tiles import TILES, built_tiles
 from feather_kernels.trees import tree_forest
@@ -18,8 +19,8 @@ from feather_kernels.trees import tree_forest
 def test_tail_warps_are_the_kernels(path, head_dim, warps):
     assert tail_warps_of(path, head_dim) == warps
     if path == "hopper":
-        assert Planner(8, 2, head_dim, max_requests=1).tail_warps == warps
-    assert Planner(8, 2, head_dim, max_requests=1, tail_warps=5).tail_warps == 5
+        assert Planner(8, 2, head_dim, max_requests=1).options.tail_warps == warps
+    assert Planner(8, 2, head_dim, max_requests=1, tail_warps=5).options.tail_warps == 5
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

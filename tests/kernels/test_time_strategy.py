@@ -52,7 +52,7 @@ def whole_packs(plan, forest):
             last[request] = max(last.get(request, (0, 0)), (start, stop))
     for start, stop, members in items:
         above = [node for node in nodes if node.end == stop and members <= node.requests]
-        own = len(members) == 1 and last[min(members)] == (start, stop) and (plan.planner.grow or not above)
+        own = len(members) == 1 and last[min(members)] == (start, stop) and (plan.options.grow or not above)
         key = (start, stop, members) if own else (start, stop, above[0])
         packs.setdefault(key, []).append(members)
     whole = []

@@ -18,7 +18,7 @@ struct Layout {
     size = aligned(members + n_members * kMemberSize);
   }
   // As large as any plan within the capacity.
-  explicit Layout(const Config& config) : Layout(config[kMaxRequests], config[kMaxItems], config[kMaxMembers]) {}
+  explicit Layout(const Config& config) : Layout(config.max_requests, config.max_items, config.max_members) {}
 };
 
 struct EmitScratch {
@@ -93,7 +93,7 @@ constexpr int32_t kNoRow = -1;
 // taken in this order, so an item waits only for items that were taken before.
 inline void sort_items(const Config& config, const Packing& packing, const Schedule& schedule,
                        EmitScratch& scratch, int32_t* queue_begin) {
-  const int32_t n_tiles = config.n_tiles(), tail = config.tail_tile();
+  const int32_t n_tiles = config.n_tiles, tail = config.tail_tile();
   auto& [entries, swap, cursor, first_part, last_part, awaited, closes] = scratch;
   int32_t longest = 0;
   for (const RowTile& row : schedule.rows) longest = std::max(longest, row.chunk);
@@ -208,7 +208,7 @@ inline void write_items(const Config& config, const Forest& forest, const Packin
 inline void emit(const Config& config, const Forest& forest, const Packing& packing, const Schedule& schedule,
                  EmitScratch& scratch, int32_t* buffer) {
   const Layout layout(forest.n_requests, schedule.n_items, schedule.n_members);
-  const int32_t n_tiles = config.n_tiles(), n_members = static_cast<int32_t>(schedule.n_members);
+  const int32_t n_tiles = config.n_tiles, n_members = static_cast<int32_t>(schedule.n_members);
   int32_t* part_begin = buffer + layout.part_begin;
   const int32_t parts = number_parts(config, packing, schedule, scratch, part_begin);
   std::array<int32_t, kMaxTiles + 1> queue_begin;

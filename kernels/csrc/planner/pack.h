@@ -82,15 +82,15 @@ void decide(const Forest& forest, const Tree& tree, PackScratch& scratch, Rule m
 // The parts that merging a child saves: one for each of its requests. Without the fused merge, a tail merged up to
 // position 0 saves its own too. A request that ends at the node saves one with the fused merge only, by closing itself.
 inline int64_t parts_saved(const Config& config, const Edge& edge) {
-  if (edge.ends(config[kGrow])) return config.fused() && edge.from > 0;
+  if (edge.ends(config.grow)) return config.fused() && edge.from > 0;
   return edge.leaf >= 0 && edge.from == 0 && !config.fused() ? 2 : edge.size;
 }
 
 // PAT's Algorithm 1. With the byte model, a merge is taken when the parts that it saves weigh at least the carried
 // range that it loads again.
 inline void decide_profit(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch) {
-  const double factor = config.reals[kProfitFactor];
-  const bool grow = config[kGrow];
+  const double factor = config.profit_factor;
+  const bool grow = config.grow;
   decide(forest, tree, scratch, [&](const Edge& edge, int32_t) {
     if (factor > 0) return !edge.ends(grow) && factor * edge.size >= edge.carried;
     return config.part_bytes() * parts_saved(config, edge) >= config.token_bytes() * edge.carried;
@@ -101,9 +101,9 @@ inline void decide_profit(const Config& config, const Forest& forest, const Tree
 // Split KV: the parent's range stays with all its requests, and each of the child's has one more part. Split Q: the
 // child's requests read the parent's range themselves, in a tile that they may not fill.
 inline void decide_compute(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch) {
-  const bool grow = config[kGrow];
-  const int64_t group = config[kGroupSize];
-  const double part_cost = config.reals[kComputeSplitCost] * group;
+  const bool grow = config.grow;
+  const int64_t group = config.group_size;
+  const double part_cost = config.compute_split_cost * group;
   auto padded = [&](int64_t requests, int64_t length) -> double {  // row-tokens that the tiles run for nothing
     const int64_t rows = requests * group;
     const Tile tile = config.tile(config.tile_for(requests));
@@ -128,7 +128,7 @@ struct TrafficCosts {
   double token, overhead, part;
 
   explicit TrafficCosts(const Config& config)
-      : token(config.token_bytes()), overhead(config[kItemOverhead]), part(config.part_bytes()) {}
+      : token(config.token_bytes()), overhead(config.item_overhead), part(config.part_bytes()) {}
 
   double pack(int32_t, int32_t length) const { return token * length + overhead; }
   double tail(int32_t length) const { return token * length; }  // merged into a tail
@@ -142,21 +142,21 @@ struct TimeCosts {
   int32_t capacity;
   double tail_unit, tail_token, part;
 
-  explicit TimeCosts(const Config& c) : config(c), capacity(c.capacity(c.n_tiles() - 1)) {
+  explicit TimeCosts(const Config& c) : config(c), capacity(c.capacity(c.n_tiles - 1)) {
     const int32_t tail = c.tail_tile();
-    tail_unit = c.unit_ns(tail);
-    tail_token = c.step_ns(tail) / c.tile(tail).n;
-    part = c.reals[kPartNs] + static_cast<double>(c[kGroupSize]) * c.reals[kPartRowNs];
+    tail_unit = c.unit_ns[tail];
+    tail_token = c.step_ns[tail] / c.tile(tail).n;
+    part = c.part_ns + static_cast<double>(c.group_size) * c.part_row_ns;
   }
 
   double row_tile(int32_t t, int32_t length) const {
     const uint32_t n = static_cast<uint32_t>(config.tile(t).n);
-    return config.unit_ns(t) + config.step_ns(t) * ((static_cast<uint32_t>(length) + n - 1) / n);
+    return config.unit_ns[t] + config.step_ns[t] * ((static_cast<uint32_t>(length) + n - 1) / n);
   }
   double pack(int32_t count, int32_t length) const {
     const RowCut cut = config.cut_rows(count, capacity);
     const double last = row_tile(cut.last, length);
-    return cut.tiles == 1 ? last : last + (cut.tiles - 1) * row_tile(config.n_tiles() - 1, length);
+    return cut.tiles == 1 ? last : last + (cut.tiles - 1) * row_tile(config.n_tiles - 1, length);
   }
   double tail(int32_t length) const { return tail_token * length; }
   double alone(int32_t length) const { return tail_unit + tail_token * length; }
@@ -218,7 +218,7 @@ inline void list_states(const Forest& forest, const Tree& tree, bool grow, const
 template <typename Costs>
 void decide_cheapest(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch,
                      const Costs& costs, const char* strategy) {
-  const bool grow = config[kGrow], fused = config.fused();
+  const bool grow = config.grow, fused = config.fused();
   list_states(forest, tree, grow, strategy, scratch.table);
   auto& [offset, start, depth, leaves, ended, stay, state, cost, best, merged, split, choice] = scratch.table;
   const double part = costs.part, tail_split = fused ? part : 2 * part;
@@ -277,7 +277,7 @@ void decide_cheapest(const Config& config, const Forest& forest, const Tree& tre
 }
 
 inline void decide_by_strategy(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch) {
-  switch (config[kStrategy]) {
+  switch (config.strategy) {
     case kQuery:
       return decide(forest, tree, scratch, [](const Edge&, int32_t) { return true; });
     case kRelay:  // the first level is a pack, and nothing below it
@@ -299,8 +299,8 @@ inline void decide_by_strategy(const Config& config, const Forest& forest, const
 inline void make_packs(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch,
                        Packing& out) {
   const int32_t n = tree.n_nodes();
-  const bool grow = config[kGrow];
-  const int32_t shared_chunk = config[kStrategy] == kTwoPhase ? static_cast<int32_t>(config[kSharedChunk]) : 0;
+  const bool grow = config.grow;
+  const int32_t shared_chunk = config.strategy == kTwoPhase ? static_cast<int32_t>(config.shared_chunk) : 0;
   auto& [from, split, leaf_from, leaf_split, place, cursor, order, pack_of, left] = scratch.lists;
   place.resize(n);  // requests in depth-first order: those below a node are adjacent, from place[u] on
   cursor.resize(n);

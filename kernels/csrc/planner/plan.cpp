@@ -2,9 +2,11 @@
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
 
 #include "planner/emit.h"
 #include "planner/forest.h"
+#include "planner/interface.h"
 #include "planner/pack.h"
 #include "planner/plan.h"
 #include "planner/split.h"
@@ -37,7 +39,7 @@ Workspace& workspace() {
   return instance;
 }
 
-void write_stats(const Config& config, const Packing& packing, const Schedule& schedule, int64_t* stats,
+void write_stats(const Config& config, const Packing& packing, const Schedule& schedule, PlanStats& stats,
                  std::vector<Parts>& parts) {
   parts.assign(schedule.parts.size(), Parts{});
   int64_t tokens = 0, split_parts = 0, run = 0;
@@ -50,37 +52,41 @@ void write_stats(const Config& config, const Packing& packing, const Schedule& s
   }
   for (const Parts mine : parts) split_parts += config.deposits(mine);
   for (const RowTile& row : schedule.rows) run += packing.packs[row.pack].length();
-  const int64_t token = config.token_bytes() * config[kKvHeads], part = config.part_bytes() * config[kKvHeads];
-  stats[kStatModelKv] = tokens * token;
-  stats[kStatModelPartial] = split_parts * part;
-  stats[kStatScheduledKv] = run * token;
-  stats[kStatScheduledPartial] = schedule.n_parts * part;
-  stats[kStatItems] = schedule.n_items;
-  stats[kStatMembers] = schedule.n_members;
-  stats[kStatParts] = schedule.n_parts;
-  stats[kStatWidened] = schedule.widened;
+  const int64_t token = config.token_bytes() * config.num_kv_heads, part = config.part_bytes() * config.num_kv_heads;
+  stats.model_kv = tokens * token;
+  stats.model_partial = split_parts * part;
+  stats.scheduled_kv = run * token;
+  stats.scheduled_partial = schedule.n_parts * part;
+  stats.items = schedule.n_items;
+  stats.members = schedule.n_members;
+  stats.parts = schedule.n_parts;
+  stats.widened = schedule.widened;
 }
 
+Config config_of(const TensorView& options) { return {*data<PlannerOptions>(options)}; }
+
 // Plans a forest. A buffer of length 0 asks for the counts only; an error leaves the buffer as it was.
-void plan(TensorView config_fields, TensorView reals, TensorView parent, TensorView node_length,
-          TensorView request_node, TensorView seq_len, TensorView row_offset, TensorView buffer, TensorView stats) {
-  const Config config{data<int64_t>(config_fields), data<double>(reals)};
+void plan(TensorView options, TensorView parent, TensorView node_length, TensorView request_node, TensorView seq_len,
+          TensorView row_offset, TensorView buffer, TensorView stats) {
+  const Config config = config_of(options);
   const Forest forest{data<int32_t>(parent),       data<int32_t>(node_length), length(parent),
                       data<int32_t>(request_node), data<int32_t>(seq_len),     data<int64_t>(row_offset),
                       length(request_node)};
-  FEATHER_REQUIRE(forest.n_requests <= config[kMaxRequests],
-                  "a batch of " << forest.n_requests << " requests exceeds the planner's " << config[kMaxRequests]
+  FEATHER_REQUIRE(forest.n_requests <= config.max_requests,
+                  "a batch of " << forest.n_requests << " requests exceeds the planner's " << config.max_requests
                                 << ": raise max_requests");
   Workspace& w = workspace();
   fold(forest, w.fold, w.tree);
   decide_by_strategy(config, forest, w.tree, w.pack);
   make_packs(config, forest, w.tree, w.pack, w.packing);
   schedule(config, forest, w.packing, w.rounds, w.schedule);
-  write_stats(config, w.packing, w.schedule, data<int64_t>(stats), w.packed);
+  write_stats(config, w.packing, w.schedule, *data<PlanStats>(stats), w.packed);
   if (buffer.size(0)) emit(config, forest, w.packing, w.schedule, w.emit, data<int32_t>(buffer));
 }
 
-int64_t buffer_size(TensorView config_fields) { return Layout(Config{data<int64_t>(config_fields), nullptr}).size; }
+int64_t buffer_size(TensorView options) { return Layout(config_of(options)).size; }
+
+tvm::ffi::String interface() { return describe_interface(); }
 
 int64_t from_nodes(TensorView ids, TensorView parent_ids, TensorView lengths, TensorView request_ids,
                    TensorView seq_len, TensorView parent, TensorView node_length, TensorView request_node) {
@@ -101,6 +107,7 @@ int64_t from_block_table(TensorView table, int64_t page_size, TensorView seq_len
 }  // namespace
 }  // namespace feather
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(interface, feather::interface)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan, feather::plan)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(buffer_size, feather::buffer_size)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(forest_from_nodes, feather::from_nodes)

@@ -13,59 +13,10 @@
 #include <vector>
 
 #include "common/plan_buffer.h"
+#include "planner/interface.h"
 #include "traits.h"
 
 namespace feather {
-
-// ---- Fixed arguments, as Python's Planner lays them out (planner.config and planner.reals).
-
-enum Strategy : int64_t { kQuery, kRelay, kTwoPhase, kNaive, kCompute, kProfit, kOptimal, kTime };
-enum Split : int64_t { kSplitNone, kSplitMean, kSplitBalanced, kSplitRounds };
-enum Merge : int64_t { kMergeFused, kMergeKernel };
-
-enum ConfigField : int32_t {
-  kStrategy,
-  kSplit,
-  kGrow,
-  kKvHeads,
-  kGroupSize,
-  kHeadDim,
-  kMinChunk,
-  kProcessors,
-  kMaxRequests,
-  kMaxItems,
-  kMaxMembers,
-  kMaxParts,
-  kSharedChunk,
-  kItemOverhead,
-  kMerge,
-  kHeadPack,   // 0: the planner decides
-  kTailWarps,  // of a processor, that take the tail tile's units
-  kFanIn,      // the most parts that a request has if its last one closes it; 0: any number, and none has to be apart
-  kTileCount,
-  kConfigTiles,  // m, n of each tile, ascending
-};
-
-enum RealField : int32_t {
-  kProfitFactor,
-  kComputeSplitCost,
-  kPartNs,
-  kPartRowNs,
-  kRealAlpha,  // of each tile; then each tile's ns a unit, then each tile's ns a step
-};
-
-// What a plan answers besides its buffer.
-enum StatField : int32_t {
-  kStatModelKv,          // bytes, all KV heads, of the packs before row tiling and KV split
-  kStatModelPartial,
-  kStatScheduledKv,      // the same of the items as they are run
-  kStatScheduledPartial,
-  kStatItems,            // needed
-  kStatMembers,
-  kStatParts,
-  kStatWidened,          // 1: chunks were made longer than asked for, to stay within the capacity
-  kStatCount,
-};
 
 struct Tile {
   int32_t m, n;
@@ -85,28 +36,18 @@ struct Parts {
   void add(int32_t more, bool in_tail) { count += more, tail = in_tail; }  // in order of position
 };
 
-struct Config {
-  const int64_t* fields;
-  const double* reals;
-
-  int64_t operator[](ConfigField field) const { return fields[field]; }
-  int32_t n_tiles() const { return static_cast<int32_t>(fields[kTileCount]); }
-  Tile tile(int32_t t) const {
-    return {static_cast<int32_t>(fields[kConfigTiles + 2 * t]), static_cast<int32_t>(fields[kConfigTiles + 2 * t + 1])};
-  }
-  bool balances() const { return fields[kSplit] >= kSplitBalanced; }
-  double alpha(int32_t t) const { return reals[kRealAlpha + t]; }
-  int64_t teams(int32_t t) const { return std::max<int64_t>(1, std::llround(1 / alpha(t))); }  // of a processor
-  // ns of a processor for one KV head: of a work unit of a tile, and of each step of n tokens in it.
-  double unit_ns(int32_t t) const { return reals[kRealAlpha + n_tiles() + t]; }
-  double step_ns(int32_t t) const { return reals[kRealAlpha + 2 * n_tiles() + t]; }
+// The options with what follows from them.
+struct Config : PlannerOptions {
+  Tile tile(int32_t t) const { return {static_cast<int32_t>(tile_m[t]), static_cast<int32_t>(tile_n[t])}; }
+  bool balances() const { return split >= kSplitBalanced; }
+  int64_t teams(int32_t t) const { return std::max<int64_t>(1, std::llround(1 / alpha[t])); }  // of a processor
 
   // The round-up rule of PAT 5.2: the smallest tile that holds the requests' rows, or the largest one there is. A tile
   // of 8 rows holds one request's only: they are consecutive query heads.
   int32_t tile_for(int64_t requests) const {
-    const int64_t least = std::max<int64_t>(requests * fields[kGroupSize], requests > 1 ? kThinRows + 1 : 1);
+    const int64_t least = std::max<int64_t>(requests * group_size, requests > 1 ? kThinRows + 1 : 1);
     int32_t t = 0;
-    while (t + 1 < n_tiles() && tile(t).m < least) ++t;
+    while (t + 1 < n_tiles && tile(t).m < least) ++t;
     return t;
   }
   // The tile of an item of one request, tails above all. Its queue is the last one with work.
@@ -114,7 +55,7 @@ struct Config {
   // Requests that a tile holds.
   int32_t capacity(int32_t t) const {
     const int32_t m = tile(t).m;
-    return m > kThinRows ? static_cast<int32_t>(m / fields[kGroupSize]) : 1;
+    return m > kThinRows ? static_cast<int32_t>(m / group_size) : 1;
   }
   // One tile where the largest allowed, which holds `capacity` requests, holds all; else as few as that one can.
   RowCut cut_rows(int32_t requests, int32_t capacity) const {
@@ -124,11 +65,11 @@ struct Config {
   }
 
   // Fused merge: an item closes each request of several parts. It waits for them, combines them and writes the result.
-  bool fused() const { return fields[kMerge] == kMergeFused; }
+  bool fused() const { return merge == kMergeFused; }
   // The item of the last part does that, and combines the others with its own. It takes in one after the other, so
   // there must not be many.
   bool closed_by_last(Parts parts) const {
-    return fused() && parts.count > 1 && parts.tail && (fields[kFanIn] == 0 || parts.count <= fields[kFanIn]);
+    return fused() && parts.count > 1 && parts.tail && (fan_in == 0 || parts.count <= fan_in);
   }
   // An item without tokens does, behind the queues.
   bool closed_apart(Parts parts) const { return fused() && parts.count > 1 && !closed_by_last(parts); }
@@ -138,8 +79,8 @@ struct Config {
   // The traffic model, bytes per KV head. One KV token is K and V in 16 bits; one part of a request is its group's
   // rows of output in 16 bits, each with a log-sum-exp and a step in fp32, written once and read once. A request with
   // one part only has none: its item writes the result itself; neither has the part that closes a request.
-  int64_t token_bytes() const { return 2 * fields[kHeadDim] * 2; }
-  int64_t part_bytes() const { return fields[kGroupSize] * (fields[kHeadDim] + 4) * 2 * 2; }
+  int64_t token_bytes() const { return 2 * head_dim * 2; }
+  int64_t part_bytes() const { return group_size * (head_dim + 4) * 2 * 2; }
 };
 
 // A forest as Python holds it.

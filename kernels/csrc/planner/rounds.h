@@ -26,11 +26,11 @@ class Rounds {
  public:
   Rounds(const Config& config, const Packing& packing, Schedule& out, RoundsScratch& scratch)
       : config_(config), packing_(packing), out_(out), scratch_(scratch) {
-    scratch_.load.assign(config[kProcessors], 0);
+    scratch_.load.assign(config.n_sm, 0);
     const int32_t tail = config.tail_tile();
     for (const RowTile& row : out.rows) {
       if (config.tile(row.tile).m > kWarpRows && !row.settled) continue;
-      const int64_t units = config[kKvHeads];
+      const int64_t units = config.num_kv_heads;
       const double ns = static_cast<double>(units) * chunk_ns(row.tile, packing.packs[row.pack].length());
       if (row.tile == tail) {
         tails_ += units, tails_ns_ += ns;
@@ -38,14 +38,14 @@ class Rounds {
         extra_ += ns;
       }
     }
-    part_ns_ = static_cast<double>(config[kKvHeads]) *
-               (config.reals[kPartNs] + static_cast<double>(config[kGroupSize]) * config.reals[kPartRowNs]);
+    part_ns_ = static_cast<double>(config.num_kv_heads) *
+               (config.part_ns + static_cast<double>(config.group_size) * config.part_row_ns);
   }
 
   // Settle the chunks of every tile of more than 16 rows, the largest first. `least`: the shortest chunk of a tile.
   template <class Least>
   void settle(Least least) {
-    for (int32_t tile = config_.n_tiles() - 1; tile >= 0 && config_.tile(tile).m > kWarpRows; --tile) {
+    for (int32_t tile = config_.n_tiles - 1; tile >= 0 && config_.tile(tile).m > kWarpRows; --tile) {
       settle_tile(tile, round_up(least(tile), config_.tile(tile).n));
     }
   }
@@ -53,7 +53,7 @@ class Rounds {
  private:
   double chunk_ns(int32_t tile, int64_t length) const {
     const int64_t n = config_.tile(tile).n;
-    return config_.unit_ns(tile) + config_.step_ns(tile) * static_cast<double>((length + n - 1) / n);
+    return config_.unit_ns[tile] + config_.step_ns[tile] * static_cast<double>((length + n - 1) / n);
   }
 
   // All of a tile's packs are cut into chunks of one length. Or, where a processor has several teams, the longest stay
@@ -70,9 +70,9 @@ class Rounds {
     if (rows.empty()) return;
     const auto longer = [&](int32_t a, int32_t b) { return length(a) > length(b); };
     if (!std::is_sorted(rows.begin(), rows.end(), longer)) std::stable_sort(rows.begin(), rows.end(), longer);
-    const int64_t step = config_.tile(tile).n, heads = config_[kKvHeads], n_rows = static_cast<int64_t>(rows.size());
-    const int64_t teams = config_.teams(tile), round = teams * config_[kProcessors];
-    const int64_t most_units = kMostRounds * config_[kProcessors];
+    const int64_t step = config_.tile(tile).n, heads = config_.num_kv_heads, n_rows = static_cast<int64_t>(rows.size());
+    const int64_t teams = config_.teams(tile), round = teams * config_.n_sm;
+    const int64_t most_units = kMostRounds * config_.n_sm;
     int64_t limit = out_.rows[rows[0]].longest, whole = 0;
     double best = deal(tile, limit, whole);
     const bool tries = units_ <= most_units;
@@ -104,7 +104,7 @@ class Rounds {
   // next_turn_ and tried.
   double deal(int32_t tile, int64_t limit, int64_t whole) {
     auto& [load, tried, runs, rows] = scratch_;
-    const int64_t heads = config_[kKvHeads], processors = config_[kProcessors];
+    const int64_t heads = config_.num_kv_heads, processors = config_.n_sm;
     tried = load;
     runs.clear();
     units_ = 0, parts_ = 0;
@@ -155,7 +155,7 @@ class Rounds {
   }
 
   // KV heads of tails that a processor's warps take at once.
-  double round_of_tails() const { return static_cast<double>(config_[kTailWarps] * out_.head_pack); }
+  double round_of_tails() const { return static_cast<double>(config_.tail_warps * out_.head_pack); }
 
   const Config& config_;
   const Packing& packing_;

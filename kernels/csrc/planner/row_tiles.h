@@ -33,24 +33,24 @@ constexpr int32_t kNoTile = -1;
 // KV heads to a unit of the tail tile's queue. Two fill more of its eight rows and share a unit's own cost: that is
 // worth more than twice as many units, even where those would not keep every warp busy.
 inline int32_t choose_head_pack(const Config& config) {
-  const bool pairs = config.tile(config.tail_tile()).m == kThinRows && 2 * config[kGroupSize] <= kThinRows &&
-                     config[kKvHeads] % 2 == 0;
+  const bool pairs = config.tile(config.tail_tile()).m == kThinRows && 2 * config.group_size <= kThinRows &&
+                     config.num_kv_heads % 2 == 0;
   if (!pairs) return 1;
-  if (config[kHeadPack]) return static_cast<int32_t>(config[kHeadPack]);
-  return config[kHeadDim] <= kHeadPackWidest ? 2 : 1;
+  if (config.head_pack) return static_cast<int32_t>(config.head_pack);
+  return config.head_dim <= kHeadPackWidest ? 2 : 1;
 }
 
 // A tile whose teams take packs of other tiles, too.
 inline int32_t team_tile(const Config& config) {
   int32_t team = 0;
-  while (team < config.n_tiles() && config.tile(team).m <= kWarpRows) ++team;
-  return team < config.n_tiles() ? team : kNoTile;
+  while (team < config.n_tiles && config.tile(team).m <= kWarpRows) ++team;
+  return team < config.n_tiles ? team : kNoTile;
 }
 
 // Rounds of so many packs for the teams of a tile, a KV head of a pack at a time.
 inline double rounds_of(const Config& config, int32_t team, int64_t packs) {
-  return static_cast<double>(packs * config[kKvHeads]) /
-         static_cast<double>(config.teams(team) * config[kProcessors]);
+  return static_cast<double>(packs * config.num_kv_heads) /
+         static_cast<double>(config.teams(team) * config.n_sm);
 }
 
 // Few packs go to the smallest tile of teams, all of them, in several row tiles where they need to: nothing waits there
@@ -75,7 +75,7 @@ inline bool merge_into_warpgroup_tile(const Config& config, const Packing& packi
   if (large && medium) most_rounds = kFewRoundsMedium;
   if (small && (large || medium)) most_rounds = kFewRoundsMixed;
   const bool few = rounds <= most_rounds && rounds_of(config, team, tokens) <= kFewTokens;
-  const bool alone = config[kSplit] == kSplitRounds && !small && !medium && !large;
+  const bool alone = config.split == kSplitRounds && !small && !medium && !large;
   if (!few && !(alone && rounds <= 1)) return false;
   out.larger.swap(out.rows);
   out.rows.clear();
@@ -120,8 +120,8 @@ inline void promote_long(const Config& config, const Packing& packing, std::vect
   int64_t tokens = 0;
   for (const RowTile& row : rows) tokens += shared(row) ? length(row) : 0;
   for (RowTile& row : rows) {
-    if (!shared(row) || row.tile + 1 == config.n_tiles()) continue;
-    const int64_t share = tokens * config[kKvHeads] / (config.teams(row.tile) * config[kProcessors]);  // of a warp
+    if (!shared(row) || row.tile + 1 == config.n_tiles) continue;
+    const int64_t share = tokens * config.num_kv_heads / (config.teams(row.tile) * config.n_sm);  // of a warp
     if (length(row) >= std::max(kLongPack, kLongPackShares * share)) ++row.tile;
   }
 }
@@ -130,7 +130,7 @@ inline void promote_long(const Config& config, const Packing& packing, std::vect
 // kNoTile.
 inline int32_t make_row_tiles(const Config& config, const Packing& packing, Schedule& out) {
   out.rows.clear();
-  const int32_t largest = config.n_tiles() - 1, capacity = config.capacity(largest);
+  const int32_t largest = config.n_tiles - 1, capacity = config.capacity(largest);
   const int32_t team = team_tile(config), tail = config.tail_tile();
   bool fixed = false;
   for (size_t pack = 0; pack < packing.packs.size(); ++pack) {
@@ -145,9 +145,9 @@ inline int32_t make_row_tiles(const Config& config, const Packing& packing, Sche
   }
   if (!config.balances()) return kNoTile;
   promote_long(config, packing, out.rows);
-  if (config[kFanIn] == 0 || team == kNoTile || fixed) return kNoTile;
+  if (config.fan_in == 0 || team == kNoTile || fixed) return kNoTile;
   if (merge_into_warpgroup_tile(config, packing, team, out)) return team;
-  if (config[kSplit] != kSplitRounds || team == tail) return kNoTile;
+  if (config.split != kSplitRounds || team == tail) return kNoTile;
   return give_tails_to_teams(config, packing, team, out) ? team : kNoTile;
 }
 

@@ -14,7 +14,7 @@ namespace feather {
 
 // The shortest chunk that a tile's packs are cut into.
 inline int64_t least_chunk(const Config& config, int32_t tile) {
-  return std::max<int64_t>(config[kMinChunk], kMinSteps * config.tile(tile).n);
+  return std::max<int64_t>(config.min_chunk, kMinSteps * config.tile(tile).n);
 }
 
 // The longest chunk of each tile, in tokens, before any widening. Balanced: a share of what the tile has in all, so
@@ -28,11 +28,11 @@ void chunk_limits(const Config& config, const Packing& packing, const std::vecto
     tokens[row.tile] += length;
     all += length;
   }
-  for (int32_t t = 0; t < config.n_tiles(); ++t) {
-    if (config[kSplit] == kSplitNone) limit[t] = INT32_MAX;
-    if (config[kSplit] == kSplitMean) limit[t] = std::max<int64_t>(1, all / std::max<int64_t>(1, rows.size()));
+  for (int32_t t = 0; t < config.n_tiles; ++t) {
+    if (config.split == kSplitNone) limit[t] = INT32_MAX;
+    if (config.split == kSplitMean) limit[t] = std::max<int64_t>(1, all / std::max<int64_t>(1, rows.size()));
     if (config.balances()) {
-      const double share = config.alpha(t) * static_cast<double>(tokens[t] * config[kKvHeads]) / config[kProcessors];
+      const double share = config.alpha[t] * static_cast<double>(tokens[t] * config.num_kv_heads) / config.n_sm;
       const double chunk = std::min<double>(std::max(share, static_cast<double>(least(t))), INT32_MAX / 2);
       limit[t] = round_up(static_cast<int64_t>(std::ceil(chunk)), config.tile(t).n);
     }
@@ -116,14 +116,14 @@ inline void balance_single_warps(const Config& config, const Packing& packing, S
   const int32_t tail = config.tail_tile();
   const bool alone = std::all_of(out.rows.begin(), out.rows.end(),
                                  [&](const RowTile& row) { return config.tile(row.tile).m <= kWarpRows; });
-  for (int32_t tile = 0; tile < config.n_tiles() && config.tile(tile).m <= kWarpRows; ++tile) {
+  for (int32_t tile = 0; tile < config.n_tiles && config.tile(tile).m <= kWarpRows; ++tile) {
     const bool tails = tile == tail;
     Warps warps{};
-    warps.count = config[kProcessors] * (tails ? config[kTailWarps] : config.teams(tile));
+    warps.count = config.n_sm * (tails ? config.tail_warps : config.teams(tile));
     warps.busy = alone && tails ? std::max<int64_t>(1, warps.count * 2 / 3) : warps.count;
-    warps.units = config[kKvHeads] / (tails ? out.head_pack : 1);
-    warps.least = alone ? config[kMinChunk] : least_chunk(config, tile);
-    warps.two_rounds = !tails && config[kSplit] == kSplitRounds;
+    warps.units = config.num_kv_heads / (tails ? out.head_pack : 1);
+    warps.least = alone ? config.min_chunk : least_chunk(config, tile);
+    warps.two_rounds = !tails && config.split == kSplitRounds;
     balance_warps(config, packing, tile, warps, out);
   }
 }
@@ -173,7 +173,7 @@ inline void schedule(const Config& config, const Forest& forest, const Packing& 
                      Schedule& out) {
   out.parts.resize(forest.n_requests);
   const int32_t shared = make_row_tiles(config, packing, out);
-  auto least = [&](int32_t tile) { return tile == shared ? config[kMinChunk] : least_chunk(config, tile); };
+  auto least = [&](int32_t tile) { return tile == shared ? config.min_chunk : least_chunk(config, tile); };
   int64_t limit[kMaxTiles];
   chunk_limits(config, packing, out.rows, least, limit);
   for (RowTile& row : out.rows) {
@@ -181,18 +181,18 @@ inline void schedule(const Config& config, const Forest& forest, const Packing& 
     row.longest = static_cast<int32_t>(fixed ? fixed : std::min<int64_t>(limit[row.tile], INT32_MAX));
   }
   out.head_pack = choose_head_pack(config);
-  if (config[kSplit] == kSplitRounds) Rounds(config, packing, out, scratch).settle(least);
+  if (config.split == kSplitRounds) Rounds(config, packing, out, scratch).settle(least);
   if (config.balances()) balance_single_warps(config, packing, out);
   out.widened = 0;
   for (double widen = 1;; widen *= kWiden) {
     cut(config, packing, widen, out);
-    if (out.n_items <= config[kMaxItems] && out.n_members <= config[kMaxMembers] && out.n_parts <= config[kMaxParts]) {
+    if (out.n_items <= config.max_items && out.n_members <= config.max_members && out.n_parts <= config.max_parts) {
       return;
     }
     const bool cut_up = out.n_cut > static_cast<int64_t>(out.rows.size());
     FEATHER_REQUIRE(cut_up, "a plan of " << out.n_items << " items, " << out.n_members << " members and " << out.n_parts
-                                         << " partial rows exceeds the planner's " << config[kMaxItems] << ", "
-                                         << config[kMaxMembers] << " and " << config[kMaxParts]
+                                         << " partial rows exceeds the planner's " << config.max_items << ", "
+                                         << config.max_members << " and " << config.max_parts
                                          << ": raise max_items, max_members or max_parts");
     out.widened = 1;
   }
