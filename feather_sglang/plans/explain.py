@@ -18,8 +18,8 @@ from feather_kernels.costs import UnitCosts
 from feather_kernels.errors import BuildError, PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.pack import STRATEGIES
+from feather_kernels.paths import KernelPath
 from feather_kernels.plan import PackPlan, make_plan
-from feather_kernels.tile_solver import Path
 from feather_sglang.errors import FeatherError
 from feather_sglang.plans.batch_file import Batch, checksum_of, path_of
 
@@ -337,7 +337,7 @@ def _shared_packs(batch: Batch, plan: PackPlan) -> list[tuple[int, int]]:
 
 def _queues(plan: PackPlan) -> list[QueueFacts]:
     """The queues that have work, largest m first."""
-    path = Path.of(path_of(plan.tiles), plan.options.head_dim)
+    path = KernelPath.of(path_of(plan.tiles), plan.options.head_dim)
     unit_ns, step_ns = np.split(np.array(UnitCosts.default(plan.tiles).of_tiles(plan.tiles)), 2)
     tail = next(index for index, (m, _) in enumerate(plan.tiles) if m >= plan.group_size)
     deposits = np.concatenate([[0], np.cumsum(plan.members[:, 1] >= 0)])  # before each member

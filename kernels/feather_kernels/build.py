@@ -181,7 +181,7 @@ def _source() -> Path:
 
 @functools.cache
 def load_memory_probe(capability: int) -> Any:
-    """The kernel behind ``feather_kernels.memory_probe``; compiled at first use."""
+    """The kernel behind ``feather_kernels.tune.memory_probe``; compiled at first use."""
     target, compiler = _target(capability), find_nvcc()
     flags = ["-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC", f"-gencode=arch=compute_{target},code=sm_{target}"]
     source = source_dir() / "memory_probe.cu"

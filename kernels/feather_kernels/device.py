@@ -1,16 +1,44 @@
-"""A GPU as the tile solver sees it: its limits, and what was measured on it (PAT 5.2)."""
+"""A GPU: its limits, and what was measured on it, the rule for n too (PAT 5.2)."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from feather_kernels.errors import BuildError
-from feather_kernels.tile_selector import NRule
+
+Piece = tuple[int | None, int]  # longest KV of the piece (None: no limit), its n
 
 PROFILES = Path(__file__).resolve().parent / "devices"
+
+
+@dataclass(frozen=True)
+class NRule:
+    """For each m, the pieces in order of KV length; the last one has no limit."""
+
+    pieces: Mapping[int, tuple[Piece, ...]]
+
+    def choose_n(self, m: int, kv_len: int) -> int:
+        """The n for m query rows that read ``kv_len`` tokens.
+
+        Raises
+        ------
+        ValueError
+            A rule without this m.
+        """
+        if m not in self.pieces:
+            raise ValueError(f"no rule for m = {m}: it has {', '.join(map(str, self.pieces))}")
+        return next(n for longest, n in self.pieces[m] if longest is None or kv_len <= longest)
+
+    @classmethod
+    def from_json(cls, rule: Mapping[str, Sequence[Sequence[Any]]]) -> NRule:
+        return cls({int(m): tuple((longest, n) for longest, n in pieces) for m, pieces in rule.items()})
+
+    def to_json(self) -> dict[str, list[list[int | None]]]:
+        return {str(m): [list(piece) for piece in pieces] for m, pieces in self.pieces.items()}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from feather_kernels.costs import UnitCosts
 from feather_kernels.errors import BuildError, PlanError
 from feather_kernels.pack import MERGES, SPLITS, STRATEGIES
-from feather_kernels.tile_solver import Path
+from feather_kernels.paths import KernelPath
 from feather_kernels.tiles import TILES, WIDEST_HEAD
 
 Tiles = Sequence[tuple[int, int]]
@@ -267,7 +267,7 @@ def _described(name: str, record: np.dtype[Any]) -> str:
 
 def tail_warps_of(path: str, head_dim: int) -> int:
     """Warps of a processor that take tails, on a path of the kernel (``tiles.TILES``)."""
-    return Path.of(path, head_dim).teams_per_processor(_THIN_ROWS)
+    return KernelPath.of(path, head_dim).teams_per_processor(_THIN_ROWS)
 
 
 def _checked_tiles(tiles: Tiles, group_size: int) -> tuple[tuple[int, int], ...]:

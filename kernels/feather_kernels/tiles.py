@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from feather_kernels.tile_selector import NRule
+    from feather_kernels.device import NRule
 
 # By ascending m, as they are built unless another n is asked for; csrc/traits.h has the same.
 TILES = {

@@ -6,8 +6,8 @@ from plan_checks import plan_of
 from feather_kernels.build import HEAD_DIMS
 from feather_kernels.forest import Forest
 from feather_kernels.options import tail_warps_of
+from feather_kernels.paths import KernelPath
 from feather_kernels.plan import Planner
-from feather_kernels.tile_solver import Path
 from feather_kernels.tiles import TILES, built_tiles
 from feather_kernels.trees import tree_forest
 
@@ -34,7 +34,7 @@ def test_a_long_shared_pack_has_a_chunk_for_every_team(path, head_dim):
             num_qo_heads=4, split="balanced", strategy="naive", max_parts=None,
         )  # fmt: skip
         shared = plan.items[plan.items[:, 6] == requests]
-        assert len(shared) == Path.of(path, head_dim).teams_per_processor(m)
+        assert len(shared) == KernelPath.of(path, head_dim).teams_per_processor(m)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from feather_kernels import Planner
-from feather_kernels.device import Device
-from feather_kernels.tile_selector import NRule, derive_pieces
-from feather_kernels.tile_solver import Path as KernelPath
+from feather_kernels.device import Device, NRule
+from feather_kernels.paths import KernelPath
 from feather_kernels.tiles import TILES, chosen_tiles
-from feather_kernels.tune import profile_n
+from feather_kernels.tune.cli import profile_n
+from feather_kernels.tune.selector import derive_pieces
 
 LENS = (64, 128, 192, 256, 320, 384, 448, 512)
 
@@ -89,7 +89,7 @@ def test_the_h200s_rule_is_that_of_its_times(monkeypatch):
         def time_us(self, *figures):
             return times.pop((self.path, *figures))
 
-    monkeypatch.setattr("feather_kernels.tile_timing.UnitTimer", Timer)
+    monkeypatch.setattr("feather_kernels.tune.timing.UnitTimer", Timer)
     device = Device.load("h200")
     assert {path: profile_n(path, device, 128, "float16") for path in TILES} == device.n_rule
     assert not times
@@ -112,7 +112,7 @@ def test_every_feasible_n_is_timed_and_nothing_else(path, timed, monkeypatch, ca
             asked.add((m, n))
             return padded(n, kv_len)
 
-    monkeypatch.setattr("feather_kernels.tile_timing.UnitTimer", Timer)
+    monkeypatch.setattr("feather_kernels.tune.timing.UnitTimer", Timer)
     rule = profile_n(path, Device.load("h200"), 128, "float16")
     assert asked == timed | {(64, 32)}
     assert set(rule.pieces) == {m for m, _ in TILES[path]} and rule.pieces[8] == rule.pieces[16] == ((None, 16),)
@@ -124,7 +124,7 @@ def test_every_feasible_n_is_timed_and_nothing_else(path, timed, monkeypatch, ca
 def test_what_is_timed_is_one_tile_in_whole_rounds(path, m):
     """Its queue has a unit for every pack and KV head, full tiles, and no other queue has any; nobody leaves parts."""
     pytest.importorskip("torch")
-    from feather_kernels.tile_timing import GROUP, KV_HEADS, PLANNER, full_packs
+    from feather_kernels.tune.timing import GROUP, KV_HEADS, PLANNER, full_packs
 
     rows = [rows for rows, _ in TILES[path]]
     arguments = {"tiles": TILES[path], "max_requests": 33 * m // GROUP, "n_sm": 132, **PLANNER}

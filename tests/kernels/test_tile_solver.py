@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from feather_kernels import tiles, tune
+from feather_kernels import tiles
 from feather_kernels.build import source_dir
 from feather_kernels.device import Device
 from feather_kernels.errors import BuildError
-from feather_kernels.tile_solver import Path as KernelPath
-from feather_kernels.tile_solver import Registers, feasible_tiles, least_n, register_report, shared_bytes
+from feather_kernels.paths import KernelPath
+from feather_kernels.tune import cli
+from feather_kernels.tune.solver import Registers, feasible_tiles, least_n, register_report, shared_bytes
 
 LOG = Path(__file__).parents[1] / "data" / "packed_decode_sm90a.log"
 H200 = Device.load("h200")
@@ -125,7 +126,7 @@ def test_every_tile_that_is_built_is_feasible_on_an_h200(path, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("path", sorted(tiles.TILES))
 def test_every_tile_that_is_feasible_on_an_h200_can_be_built(path, head_dim):
-    verdicts = feasible_tiles(H200, head_dim, 2, {}, tune.CANDIDATES, path)
+    verdicts = feasible_tiles(H200, head_dim, 2, {}, cli.CANDIDATES, path)
     can = {(m, n) for m, _ in tiles.built_tiles(path, head_dim) for n in tiles.n_choices(path, m, head_dim)}
     assert {(v.m, v.n) for v in verdicts if v.ok} <= can
     assert set(tiles.built_tiles(path, head_dim)) <= can
@@ -155,7 +156,7 @@ def test_a_single_warps_step_is_16_tokens():
 
 
 def test_the_command_prints_a_table(capsys):
-    assert tune.main(["--device", "h200", "--log", str(LOG)]) == 0
+    assert cli.main(["--device", "h200", "--log", str(LOG)]) == 0
     shown = capsys.readouterr().out
     assert "NVIDIA H200, head_dim 128, float16" in shown
     hopper = shown[shown.index("hopper: 1 x 384 threads an SM, 168 registers a thread") :].splitlines()
@@ -181,7 +182,7 @@ def test_the_command_warns_of_nothing():
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_status_2(wrong, capsys):
-    assert tune.main(wrong) == 2
+    assert cli.main(wrong) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("feather_kernels.tune: error: ")
 
@@ -196,15 +197,15 @@ def test_a_profile_is_read_back_as_it_was_saved(tmp_path):
 
 def test_a_profile_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Device, "of", lambda: H200)
-    monkeypatch.setattr(tune, "profile_n", lambda path, *_: H200.n_rule[path])
-    assert tune.main(["--profile", "--out", str(tmp_path / "no" / "such.json")]) == 2
+    monkeypatch.setattr(cli, "profile_n", lambda path, *_: H200.n_rule[path])
+    assert cli.main(["--profile", "--out", str(tmp_path / "no" / "such.json")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"feather_kernels.tune: error: cannot write {tmp_path}/no/such.json: No such file")
 
 
 def test_latency_is_the_flat_part():
     pytest.importorskip("torch")
-    from feather_kernels.memory_probe import flat_part
+    from feather_kernels.tune.memory_probe import flat_part
 
     assert flat_part([600.0, 610.0, 650.0, 800.0, 1500.0]) == 620.0  # 660 is the limit
     assert flat_part([600.0, 700.0, 610.0]) == 600.0

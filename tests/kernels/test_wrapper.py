@@ -14,11 +14,10 @@ import torch
 from plan_checks import HEADS
 
 import feather_kernels.wrapper as wrapper_module
-from feather_kernels.device import Device
+from feather_kernels.device import Device, NRule
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.plan import Planner
-from feather_kernels.tile_selector import NRule
 from feather_kernels.tiles import TILES
 from feather_kernels.wrapper import PackedDecodeWrapper
 

@@ -48,6 +48,11 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     TopologicalSorter({m: {o for o in others if o in MODULES} - {m} for m, others in GRAPH.items()}).prepare()
 
 
+def test_nothing_needs_the_tuning_command() -> None:
+    tune = "feather_kernels.tune"
+    assert not [m for m, others in GRAPH.items() if not m.startswith(tune) and any(o.startswith(tune) for o in others)]
+
+
 def short(module: str) -> str:
     """As a docstring names it: within feather_sglang without that, of other packages their first name."""
     top, _, rest = module.partition(".")

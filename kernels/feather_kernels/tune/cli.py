@@ -1,9 +1,4 @@
-"""Which tile shapes a GPU can run well, from its limits and what is measured on it.
-
-``python -m feather_kernels.tune`` prints PAT's constraints for the tiles of `tiles` and their neighbours
-(`tile_solver`); ``--measure`` first measures the GPU's memory, ``--profile`` the selector's rule for n
-(`tile_selector`); both keep the result in the GPU's profile.
-"""
+"""The command: PAT's constraints for the tiles of `tiles` and their neighbours, and what it measures first."""
 
 from __future__ import annotations
 
@@ -13,11 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from feather_kernels.build import ARCHITECTURES, cache_dir
-from feather_kernels.device import Device
+from feather_kernels.device import Device, NRule
 from feather_kernels.errors import BuildError
-from feather_kernels.tile_selector import NRule, derive_pieces
-from feather_kernels.tile_solver import Path as KernelPath
-from feather_kernels.tile_solver import Registers, feasible_tiles, least_n, register_report, shared_bytes
+from feather_kernels.paths import KernelPath
 from feather_kernels.tiles import (
     DTYPE_BYTES,
     LONGEST_KV,
@@ -27,6 +20,8 @@ from feather_kernels.tiles import (
     built_tiles,
     n_choices,
 )
+from feather_kernels.tune.selector import derive_pieces
+from feather_kernels.tune.solver import Registers, feasible_tiles, least_n, register_report, shared_bytes
 
 CANDIDATES = tuple((m, n) for m in (8, 16, 32, 64, 128) for n in (16, 32, 64, 128, 256))
 
@@ -60,7 +55,7 @@ def profile_n(path: str, device: Device, head_dim: int, dtype: str) -> NRule:
 
     Prints a line for each KV length.
     """
-    from feather_kernels.tile_timing import UnitTimer
+    from feather_kernels.tune.timing import UnitTimer
 
     timer = UnitTimer(path, head_dim, dtype)
     pieces = {}
@@ -123,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise BuildError("--measure and --profile are about this machine's GPU: leave out --device")
         device = Device.load(options.device) if options.device else Device.of()
         if options.measure:
-            from feather_kernels.memory_probe import measure_bandwidth, measure_latency
+            from feather_kernels.tune.memory_probe import measure_bandwidth, measure_latency
 
             latency, times = measure_latency()
             for size, time in times.items():
@@ -142,7 +137,3 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"feather_kernels.tune: error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

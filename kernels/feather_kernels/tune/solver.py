@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from feather_kernels.device import Device
+from feather_kernels.paths import KernelPath
 
 RESERVED = 1024  # bytes of shared memory that the driver takes of every block
 STAGES = 2  # of a ring, at least: one is read while the next one arrives
 REGISTER_UNIT = 8  # registers are given out in eights
-WARPGROUP = 4  # warps; 64 rows of wgmma
 
 
 class Registers(NamedTuple):
@@ -33,60 +32,6 @@ class Verdict(NamedTuple):
     n: int
     ok: bool
     reason: str  # the constraint that fails, or what could not be checked
-
-
-@dataclass(frozen=True)
-class Path:
-    """How ``csrc`` runs tiles on one path, for one head dimension.
-
-    Attributes
-    ----------
-    name : str
-        "portable" (mma.sync) or "hopper" (wgmma for m = 64 and 128, else mma.sync).
-    kernel : str
-        A part of its kernel's name in the compiler's report. All tiles of a path are one kernel.
-    threads, warps : int
-        Of a block: all of them, and the warps that compute.
-    blocks : int
-        On a multiprocessor.
-    """
-
-    name: str
-    kernel: str
-    threads: int
-    warps: int
-    blocks: int
-
-    @classmethod
-    def of(cls, name: str, head_dim: int) -> Path:
-        """The constants of ``csrc/traits.h``."""
-        if name == "portable":
-            return cls(name, "PortableForward", 128, 4, 2 if head_dim <= 128 else 1)
-        groups = 2 if head_dim <= 128 else 1
-        return cls(name, "HopperForward", 128 * (groups + 1), 4 * groups, 1)
-
-    def team_warps(self, m: int) -> int:
-        """Warps that share a KV tile: 16 rows each, or 64 a warpgroup."""
-        return max(1, m // 16)
-
-    def teams(self, m: int) -> int:
-        """Teams a block. On the Hopper path units of eight rows run on the copying warps too."""
-        warps = self.threads // 32 if self.name == "hopper" and m == 8 else self.warps
-        return warps // self.team_warps(m)
-
-    def teams_per_processor(self, m: int) -> int:
-        return self.blocks * self.teams(m)
-
-    def copies(self, m: int) -> int:
-        """KV tiles that are copied for a block at the same time: one a team, but two for m = 128.
-
-        A warpgroup has two warps that copy for it, K and V. Two that are one team have four, and a ring with the stages
-        of both.
-        """
-        return self.warps // WARPGROUP if self.uses_wgmma(m) else self.teams(m)
-
-    def uses_wgmma(self, m: int) -> bool:
-        return self.name == "hopper" and m > 16
 
 
 def register_report(log: str) -> dict[str, Registers]:
@@ -107,7 +52,7 @@ def register_report(log: str) -> dict[str, Registers]:
     return report
 
 
-def shared_bytes(path: Path, m: int, n: int, head_dim: int, element_bytes: int, stages: int = STAGES) -> int:
+def shared_bytes(path: KernelPath, m: int, n: int, head_dim: int, element_bytes: int, stages: int = STAGES) -> int:
     """Shared memory of a block's rings, of `stages` tiles of K and of V; m = 128: twice (constraint 1, left side).
 
     PAT adds m * h * b for the queries and m * h * 4 for the results; these kernels keep both in registers.
@@ -115,7 +60,7 @@ def shared_bytes(path: Path, m: int, n: int, head_dim: int, element_bytes: int, 
     return path.copies(m) * stages * 2 * n * head_dim * element_bytes
 
 
-def least_n(device: Device, path: Path, m: int, head_dim: int, element_bytes: int) -> int | None:
+def least_n(device: Device, path: KernelPath, m: int, head_dim: int, element_bytes: int) -> int | None:
     """Constraint 2: ceil(L * B / (S * C * h * b)), so that the tiles in flight cover the memory's latency.
 
     Counts tiles of K or V that are copied at the same time, as PAT does; a ring's further stages come on top. None if L
@@ -155,7 +100,7 @@ def feasible_tiles(
     list of (m, n, ok, reason)
         ``reason`` names the first constraint that fails; for a feasible tile, what could not be checked.
     """
-    how = Path.of(path, head_dim)
+    how = KernelPath.of(path, head_dim)
     found = [registers for name, registers in register_report.items() if how.kernel in name]
     registers = max(found) if found else None
     verdicts = []
@@ -175,7 +120,7 @@ def feasible_tiles(
     return verdicts
 
 
-def _shape_fails(path: Path, m: int, n: int) -> str:
+def _shape_fails(path: KernelPath, m: int, n: int) -> str:
     """Constraint 3; with the operands swapped, queries are columns, of which mma.sync takes eight."""
     if n < 16 or n & (n - 1):
         return f"3: n = {n} is no power of two from 16 on"
@@ -190,7 +135,9 @@ def _shape_fails(path: Path, m: int, n: int) -> str:
     return ""
 
 
-def _shared_fails(device: Device, path: Path, m: int, n: int, head_dim: int, element_bytes: int, stages: int) -> str:
+def _shared_fails(
+    device: Device, path: KernelPath, m: int, n: int, head_dim: int, element_bytes: int, stages: int
+) -> str:
     size = shared_bytes(path, m, n, head_dim, element_bytes, stages)
     if size > device.shared_per_block:
         return f"1: {size} bytes of shared memory, a block has {device.shared_per_block}"
@@ -199,7 +146,7 @@ def _shared_fails(device: Device, path: Path, m: int, n: int, head_dim: int, ele
     return ""
 
 
-def _registers_fail(device: Device, path: Path, registers: Registers | None) -> str:
+def _registers_fail(device: Device, path: KernelPath, registers: Registers | None) -> str:
     if registers is None:
         return ""
     if registers.used > device.registers_per_thread:
@@ -210,6 +157,6 @@ def _registers_fail(device: Device, path: Path, registers: Registers | None) -> 
     return ""
 
 
-def _bandwidth_fails(device: Device, path: Path, m: int, n: int, head_dim: int, element_bytes: int) -> str:
+def _bandwidth_fails(device: Device, path: KernelPath, m: int, n: int, head_dim: int, element_bytes: int) -> str:
     least = least_n(device, path, m, head_dim, element_bytes)
     return f"2: n = {n}, the memory's latency needs {least}" if least is not None and n < least else ""

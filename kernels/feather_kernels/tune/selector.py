@@ -7,41 +7,13 @@ length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
-Piece = tuple[int | None, int]  # longest KV of the piece (None: no limit), its n
+from feather_kernels.device import Piece
 
 EQUIVALENT = 1.02  # of the best time: PAT finds feasible tiles within 2% of each other
 STABLE = 3  # KV lengths in a row that choose the same n
-
-
-@dataclass(frozen=True)
-class NRule:
-    """For each m, the pieces in order of KV length; the last one has no limit."""
-
-    pieces: Mapping[int, tuple[Piece, ...]]
-
-    def choose_n(self, m: int, kv_len: int) -> int:
-        """The n for m query rows that read ``kv_len`` tokens.
-
-        Raises
-        ------
-        ValueError
-            A rule without this m.
-        """
-        if m not in self.pieces:
-            raise ValueError(f"no rule for m = {m}: it has {', '.join(map(str, self.pieces))}")
-        return next(n for longest, n in self.pieces[m] if longest is None or kv_len <= longest)
-
-    @classmethod
-    def from_json(cls, rule: Mapping[str, Sequence[Sequence[Any]]]) -> NRule:
-        return cls({int(m): tuple((longest, n) for longest, n in pieces) for m, pieces in rule.items()})
-
-    def to_json(self) -> dict[str, list[list[int | None]]]:
-        return {str(m): [list(piece) for piece in pieces] for m, pieces in self.pieces.items()}
 
 
 def derive_pieces(

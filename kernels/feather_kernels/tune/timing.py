@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from feather_kernels.forest import Forest
-from feather_kernels.memory_probe import nanoseconds
 from feather_kernels.tiles import LONGEST_KV, built_tiles
+from feather_kernels.tune.memory_probe import nanoseconds
 from feather_kernels.wrapper import PackedDecodeWrapper
 
 KV_HEADS, GROUP = 32, 4  # a pack is 32 units; four query heads to a KV head
