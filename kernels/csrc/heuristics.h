@@ -8,8 +8,8 @@
 namespace feather {
 
 // ---- Few packs go to the smallest tile of teams, all of them (planner/row_tiles.h).
-// "How is work cut for single warps?": one request of 2,000 tokens in half the time, `1,3,9,36_1258,45,59,149` 17 us for
-// 38. In rounds of units for the teams; the more kinds of tiles would follow each other otherwise, the more rounds.
+// "How is work cut for single warps?": one request of 2,000 tokens in half the time, `1,3,9,36_1258,45,59,149` 17 us
+// for 38. In rounds of units for the teams; the more kinds of tiles would follow each other otherwise, the more rounds.
 constexpr double kFewRounds = 1.5;       // where no larger tile has packs
 constexpr double kFewRoundsLarge = 1;    // where larger tiles have packs ...
 constexpr double kFewRoundsMedium = 2;   // ... and that tile, too

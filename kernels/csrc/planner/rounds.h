@@ -1,8 +1,8 @@
 // How long the chunks of large tiles are, for processors that take them in turn: the split `rounds`.
 //
 // Units of equal length are dealt out to the processors; 160 of them keep 132 processors busy for two rounds, and most
-// of those idle in the second, but for as many tails as their warps hold at once. So some cuts are tried, and the one of
-// the least modelled time is taken. Teams that ask for units are modelled as if those were dealt to them.
+// of those idle in the second, but for as many tails as their warps hold at once. So some cuts are tried, and the one
+// of the least modelled time is taken. Teams that ask for units are modelled as if those were dealt to them.
 #pragma once
 
 #include <algorithm>
@@ -100,8 +100,8 @@ class Rounds {
 
   int64_t length(int32_t row) const { return packing_.packs[out_.rows[row].pack].length(); }
 
-  // The modelled time with chunks no longer than `limit`, but for the first rows, which stay whole. Sets units_, parts_,
-  // next_turn_ and tried.
+  // The modelled time with chunks no longer than `limit`, but for the first rows, which stay whole. Sets units_,
+  // parts_, next_turn_ and tried.
   double deal(int32_t tile, int64_t limit, int64_t whole) {
     auto& [load, tried, runs, rows] = scratch_;
     const int64_t heads = config_.num_kv_heads, processors = config_.n_sm;

@@ -1,5 +1,5 @@
-// Cuts packs into row tiles (PAT 5.2), whole requests each, and says in which tile each runs: the smallest that holds its
-// rows, but for long packs of few requests, few packs, and tails alone.
+// Cuts packs into row tiles (PAT 5.2), whole requests each, and says in which tile each runs: the smallest that holds
+// its rows, but for long packs of few requests, few packs, and tails alone.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 namespace feather {
 
 // Row tiles of a pack, or of so many of its members, whole requests each, none larger than `largest`, which holds
-// `capacity` requests. Full tiles and a remainder pad no more rows than even tiles; even ones are taken when they pad as
-// little.
+// `capacity` requests. Full tiles and a remainder pad no more rows than even tiles; even ones are taken when they pad
+// as little.
 inline void add_row_tiles(const Config& config, int32_t pack, int32_t first, int32_t count, int32_t largest,
                           int32_t capacity, std::vector<RowTile>& rows) {
   const auto [tiles, last_tile] = config.cut_rows(count, capacity);
@@ -22,7 +22,8 @@ inline void add_row_tiles(const Config& config, int32_t pack, int32_t first, int
   }
   const bool even = last_tile == largest;
   for (int32_t i = 0, begin = 0; i < tiles; ++i) {
-    const int32_t end = even ? static_cast<int32_t>(int64_t{count} * (i + 1) / tiles) : std::min(count, begin + capacity);
+    const int32_t share = static_cast<int32_t>(int64_t{count} * (i + 1) / tiles);
+    const int32_t end = even ? share : std::min(count, begin + capacity);
     rows.push_back({pack, first + begin, end - begin, config.tile_for(end - begin)});
     begin = end;
   }
@@ -54,10 +55,10 @@ inline double rounds_of(const Config& config, int32_t team, int64_t packs) {
 }
 
 // Few packs go to the smallest tile of teams, all of them, in several row tiles where they need to: nothing waits there
-// for anything but to be merged, and a team takes several times as many tokens at once. Beyond so many tokens for a team
-// handing out units one by one to single warps is faster, and beyond so many rounds of units: the more of them, the more
-// kinds of tiles would follow each other otherwise. With the split `rounds`, tails alone go there in up to one round,
-// however long they are.
+// for anything but to be merged, and a team takes several times as many tokens at once. Beyond so many tokens for a
+// team handing out units one by one to single warps is faster, and beyond so many rounds of units: the more of them,
+// the more kinds of tiles would follow each other otherwise. With the split `rounds`, tails alone go there in up to one
+// round, however long they are.
 inline bool merge_into_warpgroup_tile(const Config& config, const Packing& packing, int32_t team, Schedule& out) {
   const int32_t capacity = config.capacity(team);
   bool small = false, medium = false, large = false;
@@ -88,9 +89,9 @@ inline bool merge_into_warpgroup_tile(const Config& config, const Packing& packi
 
 // Tails go to the smallest tile of teams, where packs are not few, if that suits them. Teams ask for one unit after the
 // other and so even out what unlike tails take, in chunks no longer than an even share; warps have a quarter as many
-// rounds or less, and are long at a long one. Beside other packs, tails must not be short: each is a part more, and does
-// not close its request. With like lengths, long ones and nothing else, the last round must be rather full, or one of
-// many. Whether that tile has all packs then.
+// rounds or less, and are long at a long one. Beside other packs, tails must not be short: each is a part more, and
+// does not close its request. With like lengths, long ones and nothing else, the last round must be rather full, or one
+// of many. Whether that tile has all packs then.
 inline bool give_tails_to_teams(const Config& config, const Packing& packing, int32_t team, Schedule& out) {
   const auto is_tail = [&](const RowTile& row) { return row.count == 1 && row.tile == config.tail_tile(); };
   int64_t count = 0, tokens = 0, longest = 0;

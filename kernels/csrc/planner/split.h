@@ -45,7 +45,8 @@ struct Warps {
   int64_t busy;     // that have a chunk where packs make no whole round
   int64_t units;    // to an item
   int64_t least;    // chunk
-  bool two_rounds;  // of chunks may follow the whole ones: units are dealt out, so that no warp has one more than others
+  // Of chunks may follow the whole ones: units are dealt out, so that no warp has one more than others.
+  bool two_rounds;
 };
 
 // Cuts the last packs of a tile whose units single warps take, and only them. They take them longest first: as many of
@@ -109,9 +110,9 @@ inline void balance_warps(const Config& config, const Packing& packing, int32_t 
   }
 }
 
-// Single warps take the units of the smallest tiles: tails, and what a few requests share. Where they have all the work,
-// nothing hides how long a chunk takes, so it may be shorter; and tails that are no whole round are cut for two warps of
-// three: chunks that much longer are as fast, and there are fewer parts.
+// Single warps take the units of the smallest tiles: tails, and what a few requests share. Where they have all the
+// work, nothing hides how long a chunk takes, so it may be shorter; and tails that are no whole round are cut for two
+// warps of three: chunks that much longer are as fast, and there are fewer parts.
 inline void balance_single_warps(const Config& config, const Packing& packing, Schedule& out) {
   const int32_t tail = config.tail_tile();
   const bool alone = std::all_of(out.rows.begin(), out.rows.end(),

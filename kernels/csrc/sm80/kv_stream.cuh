@@ -58,8 +58,8 @@ struct KvStream {
     return index < kStages ? kWarp + 1 : kWarps;
   }
 
-  // Producer: start on a queue, either with unit `fixed` (then what the queue pops, counted from `fixed_total`, or, with a
-  // step, every so many-th), or, if that is negative, with what the queue pops.
+  // Producer: start on a queue, either with unit `fixed` (then what the queue pops, counted from `fixed_total`, or,
+  // with a step, every so many-th), or, if that is negative, with what the queue pops.
   __device__ void open(Queue const& queue, int fixed, int fixed_total, int step) {
     if (lane == 0) *source = {queue.index, queue.first_item, queue.n_work, fixed >= 0 ? fixed_total : 0, step};
     __syncwarp();

@@ -153,9 +153,9 @@ struct TailTile {
     }
   }
 
-  // Take in a part of the same request: its n_rows rows (see part_at), and their stats. What lies in other rows' places
-  // must not decide when results are rescaled.
-  __device__ void take_in(uint16_t const* rows, PartialStats const* stats, int n_rows) {
+  // Combine with a part of the same request: its n_rows rows (see part_at), and their stats. What lies in other rows'
+  // places must not decide when results are rescaled.
+  __device__ void combine(uint16_t const* rows, PartialStats const* stats, int n_rows) {
     float part_lse[2], scale[2];
     bool grown = false;
 #pragma unroll

@@ -50,7 +50,7 @@ struct TailWarp {
 #pragma unroll 1
           for (int i = 0; i < Stream::kParts && part < unit.n_parts; ++i, ++part) {
             uint16_t const* const values = reinterpret_cast<uint16_t const*>(slot + i * Stream::kPartElements);
-            tile.take_in(values, Stream::stats_of(slot, i), rows);
+            tile.combine(values, Stream::stats_of(slot, i), rows);
           }
         }
         __syncwarp();  // the slot has been read

@@ -17,8 +17,8 @@ struct WarpTeam {
   using Stream = KvStream<T, kHeadDim, kWarps, kTokens, kStages, kBlock>;
   static constexpr int kMemberWords = kStages * Stream::kMemberWords;  // of a team
 
-  // Work through a queue. `team` counts within the CTA, of `teams`; smem, barriers and infos are the team's. With a step
-  // between its units, they are dealt out in turn; without, popped.
+  // Work through a queue. `team` counts within the CTA, of `teams`; smem, barriers and infos are the team's. With a
+  // step between its units, they are dealt out in turn; without, popped.
   static __device__ void run(Params<T> const& params, Queue const& queue, bool fixed_start, int team, int teams,
                              unsigned char* smem, uint64_t* barriers, StageInfo* infos, Source* source, int* members,
                              int step = 0) {

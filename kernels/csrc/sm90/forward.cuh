@@ -47,13 +47,13 @@ struct HopperForward {
     return index;
   }
 
-  // The queues, and where this CTA's turn begins in each: units of a queue are dealt out from where the last one ended, but
-  // those that a group asks for.
+  // The queues, and where this CTA's turn begins in each: units of a queue are dealt out from where the last one ended,
+  // but those that a group asks for.
   //
-  // Where single warps have few rounds of units, and for tails nothing else, all are dealt out: whoever pops has asked for
-  // one unit more than it is at, so half of the warps would have two each, and those of a CTA ask together. Beside larger
-  // tiles the warps that copied are first, and would have all tails beyond the first round: they are dealt out, too, up to
-  // fewer rounds.
+  // Where single warps have few rounds of units, and for tails nothing else, all are dealt out: whoever pops has asked
+  // for one unit more than it is at, so half of the warps would have two each, and those of a CTA ask together. Beside
+  // larger tiles the warps that copied are first, and would have all tails beyond the first round: they are dealt out,
+  // too, up to fewer rounds.
   struct Work {
     Queue wide, group, small, tails;
     int heads;       // KV heads of a tail's unit
@@ -61,8 +61,9 @@ struct HopperForward {
     int group_turn;
     bool alone;                   // single warps have all the work
     int first_tail, tail_stride;  // warp i of this CTA starts with tail first_tail + i * tail_stride
-    // How many tails are dealt out to begin with: one to every warp, as it takes longer that all ask the counter at once
-    // than what that evens out. Only those that compute small units beside larger ones ask; their first is negative.
+    // How many tails are dealt out to begin with: one to every warp, as it takes longer that all ask the counter at
+    // once than what that evens out. Only those that compute small units beside larger ones ask; their first is
+    // negative.
     int fixed_tails;
     int small_step, tail_step;  // between a warp's units, where all are dealt out; 0: others are popped
 

@@ -1,5 +1,7 @@
 // The ring between copying warps and the warpgroups that compute (sm_90a).
 #pragma once
+#include <cutlass/arch/barrier.h>
+
 #include "common/copy.cuh"
 #include "common/queue.cuh"
 #include "common/work_item.cuh"
@@ -15,8 +17,8 @@ struct KvPipeline {
   static constexpr int kStageElements = 2 * kTile;  // K, then V
   static constexpr int kBytes = kStages * kStageElements * int(sizeof(T));
   static constexpr int kMemberWords = kMemberSize * kWarpgroupRows * kGroups;  // a row needs no more than a member
-  // One warpgroup alone asks its queue for units beyond the first. One of its two copying warps does, and tells the other,
-  // which is fewer units behind than are kept.
+  // One warpgroup alone asks its queue for units beyond the first. One of its two copying warps does, and tells the
+  // other, which is fewer units behind than are kept.
   static constexpr bool kAsks = kGroups == 1;
   static constexpr int kUnits = kStages < 7 ? 8 : 16;
   static_assert(!kAsks || kUnits > kStages + 1);
@@ -29,7 +31,7 @@ struct KvPipeline {
   };
   static __device__ void init(Control& control, int thread) {
     if (kAsks && thread < kUnits) barrier_init(control.unit_known + thread, 1);
-    // Full: every copying thread, once its copies have landed, and who announces the stage. Empty: all that compute.
+    // Full: every copying thread, once its copies have landed, and who publishes the stage. Empty: all that compute.
     for (int i = thread; i < 2 * kStages; i += kWarp) {
       barrier_init(i < kStages ? control.full + i : control.empty + i - kStages,
                    i < kStages ? 2 * kGroups * kWarp + 1 : 4 * kGroups * kWarp);
@@ -88,10 +90,10 @@ struct KvProducer {
   }
 
   // Go on to the unit behind. Asking evens out what some processors get of the memory's bandwidth more than others.
-  __device__ void advance(typename Pipeline::Control& control, bool announces) {
+  __device__ void advance(typename Pipeline::Control& control, bool publishes) {
     if (Pipeline::kAsks && queue.n_work > stride) {
       int const at = asked % Pipeline::kUnits, parity = asked / Pipeline::kUnits % 2;
-      if (announces && lane == 0) {
+      if (publishes && lane == 0) {
         control.units[at] = stride + atomicAdd(params.popped + queue.index, 1);
         barrier_arrive(control.unit_known + at);
       }
@@ -114,7 +116,7 @@ struct KvProducer {
 
   __device__ void run(typename Pipeline::Control& control) {
     int stage = 0, parity = 1;  // of `empty`, as if a round had gone before
-    bool const announces = keys && own_first == 0;
+    bool const publishes = keys && own_first == 0;
     int pages[kPerLane] = {};
     if (unit < queue.n_work) {
       look_up(item_row(params, words), item_word(words, kItemStart), item_word(words, kItemStop), pages);
@@ -128,7 +130,7 @@ struct KvProducer {
         look_up(listed, pos, stop, pages);
       }
       int members[kMemberLoads];
-      if (announces) {
+      if (publishes) {
         int const* const list =
             params.plan + params.plan[kHeaderMembersBegin] + kMemberSize * item_word(words, kItemFirstMember);
 #pragma unroll
@@ -138,7 +140,7 @@ struct KvProducer {
       }
       int const head = unit - params.kv_heads_div.div(unit) * params.kv_heads;
       char const* const from = cache + head * kHeadDim * int(sizeof(T));
-      if (!Pipeline::kAsks) advance(control, announces);
+      if (!Pipeline::kAsks) advance(control, publishes);
       StageInfo const info{max(0, stop - pos), head << kHeadShift, n_members};
       bool first = true;
       while (true) {
@@ -147,7 +149,7 @@ struct KvProducer {
         bool const last = pos + kTokens >= stop;
         // As late as there is time for it: who asks early holds a unit that others could begin.
         bool const two_left = pos + 2 * kTokens >= stop && (first || !last);
-        if (Pipeline::kAsks && two_left) advance(control, announces);
+        if (Pipeline::kAsks && two_left) advance(control, publishes);
         int const n_rows = (min(kTokens, max(0, stop - pos)) + kBlock - 1) / kBlock * kBlock;
         int slots[kPerLane];
 #pragma unroll
@@ -169,7 +171,7 @@ struct KvProducer {
         } else {
           copy<false>(from, slots, rows, down, n_rows);
         }
-        if (announces) {
+        if (publishes) {
           if (first || last) {
             if (lane == 0) control.infos[stage] = info;
 #pragma unroll
@@ -187,7 +189,7 @@ struct KvProducer {
       }
     }
     barrier_wait(control.empty + stage, parity);  // the end of the queue
-    if (announces) {
+    if (publishes) {
       if (lane == 0) control.infos[stage] = {-1, 0, 0};
       __syncwarp();
       if (lane == 0) barrier_arrive(control.full + stage);
@@ -247,7 +249,7 @@ struct KvConsumer {
   // The next stage, once it is there. wgmma may read what cp.async wrote.
   __device__ void wait() const {
     barrier_wait(control.full + stage, parity);
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    cutlass::arch::fence_view_async_shared();
   }
   // The next unit's first stage; tokens = -1 if there is none.
   __device__ StageInfo open() const {

@@ -65,8 +65,9 @@ struct WarpgroupTeam {
   // The scores of a stage are computed while the probabilities of the one before it meet V: matrix units and
   // exponentials work at the same time (FlashAttention-3, 3.2). In line, as wgmma in a function of its own would be
   // serialised.
-  static __device__ __forceinline__ void run_unit(Params<T> const& params, KvConsumer<T, Pipeline>& consumer, Tile& tile,
-                                                  StageInfo const& info, int warp, PendingPublish& pending) {
+  static __device__ __forceinline__ void run_unit(Params<T> const& params, KvConsumer<T, Pipeline>& consumer,
+                                                  Tile& tile, StageInfo const& info, int warp,
+                                                  PendingPublish& pending) {
     int stage = consumer.take(), left = info.tokens;
     if (left == 0) return epilogue_empty(params, consumer, tile, info, stage, warp, pending);
     if (!tile.ahead) fetch(params, tile, info, consumer.members(stage), warp);
