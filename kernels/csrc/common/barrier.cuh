@@ -4,10 +4,13 @@
 
 namespace feather {
 
+// Ours, as the memory probe is built without CUTLASS.
 __device__ __forceinline__ uint32_t smem_address(void const* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// CUTLASS's ClusterBarrier traps below sm_90, where the portable path has these too; its wait may
+// also suspend.
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(count) : "memory");
 }
@@ -45,6 +48,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
 
 // With programmatic dependent launch (sm_90) a kernel may start while the one before it in the stream still runs, whose
 // results are there after this. Before it, a thread reads the plan only, which no kernel writes. Again costs nothing.
+// CUTLASS's have no memory clobber: loads could move ahead of them.
 __device__ __forceinline__ void wait_on_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -6,7 +6,8 @@
 namespace feather {
 
 // 16 bytes from global to shared memory. Hopper's bulk copy of a whole row takes its addresses from uniform registers:
-// rows scattered over slots would be issued one by one, which measured slower than 16 bytes a lane.
+// rows scattered over slots would be issued one by one, which measured slower than 16 bytes a lane. CuTe's copy atom
+// takes pointers: here addresses in shared memory are worked out in 32 bits, by steps from row to row.
 __device__ __forceinline__ void cp_async(uint32_t to, void const* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -28,7 +29,8 @@ __device__ __forceinline__ void prefetch_row(void const* from) {
 
 // Where a row's elements lie in a tile: the 128-byte swizzle that wgmma reads, which keeps ldmatrix free of bank
 // conflicts too. Blocks of 64 columns, 16-byte chunks permuted in each row. Rows padded apart instead would straddle
-// the lines that memory delivers, and cp.async would write each line in two.
+// the lines that memory delivers, and cp.async would write each line in two. It is cute::Swizzle<3, 3, 3> of the
+// element in its block; written so, the machine code differs.
 template <int kHeadDim, int kRows>
 struct SwizzledRows {
   static constexpr int kElements = kRows * kHeadDim;

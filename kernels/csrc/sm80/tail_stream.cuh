@@ -253,7 +253,7 @@ struct TailStream {
   }
   __device__ uint32_t slot_address() const { return smem_address(ring + slot * kSlotElements); }
 
-  // The oldest slot is there.
+  // The oldest slot is there. CuTe's cp_async_wait has no memory clobber: reads of the slot could move ahead of it.
   __device__ T* wait() const {
     if (n_slots == kSlots) {
       asm volatile("cp.async.wait_group %0;" ::"n"(kSlots - 1) : "memory");

@@ -33,7 +33,7 @@ struct HopperForward {
     uint64_t barriers[2 * Small::kStages];
     int members[Small::kMemberWords];
   };
-  // Named barriers, and who meets there.
+  // Named barriers, and who meets there. CUTLASS's NamedBarrier shifts the ids: the machine code differs.
   enum NamedBarriers { kDealt = 1, kWideRead, kWideDone, kGroupRead, kGroupDone = kGroupRead + kGroups };
   static __device__ void sync(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
   static __device__ void arrive(int id, int count) {  // arrive without waiting
