@@ -140,6 +140,7 @@ class Configuration:
 
     @property
     def name(self) -> str:
+        """File name of its library, without what tells versions apart."""
         cap = "_cap" if self.soft_cap else ""
         tiles = "".join(f"_{path}{m}x{n}" for path, m, n in self.others)
         return f"packed_decode_{self.dtype}_d{self.head_dim}{cap}{tiles}_sm{_target(self.capability)}"

@@ -35,9 +35,11 @@ class NRule:
 
     @classmethod
     def from_json(cls, rule: Mapping[str, Sequence[Sequence[Any]]]) -> NRule:
+        """From a profile: ``{m: [[longest, n], ...]}``."""
         return cls({int(m): tuple((longest, n) for longest, n in pieces) for m, pieces in rule.items()})
 
     def to_json(self) -> dict[str, list[list[int | None]]]:
+        """As a profile holds it."""
         return {str(m): [list(piece) for piece in pieces] for m, pieces in self.pieces.items()}
 
 
@@ -115,6 +117,7 @@ class Device:
         return PROFILES / f"{'-'.join(words)}.json"
 
     def save(self, file: Path) -> None:
+        """Write the profile as JSON."""
         fields = {**asdict(self), "n_rule": {path: rule.to_json() for path, rule in self.n_rule.items()}}
         try:
             file.write_text(json.dumps(fields, indent=2) + "\n")

@@ -65,10 +65,12 @@ class Forest:
 
     @property
     def n_nodes(self) -> int:
+        """Nodes of all trees."""
         return len(self.parent)
 
     @property
     def n_requests(self) -> int:
+        """Requests of the batch."""
         return len(self.request_node)
 
     @cached_property

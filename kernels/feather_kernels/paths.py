@@ -47,6 +47,7 @@ class KernelPath:
         return warps // self.team_warps(m)
 
     def teams_per_processor(self, m: int) -> int:
+        """Teams of warps with a tile of m rows on one processor."""
         return self.blocks * self.teams(m)
 
     def copies(self, m: int) -> int:
@@ -58,4 +59,5 @@ class KernelPath:
         return self.warps // WARPGROUP if self.uses_wgmma(m) else self.teams(m)
 
     def uses_wgmma(self, m: int) -> bool:
+        """Whether a tile of m rows is multiplied by warpgroups."""
         return self.name == "hopper" and m > 16

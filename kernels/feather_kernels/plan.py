@@ -37,6 +37,7 @@ class Traffic(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Bytes of both kinds."""
         return self.kv + self.partial
 
 
@@ -103,34 +104,42 @@ class PackPlan:
 
     @cached_property
     def header(self) -> list[int]:
+        """First numbers of the buffer: where its parts begin."""
         return self.buffer[:HEADER].tolist()
 
     @property
     def options(self) -> PlannerOptions:
+        """Those that it was made with."""
         return self.planner.options
 
     @property
     def strategy(self) -> str:
+        """Name of the packing strategy."""
         return self.options.strategy
 
     @property
     def tiles(self) -> tuple[tuple[int, int], ...]:
+        """Tile shapes (m, n) that it may use."""
         return self.options.tiles
 
     @property
     def group_size(self) -> int:
+        """Query heads to a KV head."""
         return self.options.group_size
 
     @property
     def n_items(self) -> int:
+        """Work items."""
         return self.stats.items
 
     @property
     def n_members(self) -> int:
+        """Entries of all row lists."""
         return self.stats.members
 
     @property
     def n_requests(self) -> int:
+        """Requests of the batch."""
         return self.forest.n_requests
 
     @property

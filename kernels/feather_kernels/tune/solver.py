@@ -28,6 +28,8 @@ class Registers(NamedTuple):
 
 
 class Verdict(NamedTuple):
+    """Whether a tile fits one path of a GPU, and what limits it."""
+
     m: int
     n: int
     ok: bool
