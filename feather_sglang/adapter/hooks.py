@@ -1,6 +1,9 @@
 """Every place where feather touches SGLang, in one table, and the check that the installed SGLang still fits it.
 
-Five kinds:
+It wraps in two ways: at start by SGLang's own hook registry, as no object of SGLang's exists yet; after that by
+``Wrappings`` on living objects, so that classes stay as they are. Two exceptions: ``ForwardBatch.init_new`` is a class
+method, so ``pat`` wraps the class; and nothing but the caller's frame tells the loop that admits from others that read
+the queue (``AdmissionQueue``). Five kinds:
 
 ``start``
     Wrapped through SGLang's hook registry when the plugin loads. They run while a server starts, never per step.

@@ -174,10 +174,10 @@ class ChunkedHashTree:
         self._wait(request)
 
     def defer(self, request_id: Hashable, depth: int) -> None:
-        """Pass over the waiting requests that share at least ``depth`` chunks with an active or waiting one.
+        """Leave out of the search the waiting requests that share ``depth`` chunks with an active or waiting one.
 
         For a prefix that the active request is about to compute: who comes after it finds it in the cache. Or for one
-        that had better be computed later; a waiting request that shares so much with nobody is not passed over itself
+        that had better be computed later; a waiting request that shares so much with nobody is not deferred itself
         (see ``hold``). Deferred requests still wait: ``peers``, the tips and ``oldest`` count them.
         Lasts until ``resume``, or until a request enters or leaves the tree.
         """
