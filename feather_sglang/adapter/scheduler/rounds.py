@@ -7,6 +7,7 @@ the iteration and nothing else; only ``KV_BUDGET`` lets SGLang mark the batch fu
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -88,26 +89,30 @@ class AdmissionRounds:
         self, original: Callable[..., Any], waiting_queue: list[Any], running_batch: Any = None, **kwargs: Any
     ) -> None:
         """Open a round; who leaves admission to SGLang lets it sort the queue, too."""
+        opened = False
         if not self.guard.failed:
             with self.guard("an admission round could not be opened"):
-                self._running_rows, self._computed_tokens = len(running_batch.reqs), 0
-                self.life_cycle.synchronise(running_batch.reqs)
-                self.life_cycle.note_computed()
-                chunked = self.scheduler.chunked_req
-                pending = 0 if chunked is None else max(1, total_tokens(chunked) - cached_tokens(chunked))
-                self.admission.open_round(self.meters.readings(), pending_tokens=pending)
-                if not self.admission.round.delayed:
-                    self.meters.decode.take()
-                if self.admission.policy is None:
-                    original(waiting_queue, running_batch, **kwargs)
-                self.scheduler.waiting_queue = AdmissionQueue(waiting_queue, self._admissions, self._loop_code)
-                return
-        original(waiting_queue, running_batch, **kwargs)
+                self._open(running_batch)
+                opened = True
+        if not opened or self.admission.policy is None:
+            original(waiting_queue, running_batch, **kwargs)
+        if opened:
+            self.scheduler.waiting_queue = AdmissionQueue(waiting_queue, self._admissions, self._loop_code)
+
+    def _open(self, running_batch: Any) -> None:
+        self._running_rows, self._computed_tokens = len(running_batch.reqs), 0
+        self.life_cycle.synchronise(running_batch.reqs)
+        self.life_cycle.note_computed()
+        chunked = self.scheduler.chunked_req
+        pending = 0 if chunked is None else max(1, total_tokens(chunked) - cached_tokens(chunked))
+        self.admission.open_round(self.meters.readings(), pending_tokens=pending)
+        if not self.admission.round.delayed:
+            self.meters.decode.take()
 
     def _admissions(self, adder: Any) -> Iterator[Any]:
         """Requests in the order they are proposed, until nobody is or SGLang's budgets end the loop."""
         admission, scheduler = self.admission, self.scheduler
-        self._adder.wrap(adder, "add_one_req", self._add_one_req)
+        self._adder.wrap(adder, "add_one_req", functools.partial(self._add_one_req, adder))
         if admission.policy is None:
             yield from list.__iter__(scheduler.waiting_queue)
             return
@@ -124,7 +129,7 @@ class AdmissionRounds:
                     admission.settle(rid, Verdict.ENGINE)
         yield from [req for req in list.__iter__(scheduler.waiting_queue) if req not in adder.can_run_list]
 
-    def _add_one_req(self, original: Callable[..., Any], req: Any, *args: Any, **kwargs: Any) -> Any:
+    def _add_one_req(self, adder: Any, original: Callable[..., Any], req: Any, *args: Any, **kwargs: Any) -> Any:
         """Ask the rules, then SGLang's budgets; around the round's ``PrefillAdder.add_one_req``."""
         if not self.guard.failed and self.admission.policy is not None:
             with self.guard("a proposed request could not be judged"):
@@ -132,8 +137,7 @@ class AdmissionRounds:
                 if verdict is not Verdict.ADMIT:
                     return _RESULTS.get(verdict, AddReqResult.CONTINUE)
         result = original(req, *args, **kwargs)
-        taken = original.__self__.can_run_list  # type: ignore[attr-defined]
-        if not self.guard.failed and taken and taken[-1] is req:
+        if not self.guard.failed and adder.can_run_list and adder.can_run_list[-1] is req:
             with self.guard("an admission could not be noted"):
                 self.admission.settle(req.rid, Verdict.ADMIT, cached_tokens(req))
                 self.life_cycle.admitted(req)

@@ -7,6 +7,7 @@ Tokens in flight under the overlap scheduler are looked up by pool index, which 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -41,14 +42,14 @@ class RowOrder:
         allocates the step's tokens row by row: so the batch's own method is wrapped for the call.
         """
         wrappings = Wrappings()
-        wrappings.wrap(batch, "prepare_for_decode", self._order_and_prepare)
+        wrappings.wrap(batch, "prepare_for_decode", functools.partial(self._order_and_prepare, batch))
         try:
             return original(batch, *args, **kwargs)
         finally:
             wrappings.undo()
 
-    def _order_and_prepare(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._order(original.__self__)  # type: ignore[attr-defined]
+    def _order_and_prepare(self, batch: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._order(batch)
         return original(*args, **kwargs)
 
     def _order(self, batch: Any) -> None:
