@@ -166,10 +166,10 @@ def test_the_tokens_of_torch_native_from_fewer_reads(server, expected, overrides
 def test_a_plan_that_does_not_fit_shares_nothing(server, expected, caplog):
     one = server()
     engine, before = pat_of(one)._engine, pat_metrics().unshared._value.get()
-    planner = engine.planner
+    options = engine.planner.options
     engine.planner = Planner(  # no memory for parts: by naive, sharing anything needs some
-        num_qo_heads=planner.num_kv_heads * planner.group_size, num_kv_heads=planner.num_kv_heads,
-        head_dim=planner.head_dim, max_requests=planner.max_requests, n_sm=4, max_parts=1, strategy="naive",
+        num_qo_heads=options.num_kv_heads * options.group_size, num_kv_heads=options.num_kv_heads,
+        head_dim=options.head_dim, max_requests=options.max_requests, n_sm=4, max_parts=1, strategy="naive",
     )  # fmt: skip
     assert_same(serve(one), expected)
     assert pat_metrics().unshared._value.get() > before

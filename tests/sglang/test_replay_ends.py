@@ -42,7 +42,13 @@ def test_a_signal_ends_the_command_and_its_replays(number, status, line, tmp_pat
     with tempfile.TemporaryDirectory() as folder:  # tmp_path is too long for the sockets of processes
         process = subprocess.Popen(
             command,
-            env={**os.environ, "TMPDIR": folder, "REPLAY_MARK": mark},
+            # PyTorch's own cache is for all processes to come, and begins under TMPDIR on import.
+            env={
+                **os.environ,
+                "TMPDIR": folder,
+                "REPLAY_MARK": mark,
+                "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+            },
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
