@@ -1,9 +1,10 @@
 """Every place where feather touches SGLang, in one table, and the check that the installed SGLang still fits it.
 
-It wraps in two ways: at start by SGLang's own hook registry, as no object of SGLang's exists yet; after that by
-``Wrappings`` on living objects, so that classes stay as they are. Two exceptions: ``ForwardBatch.init_new`` is a class
-method, so ``pat`` wraps the class; and nothing but the caller's frame tells the loop that admits from others that read
-the queue (``AdmissionQueue``). Five kinds:
+An SGLang with extension points (``patches/``) calls the policies itself: of their hooks it needs those of kind
+``calls`` only. Any other is wrapped in two ways: at start by SGLang's own hook registry, as no object of SGLang's
+exists yet; after that by ``Wrappings`` on living objects, so that classes stay as they are. Two exceptions:
+``ForwardBatch.init_new`` is a class method, so ``pat`` wraps the class; and nothing but the caller's frame tells the
+loop that admits from others that read the queue (``AdmissionQueue``). Five kinds:
 
 ``start``
     Wrapped through SGLang's hook registry when the plugin loads. They run while a server starts, never per step.
@@ -29,6 +30,8 @@ from typing import Any, NamedTuple
 from feather_sglang.scheduling.policy_names import SINCE
 
 SUPPORTED = tuple(f"0.5.{patch}" for patch in range(17, 24))
+EXTENSION_POINTS = 1  # the version of them that ``scheduler.registered`` is written for
+_REGISTRY = "sglang.srt.managers.schedule_policy_registry"
 
 
 class Hook(NamedTuple):
@@ -160,6 +163,19 @@ def installed_version() -> str | None:
         return None
 
 
+def extension_points() -> int | None:
+    """Version of the extension points in the installed SGLang's source; None where it has none."""
+    try:
+        return int(importlib.import_module(_REGISTRY).SCHEDULE_POLICY_API_VERSION)
+    except ModuleNotFoundError:
+        return None
+
+
+def is_needed(hook: Hook) -> bool:
+    """Whether feather uses that hook on the installed SGLang."""
+    return hook.part != "policy" or hook.kind == "calls" or extension_points() is None
+
+
 def is_newer_patch(version: str | None) -> bool:
     """Whether that release came after the newest one that feather was tested with, under the same minor version."""
     newest = SUPPORTED[-1].split(".")
@@ -229,4 +245,8 @@ def mismatches(part: str = "policy") -> list[str]:
     """Everything that keeps the installed SGLang from working with a part of feather; empty if it fits."""
     version = installed_version()
     found = [] if is_usable(version) else [f"sglang {version} is not one of {SUPPORTED[0]} to {SUPPORTED[-1]}"]
-    return found + [text for hook in HOOKS if hook.part == part and (text := mismatch(hook)) is not None]
+    if part == "policy" and (points := extension_points()) not in (None, EXTENSION_POINTS):
+        found.append(f"its extension points are of version {points}, feather knows version {EXTENSION_POINTS}")
+    return found + [
+        text for hook in HOOKS if hook.part == part and is_needed(hook) and (text := mismatch(hook)) is not None
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,20 +16,13 @@ class DebugCheck:
     def __init__(self, feather: FeatherScheduler) -> None:
         self.feather = feather
 
-    def get_next_batch_to_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Check what SGLang's ``get_next_batch_to_run`` returns."""
-        plan = original(*args, **kwargs)
-        self.check(plan)
-        return plan
-
-    def check(self, plan: Any) -> None:
-        """Raise ``AssertionError`` if the tree differs (``plan``: what SGLang runs next)."""
+    def check(self, running_batch: Any, batch: Any) -> None:
+        """Raise ``AssertionError`` if the tree differs; SGLang runs ``batch`` next, or None."""
         feather, life_cycle, admission = self.feather, self.feather.life_cycle, self.feather.admission
         scheduler, tree = feather.scheduler, admission.tree
         if feather.failed:
             raise AssertionError("feather failed and went on as fcfs; see the log")
-        batches = [batch for batch in (plan.running_batch, plan.batch_to_run) if batch is not None]
-        running = [req for batch in batches for req in batch.reqs]
+        running = [req for each in (running_batch, batch) if each is not None for req in each.reqs]
         life_cycle.synchronise(running)
         tree.check_invariants()
         alive = life_cycle.alive(running)
@@ -40,6 +32,6 @@ class DebugCheck:
         in_flight = admission.state.deferrals.in_flight
         assert in_flight <= tree.active, "a request is being computed that does not run"
         assert not tree.held and set(life_cycle.requests) == set(tree.waiting) | set(tree.active)
-        if feather.rows.enabled and plan.batch_to_run is not None and plan.batch_to_run.forward_mode.is_decode():
-            rows = [req.rid for req in plan.batch_to_run.reqs if req.rid in tree]
+        if feather.rows.enabled and batch is not None and batch.forward_mode.is_decode():
+            rows = [req.rid for req in batch.reqs if req.rid in tree]
             assert admission.row_order(rows) is None, "rows are not in prefix order"

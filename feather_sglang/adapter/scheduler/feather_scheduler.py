@@ -1,13 +1,15 @@
-"""A feather policy in charge of one SGLang ``Scheduler``: its rooms, and where each hooks in.
+"""A feather policy in charge of one SGLang ``Scheduler``: its rooms.
 
-==============  =========================================================================================
-room            what of SGLang's it wraps, on this one object
-==============  =========================================================================================
-``life_cycle``  ``_add_request_to_queue``: a request arrives or comes back
-``rounds``      ``policy.calc_priority``, ``_get_new_batch_prefill_raw``, the round's ``adder.add_one_req``
-``rows``        ``update_running_batch``, and within it the batch's ``prepare_for_decode``
-``meters``      ``process_batch_result``: the reward
-==============  =========================================================================================
+==============  ==============================================
+room            what it does
+==============  ==============================================
+``life_cycle``  a request arrives, comes back, leaves
+``rounds``      who is admitted
+``rows``        prefix order of the running batch
+``meters``      step times: the reward, the price of prefill
+==============  ==============================================
+
+SGLang calls them through ``hooked.Hooks``, or through ``registered.FeatherPolicy`` where it has extension points.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.managers.schedule_policy import SchedulePolicy
+
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.scheduler import debug_check
 from feather_sglang.adapter.scheduler.agreement import Agreement
@@ -25,11 +29,11 @@ from feather_sglang.adapter.scheduler.construction import make_admission
 from feather_sglang.adapter.scheduler.debug_check import DebugCheck
 from feather_sglang.adapter.scheduler.decision_log import DecisionLog
 from feather_sglang.adapter.scheduler.guard import Guard
+from feather_sglang.adapter.scheduler.hooked import Hooks
 from feather_sglang.adapter.scheduler.life_cycle import LifeCycle
 from feather_sglang.adapter.scheduler.meters import Meters
 from feather_sglang.adapter.scheduler.rounds import AdmissionRounds
 from feather_sglang.adapter.scheduler.row_order import RowOrder
-from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.scheduling.policies import StopPolicy
 
 
@@ -61,8 +65,9 @@ class FeatherScheduler:
         self.meters = Meters(scheduler, agreement, self.guard, lambda: self.clock())
         self.rounds = AdmissionRounds(scheduler, self.admission, self.life_cycle, self.meters, self.guard)
         self.rows = RowOrder(self.admission, self.guard, options.row_order)
+        self._check = DebugCheck(self) if os.environ.get(debug_check.VARIABLE) == "1" else None
         self._decisions: DecisionLog | None = None
-        self._wrappings = Wrappings()
+        self._hooks: Hooks | None = None
 
     @property
     def policy(self) -> StopPolicy | None:
@@ -75,29 +80,34 @@ class FeatherScheduler:
         return self.guard.failed
 
     def install(self) -> None:
-        """Wrap this scheduler's own methods; SGLang's classes stay untouched."""
-        scheduler, wrap = self.scheduler, self._wrappings.wrap
-        wrap(scheduler.policy, "calc_priority", self.rounds.calc_priority)
-        wrap(scheduler, "_add_request_to_queue", self.life_cycle.add_request_to_queue)
-        wrap(scheduler, "_get_new_batch_prefill_raw", self.rounds.get_new_batch_prefill)
-        wrap(scheduler, "update_running_batch", self.rows.update_running_batch)
-        if self.policy is not None:  # else nobody learns from what is measured
-            wrap(scheduler, "process_batch_result", self.meters.process_batch_result)
-        if os.environ.get(debug_check.VARIABLE) == "1":
-            wrap(scheduler, "get_next_batch_to_run", DebugCheck(self).get_next_batch_to_run)
+        """Let SGLang call the rooms."""
+        scheduler = self.scheduler
         if (file := decision_file(scheduler)) is not None:
             self._decisions = DecisionLog(file, self.name)
-            wrap(scheduler, "get_next_batch_to_run", self._log_decision)
+        if type(scheduler.policy) is SchedulePolicy:
+            self._hooks = Hooks(self)
+        else:  # SGLang has made the registered class
+            scheduler.policy.feather = self
 
     def uninstall(self) -> None:
         """Leave the scheduler as SGLang made it."""
-        self._wrappings.undo()
+        if self._hooks is not None:
+            self._hooks.undo()
         if self._decisions is not None:
             self._decisions.close()
 
-    def resumed(self) -> None:
-        """SGLang goes on after a pause."""
-        self.meters.resumed()
+    @property
+    def watches_decisions(self) -> bool:
+        """Whether ``decided`` does anything."""
+        return self._check is not None or self._decisions is not None
+
+    def decided(self, running_batch: Any, batch: Any) -> None:
+        """Check and log, where asked for, what SGLang runs next: ``batch``, or None."""
+        if self._check is not None:
+            self._check.check(running_batch, batch)
+        if self._decisions is not None and batch is not None and not self.failed:
+            with self.guard("a decision could not be logged"):
+                self._decisions.note(batch, self.stats())
 
     def stats(self) -> dict[str, Any]:
         """Counters of admission, the policy, the row order, and whether the policy failed."""
@@ -108,13 +118,6 @@ class FeatherScheduler:
             "permutation_seconds": self.rows.seconds,
             "failed": self.failed,
         }
-
-    def _log_decision(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        plan = original(*args, **kwargs)
-        if plan.batch_to_run is not None and self._decisions is not None and not self.failed:
-            with self.guard("a decision could not be logged"):
-                self._decisions.note(plan.batch_to_run, self.stats())
-        return plan
 
 
 def take_over(scheduler: Any, name: str, options: FeatherOptions, policy: StopPolicy | None) -> FeatherScheduler:

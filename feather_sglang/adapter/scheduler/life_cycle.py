@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 from sglang.srt.managers.schedule_policy import CacheAwarePolicy
@@ -42,14 +42,11 @@ class LifeCycle:
         self._twins = False  # whether two of one id may wait
         self._outputs: dict[Hashable, int] = {}  # tokens that requests in prefill had when they were admitted
 
-    def add_request_to_queue(self, original: Callable[..., Any], req: Any, *args: Any, **kwargs: Any) -> Any:
-        """Enter a request that arrives, or comes back; around SGLang's ``_add_request_to_queue``."""
-        result = original(req, *args, **kwargs)
-        queue = self.scheduler.waiting_queue
-        if not self.guard.failed and queue and queue[-1] is req:  # else it was rejected
+    def queued(self, req: Any) -> None:
+        """Enter a request that arrives, or comes back, and is the last of SGLang's queue."""
+        if not self.guard.failed:
             with self.guard("a request could not be entered"):
                 self.enter(req)
-        return result
 
     def enter(self, req: Any) -> None:
         """Enter a waiting request into the tree."""

@@ -29,16 +29,18 @@ class Meters:
         self.clock = clock
         self.decode = DecodeMeter()
         self.prefill = PrefillMeter(scheduler.chunked_prefill_size)
+        self._step = False, 0  # whether the step that ends decodes, and its tokens
 
-    def process_batch_result(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note a step's result; around SGLang's ``process_batch_result``."""
+    def result_comes(self, batch: Any) -> None:
+        """A step's result is there and not processed yet: a request that has finished gets no token of it."""
         is_decode = batch.forward_mode.is_decode()
-        tokens = sum(not req.finished() for req in batch.reqs) if is_decode else 0
-        result = original(batch, *args, **kwargs)
+        self._step = is_decode, sum(not req.finished() for req in batch.reqs) if is_decode else 0
+
+    def result_came(self, batch: Any) -> None:
+        """SGLang has processed a step's result."""
         if not self.guard.failed:
             with self.guard("a step could not be measured"):
-                self._note(batch, is_decode, tokens)
-        return result
+                self._note(batch, *self._step)
 
     def _note(self, batch: Any, is_decode: bool, tokens: int) -> None:
         now = self.clock()

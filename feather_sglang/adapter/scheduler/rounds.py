@@ -1,16 +1,13 @@
 """Admission rounds: SGLang's loop over its waiting queue, request by request.
 
-``calc_priority`` opens a round and leaves an ``AdmissionQueue`` in the queue's place. SGLang's loop draws from it whom
-``Admission`` proposes, looks each up in its cache, and asks the round's adder, which asks the rules first. STOP ends
-the iteration and nothing else; only ``KV_BUDGET`` lets SGLang mark the batch full, as its own budgets do.
+A round opens before SGLang orders its queue. Its loop then draws from ``propose`` whom ``Admission`` proposes, looks
+each up in its cache, and asks ``judge`` before its own budgets. STOP ends the iteration and nothing else; only
+``KV_BUDGET`` lets SGLang mark the batch full, as its own budgets do.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult
@@ -18,37 +15,11 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from feather_sglang.adapter.scheduler.guard import Guard
 from feather_sglang.adapter.scheduler.life_cycle import LifeCycle, cached_tokens, total_tokens
 from feather_sglang.adapter.scheduler.meters import Meters
-from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.scheduling.admission.admission import Admission
 from feather_sglang.scheduling.admission.verdict import Batch, Proposal, Verdict
 
 # A deferred request leaves the loop to the next one; where memory is the reason SGLang ends it.
 _RESULTS = {Verdict.KV_BUDGET: AddReqResult.NO_TOKEN}
-
-
-class AdmissionQueue(list):
-    """The waiting queue during one admission round.
-
-    Parameters
-    ----------
-    admissions
-        Gives the requests to the loop that admits them, of which it is handed the adder.
-    loop_code
-        Of that loop. Every other reader sees the plain list: SGLang also iterates over the queue for LoRA draining and
-        load reports, and asks in no other way that tells them apart.
-    """
-
-    def __init__(self, requests: list[Any], admissions: Callable[[Any], Iterator[Any]], loop_code: Any) -> None:
-        super().__init__(requests)
-        self._admissions: Callable[[Any], Iterator[Any]] | None = admissions
-        self._loop_code = loop_code
-
-    def __iter__(self) -> Iterator[Any]:
-        caller = sys._getframe(1)
-        if self._admissions is not None and caller.f_code is self._loop_code:
-            admissions, self._admissions = self._admissions, None
-            return admissions(caller.f_locals["adder"])
-        return super().__iter__()
 
 
 class AdmissionRounds:
@@ -62,42 +33,22 @@ class AdmissionRounds:
         self.life_cycle = life_cycle
         self.meters = meters
         self.guard = guard
-        self._loop_code = inspect.unwrap(type(scheduler)._get_new_batch_prefill_raw).__code__
-        self._adder = Wrappings()  # of this round
         self._running_rows = self._computed_tokens = 0
 
-    def get_new_batch_prefill(self, original: Callable[..., Any], *args: Any, running_batch: Any, **kwargs: Any) -> Any:
-        """One round, if SGLang opens one; around its ``_get_new_batch_prefill_raw``."""
+    def begin(self, running_batch: Any) -> None:
+        """SGLang is about to look for a prefill batch; it does not where the running batch is marked full."""
         if self.admission.state.deferrals.in_flight and not self.guard.failed:
             # Else a batch that had no room for somebody else's prefix would be closed, until a request leaves it, to
             # those whose prefix has been computed since.
             running_batch.batch_is_full = False
-        try:
-            plan = original(*args, running_batch=running_batch, **kwargs)
-            if plan[0] is not None:
-                self.meters.batch_changes()
-            return plan
-        finally:
-            self._adder.undo()
-            if isinstance(self.scheduler.waiting_queue, AdmissionQueue):
-                self.scheduler.waiting_queue = list(list.__iter__(self.scheduler.waiting_queue))
-            if not self.guard.failed:
-                with self.guard("an admission round could not be closed"):
-                    self.admission.close_round()
 
-    def calc_priority(
-        self, original: Callable[..., Any], waiting_queue: list[Any], running_batch: Any = None, **kwargs: Any
-    ) -> None:
-        """Open a round; who leaves admission to SGLang lets it sort the queue, too."""
-        opened = False
-        if not self.guard.failed:
-            with self.guard("an admission round could not be opened"):
-                self._open(running_batch)
-                opened = True
-        if not opened or self.admission.policy is None:
-            original(waiting_queue, running_batch, **kwargs)
-        if opened:
-            self.scheduler.waiting_queue = AdmissionQueue(waiting_queue, self._admissions, self._loop_code)
+    def open(self, running_batch: Any) -> bool:
+        """Open a round; False where feather has failed, and SGLang admits."""
+        if self.guard.failed:
+            return False
+        with self.guard("an admission round could not be opened"):
+            self._open(running_batch)
+        return not self.guard.failed
 
     def _open(self, running_batch: Any) -> None:
         self._running_rows, self._computed_tokens = len(running_batch.reqs), 0
@@ -109,12 +60,18 @@ class AdmissionRounds:
         if not self.admission.round.delayed:
             self.meters.decode.take()
 
-    def _admissions(self, adder: Any) -> Iterator[Any]:
-        """Requests in the order they are proposed, until nobody is or SGLang's budgets end the loop."""
+    def propose(self, queue: Iterable[Any], adder: Any) -> Iterator[Any]:
+        """Requests in the order they are proposed, until nobody is or SGLang's budgets end the loop.
+
+        Parameters
+        ----------
+        queue : SGLang's, in its order.
+        adder : PrefillAdder
+            Of this round.
+        """
         admission, scheduler = self.admission, self.scheduler
-        self._adder.wrap(adder, "add_one_req", functools.partial(self._add_one_req, adder))
         if admission.policy is None:
-            yield from list.__iter__(scheduler.waiting_queue)
+            yield from queue
             return
         room = scheduler.get_num_allocatable_reqs(self._running_rows)
         while not self.guard.failed:
@@ -127,22 +84,32 @@ class AdmissionRounds:
                 yield self.life_cycle.requests[rid]
                 if admission.round.open_proposal is not None:
                     admission.settle(rid, Verdict.ENGINE)
-        yield from [req for req in list.__iter__(scheduler.waiting_queue) if req not in adder.can_run_list]
+        yield from [req for req in queue if req not in adder.can_run_list]
 
-    def _add_one_req(self, adder: Any, original: Callable[..., Any], req: Any, *args: Any, **kwargs: Any) -> Any:
-        """Ask the rules, then SGLang's budgets; around the round's ``PrefillAdder.add_one_req``."""
+    def judge(self, req: Any) -> AddReqResult | None:
+        """What keeps a proposed request out of the batch; None leaves it to SGLang's budgets."""
         if not self.guard.failed and self.admission.policy is not None:
             with self.guard("a proposed request could not be judged"):
                 verdict = self.check(req)
                 if verdict is not Verdict.ADMIT:
                     return _RESULTS.get(verdict, AddReqResult.CONTINUE)
-        result = original(req, *args, **kwargs)
-        if not self.guard.failed and adder.can_run_list and adder.can_run_list[-1] is req:
+        return None
+
+    def admitted(self, req: Any) -> None:
+        """SGLang has added a request to its prefill batch."""
+        if not self.guard.failed:
             with self.guard("an admission could not be noted"):
                 self.admission.settle(req.rid, Verdict.ADMIT, cached_tokens(req))
                 self.life_cycle.admitted(req)
                 self._computed_tokens += total_tokens(req) - cached_tokens(req)
-        return result
+
+    def end(self, new_batch: Any) -> None:
+        """SGLang has looked, and found ``new_batch`` or None."""
+        if new_batch is not None:
+            self.meters.batch_changes()
+        if not self.guard.failed:
+            with self.guard("an admission round could not be closed"):
+                self.admission.close_round()
 
     def check(self, req: Any) -> Verdict:
         """What the rules say of a proposed request that SGLang has looked up."""

@@ -7,13 +7,10 @@ Tokens in flight under the overlap scheduler are looked up by pool index, which 
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 from feather_sglang.adapter.scheduler.guard import Guard
-from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.scheduling.admission.admission import Admission
 
 
@@ -35,24 +32,11 @@ class RowOrder:
         self.seconds = 0.0
         self._ordered: list[Any] | None = None  # the row list last seen in order
 
-    def update_running_batch(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Order rows within SGLang's ``update_running_batch``.
+    def order(self, batch: Any) -> None:
+        """Put the rows of a batch that decodes next in prefix order.
 
-        That is after it has dropped what finished and retracted (which sorts the rest by length), and before it
-        allocates the step's tokens row by row: so the batch's own method is wrapped for the call.
+        SGLang has dropped what finished and retracted by then, and allocates the step's tokens row by row afterwards.
         """
-        wrappings = Wrappings()
-        wrappings.wrap(batch, "prepare_for_decode", functools.partial(self._order_and_prepare, batch))
-        try:
-            return original(batch, *args, **kwargs)
-        finally:
-            wrappings.undo()
-
-    def _order_and_prepare(self, batch: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._order(batch)
-        return original(*args, **kwargs)
-
-    def _order(self, batch: Any) -> None:
         # SGLang makes a new row list whenever the composition changes, so the same list is in order already.
         if not self.enabled or self.guard.failed or batch.reqs is self._ordered:
             return
@@ -72,6 +56,9 @@ def permute_rows(batch: Any, order: list[int]) -> bool:
     """
     if any(getattr(req, "beam_group", None) is not None for req in batch.reqs):
         return False
+    if hasattr(batch, "take_rows"):  # SGLang's extension points
+        batch.take_rows(order)
+        return True
     # filter_batch takes a list of unchanged length for "nothing to filter": one surplus entry, which no index
     # names, makes it do its work.
     batch.reqs = [*batch.reqs, None]

@@ -103,6 +103,7 @@ class Switch:
         wrappings.wrap(self.scheduler, "set_internal_state", self._set_internal_state)
         wrappings.wrap(self.scheduler, "get_internal_state", self._get_internal_state)
         self._clock.install(self.scheduler)
+        self.scheduler.feather_switch = self
 
     def _set_internal_state(self, original: Callable[..., Any], recv_req: Any) -> Any:
         plan = self._refused = None

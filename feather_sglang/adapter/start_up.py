@@ -1,0 +1,78 @@
+"""What happens between SGLang's command line and a feather policy in charge, however SGLang calls us.
+
+It calls through hooks (``plugin``), or through the extension points of a patched SGLang (``scheduler.registered``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from feather_sglang.adapter.attention.registration import PAT, offer_backend
+from feather_sglang.adapter.failures import begin_command_line, end_start_up
+from feather_sglang.adapter.hooks import installed_version, mismatches, untested
+from feather_sglang.adapter.options import FeatherOptions, add_flags, switch_allowed
+from feather_sglang.adapter.refusals import refuse_pat_flags, refuse_policy_flags
+from feather_sglang.errors import FeatherError
+from feather_sglang.scheduling.policy_names import FEATHER
+
+logger = logging.getLogger(__name__)
+
+
+def offer(parser: Any) -> None:
+    """Offer the backend and the ``--feather-*`` flags on SGLang's command line."""
+    offer_backend(parser)
+    add_flags(parser)
+    begin_command_line()
+
+
+def refuse_arguments(args: Any) -> None:
+    """Refuse what flags alone tell, once all are known and before a model is loaded.
+
+    This runs in the server's own process, so ``--feather-allow-switch`` begins here too.
+    """
+    try:
+        if switch_allowed():
+            from feather_sglang.adapter.switch.endpoint import add_endpoint, refuse_unguarded
+
+            refuse_unguarded(args)
+            add_endpoint()
+        if args.schedule_policy in FEATHER:
+            refuse_policy_flags(args, args.schedule_policy, FeatherOptions.from_environment())
+        if PAT in (args.attention_backend, args.decode_attention_backend):
+            refuse_pat_flags(args)
+    except FeatherError as error:
+        end_start_up(error)
+
+
+def start_policy(scheduler: Any) -> None:
+    """Put the scheduler's feather policy in charge, or end its start-up with one clear line."""
+    try:
+        name = scheduler.schedule_policy
+        if found := mismatches():
+            raise FeatherError(f"this SGLang does not fit --schedule-policy {name}: {'; '.join(found)}")
+        from feather_sglang.adapter.scheduler.checks import refuse_unsupported
+        from feather_sglang.adapter.scheduler.construction import make_stop_policy
+        from feather_sglang.adapter.scheduler.feather_scheduler import take_over
+
+        if warning := untested(installed_version()):
+            logger.warning("feather: %s", warning)
+        options = FeatherOptions.from_environment()
+        refuse_unsupported(scheduler, name, options)
+        take_over(scheduler, name, options, make_stop_policy(name, options))
+    except FeatherError as error:
+        end_start_up(error)
+    logger.info("feather: %s is active (sglang %s)", name, installed_version())
+
+
+def start_switch(scheduler: Any, initialise: Callable[[], Any]) -> None:
+    """Let the scheduler take orders to switch its policy; ``initialise`` is SGLang's ``init_schedule_policy`` of it."""
+    try:
+        if found := mismatches("switch"):
+            raise FeatherError(f"this SGLang does not fit --feather-allow-switch: {'; '.join(found)}")
+        from feather_sglang.adapter.switch.switch import Switch
+
+        Switch(scheduler, initialise).install()
+    except FeatherError as error:
+        end_start_up(error)
