@@ -21,6 +21,10 @@ COMMANDS = {
     "trace": ("feather_sglang.replay.trace_cli", "make or inspect a request trace"),
     "bench": ("feather_sglang.bench", "measure a part of feather beside its peers"),
     "explain-plan": ("feather_sglang.plans.cli", "draw the forest, the packs and the work items of a decode batch"),
+    "patch": (
+        "feather_sglang.patching.cli",
+        "put SGLang's extension points into an installed release, or take them out",
+    ),
     "doctor": ("feather_sglang.adapter.doctor", "show what this installation has and whether feather is active"),
 }
 

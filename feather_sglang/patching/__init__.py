@@ -1,0 +1,4 @@
+"""Extension points for an installed SGLang: the series of ``patches/``, applied and taken back.
+
+May import: errors.
+"""

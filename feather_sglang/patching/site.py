@@ -1,0 +1,203 @@
+"""An installed SGLang: patched, and put back to the byte.
+
+A backup lies in the installation's ``.dist-info`` and, with what is added, in its ``RECORD``: so pip removes it with
+SGLang. Files are replaced, never written to: an installation may share them with others by hard links.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from feather_sglang.errors import FeatherError
+from feather_sglang.patching.series import Series
+
+BACKUP = "feather_patch"
+MANIFEST = "manifest.json"
+REGISTRY = "sglang/srt/managers/schedule_policy_registry.py"
+
+
+def digest(content: bytes) -> str:
+    """SHA-256, as hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+class Site:
+    """One installation.
+
+    Attributes
+    ----------
+    root : Path
+        Holds the package ``sglang``.
+    release : str
+    """
+
+    def __init__(self, root: Path, release: str, info: Path) -> None:
+        self.root = root
+        self.release = release
+        self._info = info
+        self._backup = info / BACKUP
+
+    @classmethod
+    def find(cls, folder: Path | None = None) -> Site:
+        """The SGLang of this Python, or the one installed in ``folder``."""
+        path = sys.path if folder is None else [str(folder)]
+        found = next(iter(metadata.distributions(name="sglang", path=path)), None)
+        if found is None:
+            place = "this Python" if folder is None else folder
+            raise FeatherError(f"no sglang is installed in {place}: name the folder that holds it with --site")
+        root = Path(str(found.locate_file("")))
+        if not (root / "sglang" / "srt").is_dir():
+            raise FeatherError(
+                f"sglang {found.version} is installed from a checkout: apply the series there, git am patches/RELEASE/*"
+            )
+        info = Path(str(found.locate_file(f"sglang-{found.version}.dist-info")))
+        return cls(root, found.version, info)
+
+    # State ------------------------------------------------------------------------------------------------------
+
+    def read(self, name: str) -> bytes:
+        """Content of a file, by its path below ``root``."""
+        return (self.root / name).read_bytes()
+
+    @property
+    def is_patched(self) -> bool:
+        """Whether there is a backup to revert to."""
+        return (self._backup / MANIFEST).is_file()
+
+    def state(self) -> str:
+        """In words."""
+        if self.is_patched:
+            changed = self._changed()
+            return f"patched, and changed since: {', '.join(changed)}" if changed else "patched"
+        return "has extension points of its own" if (self.root / REGISTRY).is_file() else "not patched"
+
+    def _manifest(self) -> dict[str, dict[str, str | None]]:
+        files = json.loads((self._backup / MANIFEST).read_text())["files"]
+        assert isinstance(files, dict)
+        return files
+
+    def _now(self, name: str) -> str | None:
+        path = self.root / name
+        return digest(path.read_bytes()) if path.is_file() else None
+
+    def _changed(self) -> list[str]:
+        """Files that are neither as the patch left them nor as they were before it."""
+        return [name for name, was in self._manifest().items() if self._now(name) not in was.values()]
+
+    # Change -----------------------------------------------------------------------------------------------------
+
+    def plan(self) -> dict[str, bytes]:
+        """What ``apply`` would write; raises ``FeatherError`` where the series does not fit."""
+        if self.is_patched:
+            raise FeatherError(f"sglang {self.release} in {self.root} is {self.state()}: revert first")
+        return Series(self.release).apply(self.read)
+
+    def apply(self) -> list[str]:
+        """Patch, all or nothing; returns the files that differ now.
+
+        Raises
+        ------
+        FeatherError
+            The series does not fit; nothing was written.
+        """
+        made = self.plan()
+        record = self._info / "RECORD"
+        changed = sorted(made)
+        if record.is_file():
+            made[self._name(record)] = self._extended(record, made)
+        self._back_up(made)
+        try:
+            for name, content in made.items():
+                self._write(name, content)
+        except BaseException:
+            self.revert()
+            raise
+        return changed
+
+    def revert(self) -> list[str]:
+        """Put every file back; returns those that the patch had changed.
+
+        Raises
+        ------
+        FeatherError
+            There is no backup, or a file was changed after it was patched; nothing was written.
+        """
+        if not self.is_patched:
+            raise FeatherError(f"sglang {self.release} in {self.root} is {self.state()}: there is nothing to revert")
+        if changed := self._changed():
+            raise FeatherError(
+                f"{', '.join(changed)}: changed since it was patched; undo that, or reinstall sglang {self.release}"
+            )
+        files = self._manifest()
+        for name, was in files.items():
+            path = self.root / name
+            if was["before"] is None:
+                path.unlink(missing_ok=True)
+                for stale in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+                    stale.unlink()
+            else:
+                self._put_back(name)
+        shutil.rmtree(self._backup)
+        return sorted(name for name in files if not name.endswith("/RECORD"))
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+    def _extended(self, record: Path, made: dict[str, bytes]) -> bytes:
+        """The list of installed files with what the patch and its backup add."""
+        added = [name for name in made if not (self.root / name).exists()]
+        lines = [
+            f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(made[name]).digest()).rstrip(b'=').decode()},"
+            f"{len(made[name])}"
+            for name in added
+        ]
+        kept = [name for name in [*made, self._name(record)] if name not in added]
+        lines += [f"{self._name(self._backup / name)},," for name in [MANIFEST, *kept]]
+        text = record.read_text()
+        return (text + ("" if text.endswith("\n") else "\n") + "".join(f"{line}\n" for line in lines)).encode()
+
+    def _back_up(self, made: dict[str, bytes]) -> None:
+        """Write the backup beside its place and move it there, so that it is there whole or not at all."""
+        with tempfile.TemporaryDirectory(dir=self._info, prefix=f".{BACKUP}-") as scratch:
+            backup = Path(scratch, BACKUP)
+            backup.mkdir()
+            files = {}
+            for name, content in made.items():
+                files[name] = {"before": self._now(name), "after": digest(content)}
+                if files[name]["before"] is not None:
+                    kept = backup / name
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(self.root / name, kept)
+            (backup / MANIFEST).write_text(json.dumps({"release": self.release, "files": files}, indent=1) + "\n")
+            os.replace(backup, self._backup)
+
+    def _write(self, name: str, content: bytes) -> None:
+        path = self.root / name
+        mode = path.stat().st_mode if path.exists() else 0o644
+        with self._replacing(path) as scratch:
+            scratch.write_bytes(content)
+            scratch.chmod(mode)
+
+    def _put_back(self, name: str) -> None:
+        with self._replacing(self.root / name) as scratch:
+            shutil.copy2(self._backup / name, scratch)  # with its time: Python's compiled files are kept by it
+
+    @contextlib.contextmanager
+    def _replacing(self, path: Path) -> Iterator[Path]:
+        """A file to write that then takes the place of ``path``, or is gone."""
+        scratch = path.with_name(f".feather-{path.name}")
+        try:
+            yield scratch
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)

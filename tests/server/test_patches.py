@@ -1,0 +1,169 @@
+"""A copy of the installed SGLang with the series of ``patches/``: what hooks do there, its extension points do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from feather_sglang.cli import main
+from feather_sglang.patching.series import PREFIX, Series
+from feather_sglang.patching.site import Site
+from feather_sglang.scheduling.policy_names import SWITCH_PATH
+from server.cases import KEY, ROOMY
+from server.sglang_server import LAUNCH, SGLangServer, flags_for, run_to_end
+from server.workload import Answer, Request, stream_all
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "behaviour"))
+
+from record import decisions
+
+RELEASE = metadata.version("sglang")
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("prepared")]
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Copy a folder by hard links."""
+    for folder, _, names in os.walk(source):
+        place = target / Path(folder).relative_to(source)
+        place.mkdir(parents=True)
+        for name in names:
+            os.link(Path(folder, name), place / name)
+
+
+def times_and_contents(root: Path) -> dict[str, tuple[int, int]]:
+    """Of all but what Python compiles: a file that was written anew has another time or another content."""
+    return {
+        str(path): (path.stat().st_mtime_ns, hash(path.read_bytes()))
+        for path in root.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a patched copy, for PYTHONPATH."""
+    installed = Site.find()
+    # Hard links need one file system, and the temporary folder may be on another.
+    root = tmp_path_factory.mktemp("patched")
+    info = f"sglang-{installed.release}.dist-info"
+    try:
+        for name in ("sglang", info):
+            link_tree(installed.root / name, root / name)
+    except OSError:
+        pytest.skip("needs the temporary folder on the file system of the environment")
+    before = times_and_contents(root)
+    for action in ("apply", "revert"):
+        assert main(["patch", action, "--site", str(root)]) == 0
+    assert times_and_contents(root) == before
+    assert main(["patch", "apply", "--site", str(root)]) == 0
+    return root
+
+
+@pytest.fixture
+def on_patched(patched: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """PYTHONPATH of processes that run on the copy."""
+    path = os.pathsep.join([str(patched), *filter(None, [os.environ.get("PYTHONPATH")])])
+    monkeypatch.setenv("PYTHONPATH", path)
+    return path
+
+
+WRAPPED = """
+import json, tempfile
+from pathlib import Path
+from feather_sglang.adapter import cpu_shims
+cpu_shims.install()
+from sglang.srt.plugins.hook_registry import HookRegistry
+from feather_sglang.adapter.inprocess import build_scheduler
+with tempfile.TemporaryDirectory() as folder:
+    scheduler = build_scheduler(Path(folder), "feather", 512, max_total_tokens=4096)
+policy = scheduler.policy
+own = [(type(owner), *pair) for owner in (scheduler, policy) for pair in vars(owner).items()]
+wrapped = [name for kind, name, value in own if callable(value) and hasattr(kind, name)]
+print(json.dumps([type(policy).__name__, scheduler.feather.failed, wrapped, sorted(HookRegistry._patched)]))
+"""
+
+
+def test_nothing_is_wrapped_for_the_policies(on_patched: str) -> None:
+    ended = run_to_end([sys.executable, "-c", WRAPPED], PYTHONPATH=on_patched)
+    assert ended.returncode == 0, ended.stderr
+    policy, failed, wrapped, hooked = json.loads(ended.stdout.splitlines()[-1])
+    assert policy == "FeatherPolicy" and not failed and wrapped == []
+    assert {target.rpartition(".")[2] for target in hooked} <= {"__post_init__", "resolve_once"}  # of pat
+
+
+@pytest.mark.parametrize(
+    ("workload", "policy"),
+    [("fills", "feather-bandit"), ("priorities", "feather-heuristic"), ("levels", "feather-order")],
+)
+def test_decisions_are_those_of_the_hooks(
+    workload: str, policy: str, patched: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    hooked = decisions(workload, policy)
+    request.getfixturevalue("on_patched")
+    assert decisions(workload, policy) == hooked
+
+
+def test_the_series_is_for_git_am_and_brings_tests_that_pass(patched: Path, tmp_path: Path) -> None:
+    series, installed = Series(RELEASE), Site.find()
+    made = series.apply(installed.read)
+    for name in made:
+        place = tmp_path / PREFIX / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if (installed.root / name).exists():
+            place.write_bytes(installed.read(name))
+    git = ["git", "-c", "user.name=tests", "-c", "user.email=tests@localhost"]
+    commands = [["init", "-q"], ["add", "-A"], ["commit", "-qm", "as released"], ["am", "-q", *map(str, series.files)]]
+    for command in commands:
+        subprocess.run([*git, *command], cwd=tmp_path, check=True, capture_output=True)
+    assert {name: (tmp_path / PREFIX / name).read_bytes() for name in made} == made
+    (test,) = (tmp_path / "test").rglob("test_*.py")
+    (tmp_path / "stand-in").mkdir()
+    (tmp_path / "stand-in" / "datasets.py").write_text("load_dataset = None\n")  # SGLang's test kit imports it
+    path = os.pathsep.join([str(patched), str(tmp_path / "stand-in")])
+    ran = run_to_end([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)], PYTHONPATH=path)
+    assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout
+
+
+def test_doctor_says_which_way_is_in_force(on_patched: str) -> None:
+    doctor = [sys.executable, "-m", "feather_sglang.cli", "doctor"]
+    ended = run_to_end(doctor, PYTHONPATH=on_patched)
+    assert ended.returncode == 0, ended.stdout
+    assert "extension points" in ended.stdout and "not wrapped: SGLang calls the policies" in ended.stdout
+    report = json.loads(run_to_end([*doctor, "--json"]).stdout)
+    assert report["extension_points"] is None
+
+
+def texts(answers: dict[str, Answer], chosen: list[Request]) -> dict[str, str]:
+    return {request.name: answers[request.name].text for request in chosen}
+
+
+def test_a_server_serves_switches_and_refuses_as_with_hooks(
+    on_patched: str, model: Path, logs: Path, fcfs: list[dict[str, Answer]], requests: list[Request]
+) -> None:
+    flags = ("--schedule-policy", "feather", "--feather-allow-switch", "--admin-api-key", KEY, *ROOMY)
+    environment = {"PYTHONPATH": on_patched, "FEATHER_DEBUG_CHECK": "1"}
+    chosen = [request for request in requests if "regex" not in request.body][:20]
+    expected = texts(fcfs[0], chosen)
+    with SGLangServer(model, logs / "patched.txt", *flags, key=KEY, **environment) as server:
+        assert texts(stream_all(server.url, chosen), chosen) == expected
+        for order in (
+            {"schedule_policy": "lpm"},
+            {"schedule_policy": "feather-heuristic", "options": {"max_wait": 3}},
+        ):
+            server.wait_until_idle()
+            server.post(SWITCH_PATH, order)
+            assert texts(stream_all(server.url, chosen), chosen) == expected
+        (found,) = server.get("/server_info")["internal_states"]
+        state = found["feather"]
+        assert state["schedule_policy"] == "feather-heuristic" and not state["failed"] and state["rounds"] > 0
+        assert "Traceback" not in server.text()
+    unsupported = ("--schedule-policy", "feather", "--disable-radix-cache", *ROOMY)
+    refused = run_to_end([*LAUNCH, *flags_for(model, *unsupported)], PYTHONPATH=on_patched)
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    assert "does not support --disable-radix-cache; drop it" in refused.stderr.strip().splitlines()[-1]
