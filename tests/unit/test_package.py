@@ -127,10 +127,10 @@ def test_every_package_of_the_checkout_is_installed() -> None:
         for base, name in ((ROOT, "feather_sglang"), (ROOT / "kernels", "feather_kernels"))
         for file in (base / name).rglob("__init__.py")
     }
-    assert set(package_table()["packages"]) == folders | {"feather_kernels.csrc"}
+    assert set(package_table()["packages"]) == folders | {"feather_kernels.csrc", "feather_sglang.patches"}
 
 
-@pytest.mark.parametrize("package", ["feather_kernels", "feather_kernels.csrc", "feather_sglang"])
+@pytest.mark.parametrize("package", ["feather_kernels", "feather_kernels.csrc", "feather_sglang", "feather_sglang.patches"])
 def test_every_file_beside_the_python_modules_is_installed(package: str) -> None:
     table = package_table()
     folder = ROOT / table["package-dir"].get(package, package)
