@@ -30,7 +30,7 @@ QUICK = "--quick"  # before pytest's arguments: the inner loop's tests, on the f
 PROCESSES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 INNER_LOOP = ["-m", "not slow", "tests/unit", "tests/property", "tests/kernels"]
 ONLY = "--releases="  # before pytest's arguments: test on these instead, of those that have pins in requirements/
-OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
+NEWEST, OLDEST = (tuple(map(int, release.split("."))) for release in RELEASES)
 JOBS = {
     "ab": "compare scheduling policies (feather ab, with its arguments)",
     "test": f"run the tests ([{QUICK}] [{ONLY}A,B] and pytest's arguments)",
@@ -222,6 +222,19 @@ def run_ab(arguments: list[str]) -> int:
     return subprocess.run([str(VENV / "bin" / "feather"), "ab", *arguments], env=environment()).returncode
 
 
+def pinned_releases() -> tuple[str, ...]:
+    """The SGLang releases that have pins in ``requirements/``, oldest first."""
+    found = (file.stem.removeprefix("cpu-") for file in REQUIREMENTS.glob("cpu-*.txt"))
+    return tuple(sorted(found, key=lambda release: tuple(map(int, release.split(".")))))
+
+
+def check_pinned(releases: tuple[str, ...], flag: str = "") -> None:
+    """Refuse, in one line, releases that have no pins."""
+    pinned = pinned_releases()
+    if unknown := [release for release in releases if release not in pinned]:
+        raise SetupError(f"{flag}{','.join(unknown)}: no pins for it in requirements/; there are {', '.join(pinned)}")
+
+
 def chosen_releases(arguments: list[str]) -> tuple[str, ...]:
     """The SGLang releases to test on; takes the flag for them off the arguments."""
     if not arguments or not arguments[0].startswith(ONLY):
@@ -229,9 +242,7 @@ def chosen_releases(arguments: list[str]) -> tuple[str, ...]:
     if has_gpu():
         raise SetupError(f"{arguments[0]}: with a GPU the installed SGLang is tested; hide it (CUDA_VISIBLE_DEVICES=)")
     chosen = tuple(arguments.pop(0).removeprefix(ONLY).split(","))
-    pinned = sorted(file.stem.removeprefix("cpu-") for file in REQUIREMENTS.glob("cpu-*.txt"))
-    if unknown := [release for release in chosen if release not in pinned]:
-        raise SetupError(f"{ONLY}{','.join(unknown)}: no pins for it in requirements/; there are {', '.join(pinned)}")
+    check_pinned(chosen, ONLY)
     return chosen
 
 
