@@ -15,7 +15,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from feather_sglang import __version__
-from feather_sglang.adapter.hooks import HOOKS, SUPPORTED, installed_version, is_usable, mismatch, untested
+from feather_sglang.adapter.hooks import (
+    FEATURES,
+    HOOKS,
+    SUPPORTED,
+    installed_version,
+    is_usable,
+    misfit,
+    mismatch,
+    untested,
+)
 from feather_sglang.adapter.options import VARIABLE, FeatherOptions
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policies import load_policy
@@ -56,6 +65,19 @@ def _activation() -> tuple[bool, str]:
     return True, "a server started here loads the plugin; --schedule-policy feather activates it"
 
 
+def _hooks() -> list[dict[str, Any]]:
+    """Every hook with its ``problem`` (None if it fits) and the ``features`` that are lost without it."""
+    from feather_sglang.adapter import cpu_shims
+
+    cpu_shims.install()
+    return [{**hook._asdict(), "features": hook.features, "problem": mismatch(hook)} for hook in HOOKS]
+
+
+def _features() -> dict[str, str | None]:
+    """Why the installed SGLang cannot run each feature, in the words of a server's refusal; None where it can."""
+    return {feature: misfit(part) for part, feature in FEATURES.items()}
+
+
 def _pat() -> str:
     """Whether a server started here could decode with the pat backend; on a GPU, by doing it once."""
     if importlib.util.find_spec("feather_kernels") is None or importlib.util.find_spec("torch") is None:
@@ -83,12 +105,7 @@ def examine() -> dict[str, Any]:
     """Everything ``feather doctor`` reports, as plain data; ``healthy`` sums it up."""
     version = installed_version()
     torch_version, gpu = _torch()
-    hooks = []
-    if version is not None:
-        from feather_sglang.adapter import cpu_shims
-
-        cpu_shims.install()
-        hooks = [{**hook._asdict(), "problem": mismatch(hook)} for hook in HOOKS]
+    hooks = _hooks() if version is not None else []
     loaded, activation = _activation()
     try:
         given = FeatherOptions.from_environment()
@@ -101,9 +118,9 @@ def examine() -> dict[str, Any]:
         "sglang": is_usable(version),
         "activation": loaded,
         "options": options_problem is None,
-        "hooks": all(hook["problem"] is None for hook in hooks),
+        "hooks": all(hook["problem"] is None for hook in hooks if hook["part"] == "policy"),
     }
-    note = untested(version) if fits["hooks"] else None
+    note = untested(version) if all(hook["problem"] is None for hook in hooks) else None
     sglang = f"{version}: {note}" if note else version
     kernels = "installed" if importlib.util.find_spec("feather_kernels") else "not installed (needed by no policy)"
     return {
@@ -118,9 +135,41 @@ def examine() -> dict[str, Any]:
         "activation": activation,
         "options": options_problem or f"{VARIABLE}: {options}",
         "hooks": hooks,
+        "features": _features(),
         "problems": [name for name, fit in fits.items() if not fit],
         "healthy": all(fits.values()),
     }
+
+
+def _print_hooks(console: Console, hooks: list[dict[str, Any]]) -> None:
+    """Every hook and what it is for; those that differ first, with what is lost."""
+    when = {
+        "start": "wrapped at start-up",
+        "scheduler": "wrapped under feather only",
+        "switch": "wrapped under --feather-allow-switch only",
+        "pat": "wrapped under pat only",
+        "calls": "called, not wrapped",
+    }
+    console.print("\n[bold]hooks")
+    for hook in sorted(hooks, key=lambda hook: hook["problem"] is None):
+        signature = f"{hook['target'].removeprefix('sglang.srt.')}({', '.join(hook['parameters'])})"
+        note = f"{when[hook['kind']]}: {hook['purpose']}"
+        if hook["problem"] is None:
+            status = "[green]fits[/green]   "
+        else:
+            status = "[red]differs[/red]"
+            note += f"\n        without it no {' and no '.join(hook['features'])}: {hook['problem']}"
+        console.print(f"{status} {escape(signature)}", soft_wrap=True, highlight=False)
+        console.print(f"        [dim]{escape(note)}[/dim]", soft_wrap=True, highlight=False)
+
+
+def _print_features(console: Console, features: dict[str, str | None]) -> None:
+    """One line: what the installed SGLang can run, and why not the rest."""
+    verdicts: dict[str, list[str]] = {}
+    for feature, reason in sorted(features.items(), key=lambda item: item[1] is not None):
+        verdicts.setdefault(f"not, because {reason}" if reason else "usable", []).append(feature)
+    said = "; ".join(f"{', '.join(named)}: {verdict}" for verdict, named in verdicts.items())
+    console.print(f"\n[bold]with this SGLang[/bold] {escape(said)}", soft_wrap=True, highlight=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -134,20 +183,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("feather", "python", "sglang", "torch", "gpu", "kernels", "pat", "activation", "options"):
         facts.add_row(f"[bold]{name}", escape(str(report[name])))
     console.print(facts)
-    when = {
-        "start": "wrapped at start-up",
-        "scheduler": "wrapped under feather only",
-        "switch": "wrapped under --feather-allow-switch only",
-        "pat": "wrapped under pat only",
-        "calls": "called, not wrapped",
-    }
-    console.print("\n[bold]hooks")
-    for hook in report["hooks"]:
-        signature = f"{hook['target'].removeprefix('sglang.srt.')}({', '.join(hook['parameters'])})"
-        status = "[green]fits[/green]   " if hook["problem"] is None else "[red]differs[/red]"
-        console.print(f"{status} {escape(signature)}", soft_wrap=True, highlight=False)
-        note = hook["problem"] or f"{when[hook['kind']]}: {hook['purpose']}"
-        console.print(f"        [dim]{escape(note)}[/dim]", soft_wrap=True, highlight=False)
+    _print_hooks(console, report["hooks"])
+    _print_features(console, report["features"])
     if report["healthy"]:
         console.print("[green]healthy")
     else:

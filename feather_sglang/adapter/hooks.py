@@ -27,11 +27,14 @@ import re
 from importlib import metadata
 from typing import Any, NamedTuple
 
+from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policy_names import SINCE
 
 SUPPORTED = tuple(f"0.5.{patch}" for patch in range(17, 24))
 EXTENSION_POINTS = 1  # the version of them that ``scheduler.registered`` is written for
 _REGISTRY = "sglang.srt.managers.schedule_policy_registry"
+FEATURES = {"policy": "policies", "switch": "switching", "pat": "pat"}  # what is lost without a part's hooks
+SHOWN = 3  # hooks that one line of refusal names; `feather doctor` lists all
 
 
 class Hook(NamedTuple):
@@ -42,23 +45,42 @@ class Hook(NamedTuple):
     parameters: tuple[str, ...]
     purpose: str
     names: tuple[str, ...] = ()  # names and local variables the body must have, where feather relies on how it works
-    part: str = "policy"  # what does without it: the policies, the "pat" backend, or "switch"
+    part: str = "policy"  # of FEATURES: what cannot do without it
     optional: bool = False  # some supported releases do not have it
+    also: tuple[str, ...] = ()  # further parts that cannot do without it
+
+    @property
+    def features(self) -> list[str]:
+        """What is lost where it does not fit, as reports call it."""
+        return [FEATURES[part] for part in (self.part, *self.also)]
 
 
 _ARGS = "sglang.srt.server_args.ServerArgs."
 _POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy."
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+INIT = _SCHEDULER + "init_schedule_policy"
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin."
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
 _ATTENTION = "sglang.srt.layers.attention."
 _MEMORY = "sglang.srt.mem_cache.memory_pool."
 
 HOOKS = (
-    Hook(_ARGS + "add_cli_args", "start", ("parser",), "policy names and --feather-* flags"),
-    Hook(_ARGS + "check_server_args", "start", ("self",), "priority scheduling together with a feather policy"),
+    Hook(_ARGS + "add_cli_args", "start", ("parser",), "policy names and --feather-* flags", also=("switch", "pat")),
+    Hook(
+        _ARGS + "check_server_args",
+        "start",
+        ("self",),
+        "refuses flags, lets priority scheduling pass",
+        also=("switch", "pat"),
+    ),
     Hook(_POLICY + "_validate_and_adjust_policy", "start", ("self", "policy", "tree_cache"), "accept the policy names"),
-    Hook(_SCHEDULER + "init_schedule_policy", "start", ("self",), "take over a scheduler started with them"),
+    Hook(
+        INIT,
+        "start",
+        ("self",),
+        "take over a scheduler started with them",
+        also=("switch",),
+    ),
     Hook(
         _POLICY + "calc_priority", "scheduler", ("self", "waiting_queue", "running_batch"), "an admission round opens"
     ),
@@ -171,9 +193,13 @@ def extension_points() -> int | None:
         return None
 
 
-def is_needed(hook: Hook) -> bool:
-    """Whether feather uses that hook on the installed SGLang."""
-    return hook.part != "policy" or hook.kind == "calls" or extension_points() is None
+def is_needed(hook: Hook, part: str) -> bool:
+    """Whether a part of feather uses that hook on the installed SGLang."""
+    if part not in (hook.part, *hook.also):
+        return False
+    # Where SGLang calls the policies, a switch still needs to know of each scheduler, under any policy.
+    replaced = hook.part == "policy" and hook.kind != "calls" and not (part == "switch" and hook.target == INIT)
+    return not replaced or extension_points() is None
 
 
 def is_newer_patch(version: str | None) -> bool:
@@ -190,9 +216,11 @@ def is_usable(version: str | None) -> bool:
 
 def untested(version: str | None) -> str | None:
     """What to say of a release that is usable and newer than all that feather was tested with."""
-    if not is_newer_patch(version):
-        return None
-    return f"sglang {version} is newer than {SUPPORTED[-1]}, the newest that feather is tested with; its hooks fit"
+    return f"{_newer(version)}; its hooks fit" if is_newer_patch(version) else None
+
+
+def _newer(version: str | None) -> str:
+    return f"sglang {version} is newer than {SUPPORTED[-1]}, the newest that feather is tested with"
 
 
 def lacks_policy(version: str | None, name: str) -> bool:
@@ -244,9 +272,30 @@ def exists(hook: Hook) -> bool:
 def mismatches(part: str = "policy") -> list[str]:
     """Everything that keeps the installed SGLang from working with a part of feather; empty if it fits."""
     version = installed_version()
+    if version is None:
+        return ["SGLang is not installed"]
     found = [] if is_usable(version) else [f"sglang {version} is not one of {SUPPORTED[0]} to {SUPPORTED[-1]}"]
-    if part == "policy" and (points := extension_points()) not in (None, EXTENSION_POINTS):
+    if part != "pat" and (points := extension_points()) not in (None, EXTENSION_POINTS):
         found.append(f"its extension points are of version {points}, feather knows version {EXTENSION_POINTS}")
-    return found + [
-        text for hook in HOOKS if hook.part == part and is_needed(hook) and (text := mismatch(hook)) is not None
-    ]
+    needed = (hook for hook in HOOKS if is_needed(hook, part))
+    differing = ((hook, mismatch(hook)) for hook in needed)
+    return found + [f"{problem} (for: {hook.purpose})" for hook, problem in differing if problem is not None]
+
+
+def misfit(part: str = "policy") -> str | None:
+    """Why the installed SGLang cannot run a part of feather, in one line; None if it can."""
+    found = mismatches(part)
+    if not found:
+        return None
+    version = installed_version()
+    named = [_newer(version)] if is_newer_patch(version) else []
+    named += found[:SHOWN]
+    if len(found) > SHOWN:
+        named.append(f"and {len(found) - SHOWN} more: `feather doctor` lists them")
+    return "; ".join(named)
+
+
+def require_fit(asked: str, part: str = "policy") -> None:
+    """Raise ``FeatherError`` if the installed SGLang cannot run the part that the flag ``asked`` for."""
+    if reason := misfit(part):
+        raise FeatherError(f"this SGLang does not fit {asked}: {reason}")

@@ -15,14 +15,12 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from feather_sglang.adapter.attention.registration import decode_only, register_backend
-from feather_sglang.adapter.hooks import HOOKS, exists, extension_points
+from feather_sglang.adapter.hooks import HOOKS, INIT, exists, extension_points, is_needed
 from feather_sglang.adapter.options import switch_allowed
 from feather_sglang.adapter.start_up import offer, refuse_arguments, start_policy, start_switch
 from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policy_names import FEATHER
-
-INIT = "sglang.srt.managers.scheduler.Scheduler.init_schedule_policy"
 
 
 def extend_parser(_result: Any, parser: Any) -> None:
@@ -96,13 +94,13 @@ HANDLERS = {
 def register() -> None:
     """Register the policies or the start-up hooks, and the backend's name; the rest follows where it is asked for."""
     register_backend()
-    extended = extension_points() is not None
-    if extended:
+    if extension_points() is not None:
         from feather_sglang.adapter.scheduler.registered import register_policies
 
         register_policies()
+    parts = ["policy", "pat", *(["switch"] if switch_allowed() else [])]
     for hook in HOOKS:
-        needed = not extended or hook.part == "pat" or (hook.target == INIT and switch_allowed())
+        needed = any(is_needed(hook, part) for part in parts)
         if hook.kind == "start" and needed and (exists(hook) or not hook.optional):
             handler, kind = HANDLERS[hook.target.rpartition(".")[2]]
             HookRegistry.register(hook.target, handler, kind)

@@ -11,7 +11,7 @@ from typing import Any
 
 from feather_sglang.adapter.attention.registration import PAT, offer_backend
 from feather_sglang.adapter.failures import begin_command_line, end_start_up
-from feather_sglang.adapter.hooks import installed_version, mismatches, untested
+from feather_sglang.adapter.hooks import installed_version, require_fit, untested
 from feather_sglang.adapter.options import FeatherOptions, add_flags, switch_allowed
 from feather_sglang.adapter.refusals import refuse_pat_flags, refuse_policy_flags
 from feather_sglang.errors import FeatherError
@@ -34,6 +34,7 @@ def refuse_arguments(args: Any) -> None:
     """
     try:
         if switch_allowed():
+            require_fit("--feather-allow-switch", "switch")
             from feather_sglang.adapter.switch.endpoint import add_endpoint, refuse_unguarded
 
             refuse_unguarded(args)
@@ -41,6 +42,7 @@ def refuse_arguments(args: Any) -> None:
         if args.schedule_policy in FEATHER:
             refuse_policy_flags(args, args.schedule_policy, FeatherOptions.from_environment())
         if PAT in (args.attention_backend, args.decode_attention_backend):
+            require_fit("--decode-attention-backend pat", PAT)
             refuse_pat_flags(args)
     except FeatherError as error:
         end_start_up(error)
@@ -50,8 +52,7 @@ def start_policy(scheduler: Any) -> None:
     """Put the scheduler's feather policy in charge, or end its start-up with one clear line."""
     try:
         name = scheduler.schedule_policy
-        if found := mismatches():
-            raise FeatherError(f"this SGLang does not fit --schedule-policy {name}: {'; '.join(found)}")
+        require_fit(f"--schedule-policy {name}")
         from feather_sglang.adapter.scheduler.checks import refuse_unsupported
         from feather_sglang.adapter.scheduler.construction import make_stop_policy
         from feather_sglang.adapter.scheduler.feather_scheduler import take_over
@@ -69,8 +70,7 @@ def start_policy(scheduler: Any) -> None:
 def start_switch(scheduler: Any, initialise: Callable[[], Any]) -> None:
     """Let the scheduler take orders to switch its policy; ``initialise`` is SGLang's ``init_schedule_policy`` of it."""
     try:
-        if found := mismatches("switch"):
-            raise FeatherError(f"this SGLang does not fit --feather-allow-switch: {'; '.join(found)}")
+        require_fit("--feather-allow-switch", "switch")
         from feather_sglang.adapter.switch.switch import Switch
 
         Switch(scheduler, initialise).install()

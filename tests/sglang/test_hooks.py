@@ -1,10 +1,15 @@
 """The hook table against the installed SGLang."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 from harness import Server
 
 from feather_sglang.adapter import hooks, plugin
+from feather_sglang.adapter.attention import registration
 from feather_sglang.adapter.hooks import HOOKS, SUPPORTED, Hook, exists, installed_version, mismatch, mismatches
+from feather_sglang.errors import FeatherError
 
 
 def test_the_installed_sglang_fits():
@@ -78,3 +83,17 @@ def test_a_server_on_a_newer_release_says_so_once(monkeypatch, caplog, tmp_path)
 def test_an_unsupported_version_is_reported_first(monkeypatch):
     monkeypatch.setattr(hooks, "installed_version", lambda: "0.6.0")
     assert mismatches() == [f"sglang 0.6.0 is not one of {SUPPORTED[0]} to {SUPPORTED[-1]}"]
+
+
+def test_an_sglang_without_the_registry_of_backends_runs_the_policies_and_refuses_pat(monkeypatch):
+    import sglang.srt.layers.attention as package
+
+    monkeypatch.setitem(sys.modules, f"{package.__name__}.attention_registry", None)
+    monkeypatch.delattr(package, "attention_registry")
+    registration.register_backend()  # the plugin loads
+    assert mismatches() == []
+    args = SimpleNamespace(schedule_policy="fcfs", attention_backend=None, decode_attention_backend="pat")
+    with pytest.raises(
+        FeatherError, match=r"does not fit --decode-attention-backend pat: .*register_attention_backend"
+    ):
+        plugin.check_server_args(lambda args: None, args)

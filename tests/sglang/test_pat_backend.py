@@ -21,6 +21,7 @@ from sglang.srt.server_args import ServerArgs
 
 from feather_kernels.plan import Planner
 from feather_kernels.reference import direct_decode
+from feather_sglang.adapter import hooks
 from feather_sglang.adapter.attention import backend as pat_backend
 from feather_sglang.adapter.attention import limits as pat_limits
 from feather_sglang.adapter.attention import record as pat_record
@@ -754,7 +755,7 @@ def test_no_gpu_ends_start_up(server, monkeypatch):
 
 
 def test_an_sglang_that_does_not_fit_ends_start_up(server, monkeypatch):
-    monkeypatch.setattr(attention, "mismatches", lambda part: [f"{part}: gone"])
+    monkeypatch.setattr(hooks, "mismatches", lambda part: [f"{part}: gone"])
     with pytest.raises(FeatherError, match="does not fit --decode-attention-backend pat: pat: gone"):
         server()
 

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from feather_sglang.adapter import plugin
+from feather_sglang.adapter import hooks, plugin
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.scheduler import guard, rounds
 from feather_sglang.adapter.scheduler.decision_log import digest
@@ -68,7 +68,7 @@ print('untouched', len(hooks))
 
 
 def test_a_hook_that_does_not_fit_ends_start_up(server, monkeypatch):
-    monkeypatch.setattr(plugin, "mismatches", lambda: ["Scheduler.run: takes (self), expected (self, x, ...)"])
+    monkeypatch.setattr(hooks, "mismatches", lambda part: ["Scheduler.run: takes (self), expected (self, x, ...)"])
     with pytest.raises(FeatherError, match=r"does not fit --schedule-policy feather-bandit: Scheduler\.run: takes"):
         server()
 

@@ -11,7 +11,7 @@ from sglang.srt.managers.io_struct import GetInternalStateReq, SetInternalStateR
 from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.runtime_context import get_context
 
-from feather_sglang.adapter import failures, plugin
+from feather_sglang.adapter import failures, hooks, plugin
 from feather_sglang.adapter.hooks import lacks_policy
 from feather_sglang.adapter.switch import endpoint as switch_endpoint
 from feather_sglang.adapter.switch import switch
@@ -231,7 +231,7 @@ def test_a_policy_that_this_server_does_not_have_is_refused(server, monkeypatch)
     for version, says in (("0.5.20", "0.5.20 has no schedule policy"), ("0.5.23", "-first needs a prefix cache, and")):
         monkeypatch.setattr(switch, "installed_version", lambda version=version: version)
         assert says in order(one, "shortest-prefill-first")[1]["error"]
-    monkeypatch.setattr(switch, "mismatches", lambda: ["x: not found"])
+    monkeypatch.setattr(hooks, "mismatches", lambda part: ["x: not found"])
     assert "does not fit --schedule-policy feather: x: not found" in order(one, "feather")[1]["error"]
 
 
@@ -288,7 +288,7 @@ def test_a_command_ends_with_one_line(monkeypatch):
 
 
 def test_a_hook_that_does_not_fit_ends_start_up(server, monkeypatch):
-    monkeypatch.setattr(plugin, "mismatches", lambda part="policy": [f"{part} differs"])
+    monkeypatch.setattr(hooks, "mismatches", lambda part: [f"{part} differs"])
     with pytest.raises(FeatherError, match="does not fit --feather-allow-switch: switch differs"):
         server("fcfs")
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 import feather_sglang
-from feather_sglang.adapter import doctor
-from feather_sglang.adapter.hooks import SUPPORTED
+from feather_sglang.adapter import doctor, hooks
+from feather_sglang.adapter.hooks import SUPPORTED, Hook
 from feather_sglang.cli import main
+from feather_sglang.errors import FeatherError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -72,10 +73,17 @@ def test_a_users_mistake_is_one_line_and_status_2(tmp_path: Path) -> None:
     assert line.startswith("feather: error: ") and str(missing) in line
 
 
+def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None, *table: Hook) -> None:
+    """Have the doctor see that SGLang, and check these hooks only."""
+    for module in (doctor, hooks):
+        monkeypatch.setattr(module, "installed_version", lambda: version)
+        monkeypatch.setattr(module, "HOOKS", table)
+
+
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which `feather doctor` finds no SGLang, and does not look for a GPU."""
-    monkeypatch.setattr(doctor, "installed_version", lambda: None)
+    pretend(monkeypatch, None)
     monkeypatch.setattr(doctor, "_torch", lambda: ("none", "none"))
     monkeypatch.setattr(doctor, "_pat", lambda: "not available")
     monkeypatch.setenv("COLUMNS", "400")
@@ -98,8 +106,7 @@ def test_the_doctor_reads_the_policy_file(
 def test_the_doctor_says_that_a_release_is_newer_than_the_tested_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "installed_version", lambda: "0.5.99")
-    monkeypatch.setattr(doctor, "HOOKS", ())
+    pretend(monkeypatch, "0.5.99")
     monkeypatch.delenv("FEATHER_OPTIONS", raising=False)
     main(["doctor"])
     assert f"0.5.99: sglang 0.5.99 is newer than {SUPPORTED[-1]}" in capsys.readouterr().out
@@ -109,12 +116,82 @@ def test_the_doctor_says_that_a_release_is_newer_than_the_tested_ones(
 def test_the_doctor_names_only_what_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "installed_version", lambda: SUPPORTED[0])
-    monkeypatch.setattr(doctor, "HOOKS", ())
+    pretend(monkeypatch, SUPPORTED[0])
     monkeypatch.delenv("FEATHER_OPTIONS", raising=False)
     monkeypatch.setenv("SGLANG_PLUGINS", "another")
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "not ready, because of activation: see above"
+
+
+# Functions of the standard library stand for SGLang's.
+FITS = Hook("json.loads", "calls", ("s",), "reads")
+MOVED = Hook("json.no_such_name", "start", (), "starts", part="switch")
+LACKS = Hook("json.dumps", "calls", ("obj", "layer"), "writes a step's KV", part="pat")
+BROKEN = Hook("json.load", "scheduler", ("fp", "queue"), "an admission round opens")
+
+
+def examined(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], list[str]]:
+    """Exit status, report and lines of ``feather doctor``."""
+    status = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert main(["doctor"]) == status
+    return status, report, capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.usefixtures("bare")
+def test_the_doctor_says_what_a_newer_release_lacks_and_what_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch, "0.5.99", FITS, MOVED, LACKS)
+    monkeypatch.delenv("FEATHER_OPTIONS", raising=False)
+    status, report, shown = examined(capsys)
+    assert status == 0 and report["healthy"]  # the policies fit, and the rest was not asked for
+    assert [hook["features"] for hook in report["hooks"] if hook["problem"]] == [["switching"], ["pat"]]
+    features = report["features"]
+    assert list(features) == ["policies", "switching", "pat"] and features["policies"] is None
+    for feature, hook in (("switching", MOVED), ("pat", LACKS)):
+        assert features[feature].startswith(f"sglang 0.5.99 is newer than {SUPPORTED[-1]}")
+        assert features[feature].endswith(f"{hooks.mismatch(hook)} (for: {hook.purpose})")
+        place = next(number for number, line in enumerate(shown) if line.startswith(f"differs {hook.target}"))
+        assert shown[place + 1].endswith(hook.purpose)
+        assert shown[place + 2].strip() == f"without it no {feature}: {hooks.mismatch(hook)}"
+    (summary,) = (line for line in shown if line.startswith("with this SGLang "))
+    assert summary == (
+        f"with this SGLang policies: usable; switching: not, because {features['switching']}; "
+        f"pat: not, because {features['pat']}"
+    )
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize("version", ["0.5.99", "0.6.0", SUPPORTED[-1]])
+def test_the_doctor_and_a_refused_start_say_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], version: str
+) -> None:
+    pretend(monkeypatch, version, FITS, BROKEN, MOVED, LACKS)
+    status, report, shown = examined(capsys)
+    assert status == 1 and "hooks" in report["problems"]
+    for part, feature in hooks.FEATURES.items():
+        with pytest.raises(FeatherError) as refused:
+            hooks.require_fit("--flag", part)
+        assert str(refused.value) == f"this SGLang does not fit --flag: {report['features'][feature]}"
+        assert any(f"{feature}: not, because {report['features'][feature]}" in line for line in shown)
+    # A number that is refused hides no hook.
+    assert sum(line.startswith("differs ") for line in shown) == 3
+
+
+def test_a_hook_that_several_features_need_counts_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, SUPPORTED[-1], BROKEN._replace(also=("switch",)))
+    assert [bool(hooks.misfit(part)) for part in hooks.FEATURES] == [True, True, False]
+
+
+def test_a_refusal_stays_one_line_however_much_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, SUPPORTED[-1], *[BROKEN] * 9)
+    reason = hooks.misfit()
+    assert reason is not None and reason.count(BROKEN.purpose) == hooks.SHOWN and "and 6 more" in reason
+    pretend(monkeypatch, SUPPORTED[-1], FITS)
+    assert hooks.misfit() is None and hooks.require_fit("--flag") is None
+    pretend(monkeypatch, None, FITS)
+    assert hooks.misfit() == "SGLang is not installed"
 
 
 def package_table() -> dict[str, Any]:

@@ -6,10 +6,8 @@ import importlib.util
 import logging
 from typing import Any
 
-from sglang.srt.layers.attention.attention_registry import register_attention_backend
-
 from feather_sglang.adapter.failures import end_start_up
-from feather_sglang.adapter.hooks import installed_version, mismatches, untested
+from feather_sglang.adapter.hooks import installed_version, require_fit, untested
 from feather_sglang.errors import FeatherError
 
 logger = logging.getLogger(__name__)
@@ -48,8 +46,7 @@ def _refuse_contradictions(args: Any) -> None:
 def create_backend(runner: Any) -> Any:
     """The backend of one model runner, or the end of start-up with one clear line."""
     try:
-        if found := mismatches(PAT):
-            raise FeatherError(f"this SGLang does not fit --decode-attention-backend pat: {'; '.join(found)}")
+        require_fit("--decode-attention-backend pat", PAT)
         if warning := untested(installed_version()):
             logger.warning("feather: %s", warning)
         if PAT in (runner.server_args.attention_backend, runner.server_args.prefill_attention_backend):
@@ -66,5 +63,12 @@ def create_backend(runner: Any) -> Any:
 
 
 def register_backend() -> None:
-    """Put ``pat`` into SGLang's registry; nothing is built, or imported, until a server asks for it."""
+    """Put ``pat`` into SGLang's registry; nothing is built, or imported, until a server asks for it.
+
+    An SGLang without this registry still runs the policies: ``check_server_args`` refuses ``pat`` there.
+    """
+    try:
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    except ImportError:
+        return
     register_attention_backend(PAT)(create_backend)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 from sglang.srt.runtime_context import get_context
 
-from feather_sglang.adapter.hooks import installed_version, lacks_policy, mismatches
+from feather_sglang.adapter.hooks import installed_version, lacks_policy, require_fit
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.scheduler.agreement import Agreement
 from feather_sglang.adapter.scheduler.checks import refuse_unsupported
@@ -134,8 +134,7 @@ class Switch:
         refuse_unswitchable(scheduler)
         options = self._options.updated(order.options)
         if name in FEATHER:
-            if found := mismatches():
-                raise FeatherError(f"this SGLang does not fit --schedule-policy {name}: {'; '.join(found)}")
+            require_fit(f"--schedule-policy {name}")
             refuse_unsupported(scheduler, name, options)
             return _Plan(name, options, make_stop_policy(name, options))
         if scheduler.enable_priority_scheduling and name not in FOR_PRIORITIES:
