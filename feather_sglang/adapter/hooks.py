@@ -33,6 +33,7 @@ from feather_sglang.scheduling.policy_names import SINCE
 SUPPORTED = tuple(f"0.5.{patch}" for patch in range(17, 24))
 EXTENSION_POINTS = 1  # the version of them that ``scheduler.registered`` is written for
 _REGISTRY = "sglang.srt.managers.schedule_policy_registry"
+PAGES_SINCE = "0.5.22"  # older ones hand out KV pages of more than one token with a GPU kernel
 FEATURES = {"policy": "policies", "switch": "switching", "pat": "pat"}  # what is lost without a part's hooks
 SHOWN = 3  # hooks that one line of refusal names; `feather doctor` lists all
 
@@ -226,6 +227,11 @@ def _newer(version: str | None) -> str:
 def lacks_policy(version: str | None, name: str) -> bool:
     """Whether that supported SGLang is older than the schedule policy; False for a version that is not known."""
     return name in SINCE and version in SUPPORTED[: SUPPORTED.index(SINCE[name])]
+
+
+def lacks_pages(version: str | None) -> bool:
+    """Whether that supported SGLang has KV pages of more than one token on a GPU only."""
+    return version in SUPPORTED[: SUPPORTED.index(PAGES_SINCE)]
 
 
 def _resolve(target: str) -> Any:

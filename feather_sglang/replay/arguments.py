@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from feather_sglang.adapter.hooks import SUPPORTED, installed_version, is_usable, lacks_policy
+from feather_sglang.adapter.hooks import (
+    PAGES_SINCE,
+    SUPPORTED,
+    installed_version,
+    is_usable,
+    lacks_pages,
+    lacks_policy,
+)
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import workloads
@@ -136,6 +143,7 @@ def step_model(args: argparse.Namespace) -> tuple[StepTimeModel, dict[str, Any]]
     profile, shape = load_profile(args.profile), load_model(args.model)
     model = StepTimeModel(profile, shape, args.attention, prefill_graphs=args.prefill_graphs == "on")
     check_sizes(args)
+    check_pages(args.page_size)
     settings = {
         "kv_tokens": args.kv_tokens or profile.kv_tokens(shape),
         "max_running": args.max_running,
@@ -152,6 +160,16 @@ def check_sizes(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise FeatherError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+
+
+def check_pages(page_size: int) -> None:
+    """Raise ``FeatherError`` where the installed SGLang cannot replay with pages of this many tokens."""
+    version = installed_version()
+    if page_size > 1 and lacks_pages(version):
+        raise FeatherError(
+            f"--page-size {page_size}: sglang {version} needs a GPU for pages, and a replay has none; leave it out, or "
+            f"install sglang {PAGES_SINCE} or later"
+        )
 
 
 def check_sglang(policies: Sequence[str] = ()) -> str:

@@ -28,7 +28,7 @@ from feather_sglang.adapter.attention import record as pat_record
 from feather_sglang.adapter.attention import registration as attention
 from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.attention.rows import CHUNK, Hashes, RowHasher, RowSharing
-from feather_sglang.adapter.hooks import installed_version
+from feather_sglang.adapter.hooks import installed_version, lacks_pages
 from feather_sglang.adapter.options import VARIABLE
 from feather_sglang.errors import FeatherError
 from feather_sglang.plans.batch_file import LATEST, load_batch
@@ -147,7 +147,7 @@ def expected(tmp_path_factory):
     ids=lambda overrides: "-".join(map(str, overrides)) or "plain",
 )
 def test_the_tokens_of_torch_native_from_fewer_reads(server, expected, overrides):
-    if overrides.get("page_size") and installed_version() < "0.5.22":
+    if overrides.get("page_size") and lacks_pages(installed_version()):
         pytest.skip("this SGLang allocates pages with a GPU kernel")
     before = counts()
     one = server(**overrides)
@@ -678,7 +678,7 @@ def test_one_step_hashes_so_much_and_no_more(monkeypatch):
 )
 def test_a_servers_requests_share_what_was_cached_from_their_first_step_on(server, flags, shared):
     """As under the overlap scheduler, where the first step's rows are not final. Not in a batch of both kinds."""
-    if "page_size" in flags and installed_version() < "0.5.22":
+    if "page_size" in flags and lacks_pages(installed_version()):
         pytest.skip("this SGLang allocates pages with a GPU kernel")
     one = server(**flags)
     pat_of(one).sharing._settled_at = 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from feather_sglang.adapter.hooks import SUPPORTED, installed_version, lacks_policy
+from feather_sglang.adapter.hooks import PAGES_SINCE, SUPPORTED, installed_version, lacks_pages, lacks_policy
 from feather_sglang.cli import main
 from feather_sglang.compare import ab as replay_command
 from feather_sglang.errors import FeatherError
@@ -27,7 +27,7 @@ newest_only = pytest.mark.skipif(
     installed_version() != SUPPORTED[-1], reason=f"long: runs on the newest supported SGLang, {SUPPORTED[-1]}, only"
 )
 pages_need_a_gpu = pytest.mark.skipif(
-    installed_version() == "0.5.17", reason="needs a GPU: SGLang 0.5.17 hands out KV pages with a GPU kernel"
+    lacks_pages(installed_version()), reason="needs a GPU: this SGLang hands out KV pages with a GPU kernel"
 )
 SMALL = ["--requests", "60", "--rate", "50", "--prefix-tokens", "400", "--output-tokens", "12", "--groups", "3"]
 
@@ -93,6 +93,18 @@ def test_a_policy_that_this_sglang_lacks_is_one_line(tmp_path, monkeypatch, caps
     error = capsys.readouterr().err
     says = f"--policies: sglang {version} has no {name}; leave it out, or install sglang {SINCE[name]} or later"
     assert error == f"feather: error: {says}\n" and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.21"])
+def test_pages_that_this_sglang_has_on_a_gpu_only_are_one_line(tmp_path, monkeypatch, capsys, version):
+    monkeypatch.setattr(replay_arguments, "installed_version", lambda: version)
+    assert main(["ab", *SMALL, "--policies", "fcfs", "--page-size", "16", "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"feather: error: --page-size 16: sglang {version} ") and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    for release, size in ((version, 1), (PAGES_SINCE, 16), ("0.5.99", 16)):
+        monkeypatch.setattr(replay_arguments, "installed_version", lambda release=release: release)
+        replay_arguments.check_pages(size)
 
 
 @newest_only

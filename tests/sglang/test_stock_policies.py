@@ -20,8 +20,8 @@ def stock():
 
 def test_the_cache_is_the_one_this_release_builds_by_default(stock):
     release = tuple(int(part) for part in stock.version.split(".")[:3])
-    expected = "RadixCache" if release < (0, 5, 21) else "UnifiedRadixCache (RustUnifiedTreeCore)"
-    assert stock.cache_name == expected
+    unified = "UnifiedTreeCore" if release < (0, 5, 21) else "RustUnifiedTreeCore"
+    assert stock.cache_name == ("RadixCache" if release < (0, 5, 19) else f"UnifiedRadixCache ({unified})")
 
 
 def test_lpm_sorts_by_matched_length_beyond_128_waiting_requests(stock):
