@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Set up what a fresh clone needs, then do one job: ``python3 dev.py ab``, ``test`` or ``docs``.
+"""Set up what a fresh clone needs, then do one job: ``python3 dev.py ab``, ``test``, ``versions`` or ``docs``.
 
 Needs nothing but Python's standard library. Everything goes into ``.venv`` beside this file: without a GPU the pinned
 packages of ``requirements/``, with one the SGLang that this Python already has, or else the newest supported release.
@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
@@ -34,9 +37,23 @@ NEWEST, OLDEST = (tuple(map(int, release.split("."))) for release in RELEASES)
 JOBS = {
     "ab": "compare scheduling policies (feather ab, with its arguments)",
     "test": f"run the tests ([{QUICK}] [{ONLY}A,B] and pytest's arguments)",
+    "versions": "try SGLang releases ([A,B]; all supported ones) and print what works on each",
     "docs": "serve the documentation site (mkdocs serve's arguments); --build: build it strictly into build/site",
     "setup": "set up only",
 }
+FEATURES = ("policies", "switching", "pat")  # as `feather doctor` calls them
+# What one release is tried with: every hook against it, then its own scheduler under a policy of feather's and its own.
+# An SGLang that does not import ends the first with its own error.
+DOCTOR = """
+import sys
+from feather_sglang.adapter import cpu_shims
+cpu_shims.install()
+import sglang.srt.managers.scheduler
+from feather_sglang.cli import main
+sys.exit(main(["doctor", "--json"]))
+"""
+SMOKE_POLICIES, SMOKE_REQUESTS = ("fcfs", "feather"), 30
+SMOKE = ["--groups", "3", "--prefix-tokens", "200", "--output-tokens", "8", "--rate", "100"]
 CPU_PYTHON = (3, 11)  # the Python that the pins in requirements/ were made for
 
 
@@ -113,6 +130,11 @@ def python() -> Path:
 def overlay(release: str) -> Path:
     """Where another SGLang release lies, ahead of the environment's own when it is on PYTHONPATH."""
     return VENV / f"sglang-{release}"
+
+
+def beside(release: str) -> dict[str, str]:
+    """The environment variables under which Python imports that release, of those that are installed."""
+    return {} if release == RELEASES[0] else {"PYTHONPATH": str(overlay(release))}
 
 
 def key_of(*parts: object) -> str:
@@ -228,6 +250,12 @@ def pinned_releases() -> tuple[str, ...]:
     return tuple(sorted(found, key=lambda release: tuple(map(int, release.split(".")))))
 
 
+def refuse_gpu(asked: str) -> None:
+    """Refuse other releases than the one that a GPU's environment has."""
+    if has_gpu():
+        raise SetupError(f"{asked}: with a GPU the installed SGLang is tested; hide it (CUDA_VISIBLE_DEVICES=)")
+
+
 def check_pinned(releases: tuple[str, ...], flag: str = "") -> None:
     """Refuse, in one line, releases that have no pins."""
     pinned = pinned_releases()
@@ -239,11 +267,108 @@ def chosen_releases(arguments: list[str]) -> tuple[str, ...]:
     """The SGLang releases to test on; takes the flag for them off the arguments."""
     if not arguments or not arguments[0].startswith(ONLY):
         return RELEASES
-    if has_gpu():
-        raise SetupError(f"{arguments[0]}: with a GPU the installed SGLang is tested; hide it (CUDA_VISIBLE_DEVICES=)")
+    refuse_gpu(arguments[0])
     chosen = tuple(arguments.pop(0).removeprefix(ONLY).split(","))
     check_pinned(chosen, ONLY)
     return chosen
+
+
+class Tried(NamedTuple):
+    """What became of one SGLang release; ``problems`` says why something is not right, a line each."""
+
+    release: str
+    imports: bool
+    features: dict[str, bool]  # whether the hooks of each fit
+    starts: bool
+    seconds: float
+    problems: list[str]
+
+    @property
+    def works(self) -> bool:
+        """Whether everything does."""
+        return self.imports and all(self.features.values()) and self.starts
+
+
+def look_at_hooks(release: str) -> tuple[dict[str, str | None] | None, str]:
+    """Why each feature does not fit the release, None where it does; or None and why that could not be found out."""
+    command = [str(python()), "-c", DOCTOR]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(CUDA_VISIBLE_DEVICES="", **beside(release))
+    )
+    start = done.stdout.find("{")
+    if start < 0:
+        return None, done.stderr.strip().rpartition("\n")[2]
+    report = json.loads(done.stdout[start:])
+    if report["sglang"] != release:
+        return None, f"sglang {report['sglang']} was imported"
+    return report["features"], ""
+
+
+def start_and_serve(release: str) -> str | None:
+    """Start the release's scheduler under each policy and serve some requests; what went wrong, or None."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [*SMOKE, "--requests", str(SMOKE_REQUESTS), "--policies", ",".join(SMOKE_POLICIES), "--out", folder]
+        done = subprocess.run(
+            [str(python()), "-m", "feather_sglang.cli", "ab", *flags],
+            capture_output=True,
+            text=True,
+            env=environment(CUDA_VISIBLE_DEVICES="", **beside(release)),
+        )
+        if done.returncode:
+            return done.stderr.strip().rpartition("\n")[2]
+        runs: dict[str, Any] = json.loads((Path(folder) / "results.json").read_text())["runs"]
+    for policy, result in runs.items():
+        if result["requests"] != SMOKE_REQUESTS:
+            return f"{policy} served {result['requests']} of {SMOKE_REQUESTS} requests"
+    decided = runs["feather"]["feather"]
+    if not decided or not decided["rounds"]:
+        return "feather decided nothing"
+    if decided["failed"]:
+        return "feather failed and went on as fcfs"
+    return None
+
+
+def try_release(release: str) -> Tried:
+    """Import one release, check its hooks, start its scheduler."""
+    begun = time.monotonic()
+    reasons, unknown = look_at_hooks(release)
+    features = {feature: reasons is not None and reasons[feature] is None for feature in FEATURES}
+    if reasons is None:
+        problems = [f"does not import: {unknown}"]
+    else:
+        problems = [f"{feature}: {reason}" for feature, reason in reasons.items() if reason is not None]
+    failure = start_and_serve(release)
+    if failure is not None:
+        problems.append(f"does not start: {failure}")
+    return Tried(release, reasons is not None, features, failure is None, time.monotonic() - begun, problems)
+
+
+def table(rows: list[Tried]) -> str:
+    """The releases, a line each, then what is wrong with them."""
+    words = {True: "yes", False: "NO"}
+    lines = [("release", "imports", *(f"hooks: {feature}" for feature in FEATURES), "starts", "seconds")]
+    for row in rows:
+        checks = (row.imports, *(row.features[feature] for feature in FEATURES), row.starts)
+        lines.append((row.release, *(words[check] for check in checks), f"{row.seconds:.0f}"))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = ["  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([*shown, *(f"{row.release} {problem}" for row in rows for problem in row.problems)])
+
+
+def run_versions(arguments: list[str]) -> int:
+    """Install each release for the CPU, try it, and print one table."""
+    if len(arguments) > 1:
+        raise SetupError(f"versions takes one list, A,B: not {' '.join(arguments)}")
+    releases = tuple(arguments[0].split(",")) if arguments else pinned_releases()
+    check_pinned(releases, "versions ")
+    refuse_gpu("versions")
+    set_up(releases)
+    rows = []
+    for release in releases:
+        say(f"trying SGLang {release}")
+        rows.append(try_release(release))
+    print(table(rows))
+    return 0 if all(row.works for row in rows) else 1
 
 
 def run_docs(arguments: list[str]) -> int:
@@ -274,10 +399,9 @@ def run_tests(arguments: list[str]) -> int:
         first = release == RELEASES[0]
         name = "the installed SGLang" if gpu else f"SGLang {release}"
         say(f"testing {'everything' if first else 'tests/sglang and tests/server'} on {name}")
-        extra = {} if first else {"PYTHONPATH": str(overlay(release))}
         folders = [] if first else ["tests/server", "tests/sglang"]
         command = [str(python()), "-m", "pytest", *(arguments or [*PROCESSES, *folders])]
-        if subprocess.run(command, cwd=ROOT, env=environment(**extra)).returncode:
+        if subprocess.run(command, cwd=ROOT, env=environment(**beside(release))).returncode:
             failed.append(name)
     say(f"FAILED on {', '.join(failed)}" if failed else "all tests passed")
     return 1 if failed else 0
@@ -286,7 +410,7 @@ def run_tests(arguments: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="dev.py", description="Set up .venv beside this file, then do one job.")
     parser.add_argument("job", choices=JOBS, help="; ".join(f"{name}: {text}" for name, text in JOBS.items()))
-    parser.add_argument("arguments", nargs="*", default=[], help="handed on to feather ab or pytest")
+    parser.add_argument("arguments", nargs="*", default=[], help="handed on to feather ab or pytest; releases")
     choice = parser.parse_args(sys.argv[1:2])
     arguments = sys.argv[2:]
     try:
@@ -298,7 +422,7 @@ def main() -> int:
             set_up(RELEASES)
             install_docs()
             return 0
-        return {"ab": run_ab, "test": run_tests, "docs": run_docs}[choice.job](arguments)
+        return {"ab": run_ab, "test": run_tests, "versions": run_versions, "docs": run_docs}[choice.job](arguments)
     except SetupError as error:
         print(f"dev.py: error: {error}", file=sys.stderr)
         return 2

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -95,6 +97,100 @@ def test_with_a_gpu_no_other_release_is_tested(dev: ModuleType, monkeypatch: pyt
     monkeypatch.setattr(dev, "has_gpu", lambda: True)
     with pytest.raises(dev.SetupError, match="with a GPU the installed SGLang is tested"):
         dev.chosen_releases(["--releases=0.5.17"])
+
+
+FITS = {"policies": None, "switching": None, "pat": None}
+DECIDED = {"rounds": 9, "failed": False}
+PYTHON_OF_A_RELEASE = """#!{python}
+import json, os, pathlib, sys
+fake = json.loads(pathlib.Path({answers!r}).read_text())[os.environ.get("PYTHONPATH", "")[-6:] or {newest!r}]
+if sys.argv[1] == "-c":  # the doctor
+    print("a word of SGLang's")
+    sys.exit(fake["doctor"]) if isinstance(fake["doctor"], str) else print(json.dumps(fake["doctor"], indent=2))
+elif isinstance(fake["runs"], str):
+    sys.exit(fake["runs"])
+else:
+    folder = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+    (folder / "results.json").write_text(json.dumps({{"runs": fake["runs"]}}))
+"""
+
+
+@pytest.fixture
+def releases(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """What a Python of each release says, with no SGLang: all is well until a test changes it."""
+    monkeypatch.setattr(dev, "has_gpu", lambda: False)
+    monkeypatch.setattr(dev, "set_up", lambda releases: False)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    answers = dev.ROOT / "answers.json"
+    program = PYTHON_OF_A_RELEASE.format(python=sys.executable, answers=str(answers), newest=SUPPORTED[-1])
+    dev.python().parent.mkdir(parents=True)
+    dev.python().write_text(program)
+    dev.python().chmod(0o755)
+
+    class Fakes(dict[str, dict[str, Any]]):
+        def write(self) -> None:
+            answers.write_text(json.dumps(self))
+
+    served = {"fcfs": {"requests": 30, "feather": None}, "feather": {"requests": 30, "feather": DECIDED}}
+    return Fakes({release: {"doctor": {"sglang": release, "features": FITS}, "runs": served} for release in SUPPORTED})
+
+
+def tried(dev: ModuleType, fakes: Any, capsys: pytest.CaptureFixture[str], *asked: str) -> tuple[int, list[str]]:
+    """Exit status and lines of ``dev.py versions``, without what it says meanwhile."""
+    fakes.write()
+    status = dev.run_versions(list(asked))
+    return status, [line for line in capsys.readouterr().out.splitlines() if not line.startswith("dev.py: ")]
+
+
+def test_all_releases_are_tried_and_one_table_tells(
+    dev: ModuleType, releases: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, shown = tried(dev, releases, capsys)
+    assert status == 0 and [line.split()[0] for line in shown] == ["release", *SUPPORTED]
+    assert all(line.split()[1:-1] == ["yes"] * 5 for line in shown[1:])
+    status, shown = tried(dev, releases, capsys, "0.5.22,0.5.18")
+    assert status == 0 and [line.split()[0] for line in shown] == ["release", "0.5.22", "0.5.18"]
+
+
+@pytest.mark.parametrize(
+    ("doctor", "runs", "marks", "says"),
+    [
+        ("ImportError: no kernel", {}, "NO NO NO NO yes", "does not import: ImportError: no kernel"),
+        ({"sglang": "0.5.23"}, {}, "NO NO NO NO yes", "does not import: sglang 0.5.23 was imported"),
+        ({"features": {**FITS, "pat": "x: not found"}}, {}, "yes yes yes NO yes", "pat: x: not found"),
+        ({}, "feather: error: it crashed", "yes yes yes yes NO", "does not start: feather: error: it crashed"),
+        ({}, {"fcfs": {"requests": 29}}, "yes yes yes yes NO", "does not start: fcfs served 29 of 30 requests"),
+        ({}, {"feather": {"feather": None}}, "yes yes yes yes NO", "does not start: feather decided nothing"),
+        (
+            {},
+            {"feather": {"feather": {**DECIDED, "failed": True}}},
+            "yes yes yes yes NO",
+            "does not start: feather failed",
+        ),
+    ],
+)
+def test_what_does_not_work_on_a_release_is_marked_and_said(
+    dev: ModuleType, releases: Any, capsys: pytest.CaptureFixture[str], doctor: Any, runs: Any, marks: str, says: str
+) -> None:
+    fake = releases["0.5.19"]
+    fake["doctor"] = doctor if isinstance(doctor, str) else {**fake["doctor"], **doctor}
+    if isinstance(runs, str):
+        fake["runs"] = runs
+    else:
+        fake["runs"] = {policy: {**run, **runs.get(policy, {})} for policy, run in fake["runs"].items()}
+    status, shown = tried(dev, releases, capsys, "0.5.19,0.5.23")
+    assert status == 1 and len(shown) == 4
+    assert shown[1].split()[1:-1] == marks.split() and shown[2].split()[1:-1] == ["yes"] * 5
+    assert shown[3].startswith(f"0.5.19 {says}")
+
+
+def test_versions_that_cannot_be_tried_are_refused(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, says in ((["0.5.22,0.5.9"], r"versions 0\.5\.9: no pins"), (["0.5.22", "0.5.21"], "one list")):
+        with pytest.raises(dev.SetupError, match=says):
+            dev.run_versions(arguments)
+    monkeypatch.setattr(dev, "has_gpu", lambda: True)
+    with pytest.raises(dev.SetupError, match="with a GPU the installed SGLang is tested"):
+        dev.run_versions(["0.5.22"])
 
 
 def test_a_wrong_python_is_refused_in_one_line(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
