@@ -7,7 +7,7 @@ kernel from ``vllm._custom_ops`` on every device it does not know; on a CPU it t
 `install` puts one finder in front of Python's import system; nothing heavy is imported until torchvision or vllm is,
 and then the finder steps in only if the real thing is not usable. Where torch finds a GPU it does nothing.
 
-Both imports happen inside ``import sglang`` itself (seen on 0.5.17, 0.5.21 and 0.5.23), hence before SGLang loads any
+Both imports happen inside ``import sglang`` itself (seen on 0.5.17 to 0.5.23), hence before SGLang loads any
 plugin: calling `install` from a plugin is too late for ``python -m sglang.launch_server``. A program of ours calls it
 before it imports sglang; for SGLang's own commands, and for the processes that they spawn, an environment without a
 GPU is prepared once with ``python -m feather_sglang.adapter.cpu_shims``, which writes a one-line ``.pth`` file into

@@ -1,7 +1,7 @@
 """SGLang's own cache-aware policies on SGLang's own prefix cache, set up to be measured.
 
 Everything here is the installed SGLang's: `Req`, `SchedulePolicy`, the KV allocator, and whichever prefix cache that
-release builds by default (`RadixCache` in 0.5.17, `UnifiedRadixCache` with its Rust core from 0.5.21). Only the limit
+release builds by default (`RadixCache` to 0.5.18, then `UnifiedRadixCache`, from 0.5.21 in Rust). Only the limit
 of 128 waiting requests, above which `lpm` falls back to arrival order, is lifted, as in the paper's section 5.3.1.
 
 Where there is no GPU, `cpu_shims.install` comes before this module is imported.
