@@ -28,6 +28,7 @@ VENV = ROOT / ".venv"
 REQUIREMENTS = ROOT / "requirements"
 # Tested by default, the ends of the supported range: the first is installed, the other lies beside it.
 RELEASES = ("0.5.23", "0.5.17")
+TESTED = "FEATHER_TESTED_SGLANG"  # tells the tests which release they must find
 QUICK = "--quick"  # before pytest's arguments: the inner loop's tests, on the first release only
 # Two processes, each file in one of them, in the order of tests/conftest.py.
 PROCESSES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
@@ -401,7 +402,8 @@ def run_tests(arguments: list[str]) -> int:
         say(f"testing {'everything' if first else 'tests/sglang and tests/server'} on {name}")
         folders = [] if first else ["tests/server", "tests/sglang"]
         command = [str(python()), "-m", "pytest", *(arguments or [*PROCESSES, *folders])]
-        if subprocess.run(command, cwd=ROOT, env=environment(**beside(release))).returncode:
+        variables = {} if gpu else {TESTED: release, **beside(release)}
+        if subprocess.run(command, cwd=ROOT, env=environment(**variables)).returncode:
             failed.append(name)
     say(f"FAILED on {', '.join(failed)}" if failed else "all tests passed")
     return 1 if failed else 0

@@ -1,5 +1,6 @@
 """The hook table against the installed SGLang."""
 
+import os
 import sys
 from types import SimpleNamespace
 
@@ -10,6 +11,13 @@ from feather_sglang.adapter import hooks, plugin
 from feather_sglang.adapter.attention import registration
 from feather_sglang.adapter.hooks import HOOKS, SUPPORTED, Hook, exists, installed_version, mismatch, mismatches
 from feather_sglang.errors import FeatherError
+
+
+def test_the_release_that_dev_py_asked_for_is_the_one_that_runs():
+    """Else the tests of one end of the supported range would pass for the other."""
+    import sglang
+
+    assert sglang.__version__ == installed_version() == os.environ.get("FEATHER_TESTED_SGLANG", sglang.__version__)
 
 
 def test_the_installed_sglang_fits():
