@@ -281,13 +281,14 @@ class Tried(NamedTuple):
     imports: bool
     features: dict[str, bool]  # whether the hooks of each fit
     starts: bool
+    patches: bool  # whether the series of patches/ fits
     seconds: float
     problems: list[str]
 
     @property
     def works(self) -> bool:
         """Whether everything does."""
-        return self.imports and all(self.features.values()) and self.starts
+        return self.imports and all(self.features.values()) and self.starts and self.patches
 
 
 def look_at_hooks(release: str) -> tuple[dict[str, str | None] | None, str]:
@@ -329,8 +330,15 @@ def start_and_serve(release: str) -> str | None:
     return None
 
 
+def check_patches(release: str) -> str | None:
+    """Why the release's series does not fit its sources, or None; ``tests/server/test_patches.py`` runs it patched."""
+    command = [str(python()), "-m", "feather_sglang.cli", "patch", "check"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(**beside(release)))
+    return (done.stdout + done.stderr).strip().rpartition("\n")[2] if done.returncode else None
+
+
 def try_release(release: str) -> Tried:
-    """Import one release, check its hooks, start its scheduler."""
+    """Import one release, check its hooks, start its scheduler, see whether its patches fit."""
     begun = time.monotonic()
     reasons, unknown = look_at_hooks(release)
     features = {feature: reasons is not None and reasons[feature] is None for feature in FEATURES}
@@ -341,15 +349,19 @@ def try_release(release: str) -> Tried:
     failure = start_and_serve(release)
     if failure is not None:
         problems.append(f"does not start: {failure}")
-    return Tried(release, reasons is not None, features, failure is None, time.monotonic() - begun, problems)
+    unfit = check_patches(release)
+    if unfit is not None:
+        problems.append(f"patches: {unfit}")
+    seconds = time.monotonic() - begun
+    return Tried(release, reasons is not None, features, failure is None, unfit is None, seconds, problems)
 
 
 def table(rows: list[Tried]) -> str:
     """The releases, a line each, then what is wrong with them."""
     words = {True: "yes", False: "NO"}
-    lines = [("release", "imports", *(f"hooks: {feature}" for feature in FEATURES), "starts", "seconds")]
+    lines = [("release", "imports", *(f"hooks: {feature}" for feature in FEATURES), "starts", "patches", "seconds")]
     for row in rows:
-        checks = (row.imports, *(row.features[feature] for feature in FEATURES), row.starts)
+        checks = (row.imports, *(row.features[feature] for feature in FEATURES), row.starts, row.patches)
         lines.append((row.release, *(words[check] for check in checks), f"{row.seconds:.0f}"))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     shown = ["  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in lines]

@@ -19,7 +19,9 @@ from feather_sglang.adapter.hooks import (
     FEATURES,
     HOOKS,
     SUPPORTED,
+    extension_points,
     installed_version,
+    is_needed,
     is_usable,
     misfit,
     mismatch,
@@ -70,7 +72,24 @@ def _hooks() -> list[dict[str, Any]]:
     from feather_sglang.adapter import cpu_shims
 
     cpu_shims.install()
-    return [{**hook._asdict(), "features": hook.features, "problem": mismatch(hook)} for hook in HOOKS]
+    found = []
+    for hook in HOOKS:
+        needed = [part for part in FEATURES if is_needed(hook, part)]
+        found.append({
+            **hook._asdict(),
+            "kind": "switch" if needed == ["switch"] else hook.kind,
+            "features": hook.features,
+            "needed": bool(needed),
+            "problem": mismatch(hook) if needed else None,
+        })  # fmt: skip
+    return found
+
+
+def _way(points: int | None) -> str:
+    """How SGLang and the policies meet."""
+    if points is None:
+        return "by hooks; `feather patch apply` would give this SGLang extension points"
+    return f"by extension points in SGLang's source (version {points}); policies wrap nothing"
 
 
 def _features() -> dict[str, str | None]:
@@ -106,6 +125,7 @@ def examine() -> dict[str, Any]:
     version = installed_version()
     torch_version, gpu = _torch()
     hooks = _hooks() if version is not None else []
+    points = extension_points() if version is not None else None
     loaded, activation = _activation()
     try:
         given = FeatherOptions.from_environment()
@@ -134,6 +154,8 @@ def examine() -> dict[str, Any]:
         "pat": _pat(),
         "activation": activation,
         "options": options_problem or f"{VARIABLE}: {options}",
+        "extension_points": points,
+        "policies": _way(points),
         "hooks": hooks,
         "features": _features(),
         "problems": [name for name, fit in fits.items() if not fit],
@@ -154,7 +176,9 @@ def _print_hooks(console: Console, hooks: list[dict[str, Any]]) -> None:
     for hook in sorted(hooks, key=lambda hook: hook["problem"] is None):
         signature = f"{hook['target'].removeprefix('sglang.srt.')}({', '.join(hook['parameters'])})"
         note = f"{when[hook['kind']]}: {hook['purpose']}"
-        if hook["problem"] is None:
+        if not hook["needed"]:
+            status, note = "[dim]unused[/dim] ", "not wrapped: SGLang calls the policies"
+        elif hook["problem"] is None:
             status = "[green]fits[/green]   "
         else:
             status = "[red]differs[/red]"
@@ -180,7 +204,7 @@ def run(args: argparse.Namespace) -> int:
         return 0 if report["healthy"] else 1
     console = Console()
     facts = Table(show_header=False, box=None)
-    for name in ("feather", "python", "sglang", "torch", "gpu", "kernels", "pat", "activation", "options"):
+    for name in ("feather", "python", "sglang", "torch", "gpu", "kernels", "pat", "activation", "policies", "options"):
         facts.add_row(f"[bold]{name}", escape(str(report[name])))
     console.print(facts)
     _print_hooks(console, report["hooks"])

@@ -207,7 +207,10 @@ def test_every_package_of_the_checkout_is_installed() -> None:
     assert set(package_table()["packages"]) == folders | {"feather_kernels.csrc", "feather_sglang.patches"}
 
 
-@pytest.mark.parametrize("package", ["feather_kernels", "feather_kernels.csrc", "feather_sglang", "feather_sglang.patches"])
+PACKAGES = ["feather_kernels", "feather_kernels.csrc", "feather_sglang", "feather_sglang.patches"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_every_file_beside_the_python_modules_is_installed(package: str) -> None:
     table = package_table()
     folder = ROOT / table["package-dir"].get(package, package)

@@ -107,6 +107,8 @@ fake = json.loads(pathlib.Path({answers!r}).read_text())[os.environ.get("PYTHONP
 if sys.argv[1] == "-c":  # the doctor
     print("a word of SGLang's")
     sys.exit(fake["doctor"]) if isinstance(fake["doctor"], str) else print(json.dumps(fake["doctor"], indent=2))
+elif sys.argv[-2:] == ["patch", "check"]:
+    sys.exit(print(fake["patches"]) or 1 if fake["patches"] else 0)
 elif isinstance(fake["runs"], str):
     sys.exit(fake["runs"])
 else:
@@ -132,7 +134,12 @@ def releases(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict
             answers.write_text(json.dumps(self))
 
     served = {"fcfs": {"requests": 30, "feather": None}, "feather": {"requests": 30, "feather": DECIDED}}
-    return Fakes({release: {"doctor": {"sglang": release, "features": FITS}, "runs": served} for release in SUPPORTED})
+    return Fakes(
+        {
+            release: {"doctor": {"sglang": release, "features": FITS}, "runs": served, "patches": ""}
+            for release in SUPPORTED
+        }
+    )
 
 
 def tried(dev: ModuleType, fakes: Any, capsys: pytest.CaptureFixture[str], *asked: str) -> tuple[int, list[str]]:
@@ -147,7 +154,7 @@ def test_all_releases_are_tried_and_one_table_tells(
 ) -> None:
     status, shown = tried(dev, releases, capsys)
     assert status == 0 and [line.split()[0] for line in shown] == ["release", *SUPPORTED]
-    assert all(line.split()[1:-1] == ["yes"] * 5 for line in shown[1:])
+    assert all(line.split()[1:-1] == ["yes"] * 6 for line in shown[1:])
     status, shown = tried(dev, releases, capsys, "0.5.22,0.5.18")
     assert status == 0 and [line.split()[0] for line in shown] == ["release", "0.5.22", "0.5.18"]
 
@@ -155,16 +162,16 @@ def test_all_releases_are_tried_and_one_table_tells(
 @pytest.mark.parametrize(
     ("doctor", "runs", "marks", "says"),
     [
-        ("ImportError: no kernel", {}, "NO NO NO NO yes", "does not import: ImportError: no kernel"),
-        ({"sglang": "0.5.23"}, {}, "NO NO NO NO yes", "does not import: sglang 0.5.23 was imported"),
-        ({"features": {**FITS, "pat": "x: not found"}}, {}, "yes yes yes NO yes", "pat: x: not found"),
-        ({}, "feather: error: it crashed", "yes yes yes yes NO", "does not start: feather: error: it crashed"),
-        ({}, {"fcfs": {"requests": 29}}, "yes yes yes yes NO", "does not start: fcfs served 29 of 30 requests"),
-        ({}, {"feather": {"feather": None}}, "yes yes yes yes NO", "does not start: feather decided nothing"),
+        ("ImportError: no kernel", {}, "NO NO NO NO yes yes", "does not import: ImportError: no kernel"),
+        ({"sglang": "0.5.23"}, {}, "NO NO NO NO yes yes", "does not import: sglang 0.5.23 was imported"),
+        ({"features": {**FITS, "pat": "x: not found"}}, {}, "yes yes yes NO yes yes", "pat: x: not found"),
+        ({}, "feather: error: it crashed", "yes yes yes yes NO yes", "does not start: feather: error: it crashed"),
+        ({}, {"fcfs": {"requests": 29}}, "yes yes yes yes NO yes", "does not start: fcfs served 29 of 30 requests"),
+        ({}, {"feather": {"feather": None}}, "yes yes yes yes NO yes", "does not start: feather decided nothing"),
         (
             {},
             {"feather": {"feather": {**DECIDED, "failed": True}}},
-            "yes yes yes yes NO",
+            "yes yes yes yes NO yes",
             "does not start: feather failed",
         ),
     ],
@@ -180,8 +187,15 @@ def test_what_does_not_work_on_a_release_is_marked_and_said(
         fake["runs"] = {policy: {**run, **runs.get(policy, {})} for policy, run in fake["runs"].items()}
     status, shown = tried(dev, releases, capsys, "0.5.19,0.5.23")
     assert status == 1 and len(shown) == 4
-    assert shown[1].split()[1:-1] == marks.split() and shown[2].split()[1:-1] == ["yes"] * 5
+    assert shown[1].split()[1:-1] == marks.split() and shown[2].split()[1:-1] == ["yes"] * 6
     assert shown[3].startswith(f"0.5.19 {says}")
+
+
+def test_patches_that_do_not_fit_are_said(dev: ModuleType, releases: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    releases["0.5.19"]["patches"] = "sglang 0.5.19: does not fit: a.py:3: has 'x' for 'y'"
+    status, shown = tried(dev, releases, capsys, "0.5.19")
+    assert status == 1 and shown[1].split()[1:-1] == [*["yes"] * 5, "NO"]
+    assert shown[2] == "0.5.19 patches: sglang 0.5.19: does not fit: a.py:3: has 'x' for 'y'"
 
 
 def test_versions_that_cannot_be_tried_are_refused(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
