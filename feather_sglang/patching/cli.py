@@ -13,8 +13,8 @@ from feather_sglang.patching.series import Series, releases
 from feather_sglang.patching.site import Site
 
 ACTIONS = {
-    "list": "the releases that have patches, and what is installed",
-    "check": "whether the patches fit the installed release; writes nothing",
+    "list": "releases that have patches, and what is installed",
+    "check": "whether its patches fit it",
     "apply": "patch it, all or nothing, with a backup",
     "revert": "put it back, to the byte",
 }
@@ -22,15 +22,12 @@ ACTIONS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the action and ``--site``."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, summary in ACTIONS.items():
-        action = actions.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        action.add_argument(
-            "--site",
-            type=Path,
-            metavar="DIR",
-            help="folder that holds sglang and its .dist-info; default: this Python's",
-        )
+    parser.add_argument(
+        "action", choices=ACTIONS, help="; ".join(f"{name}: {summary}" for name, summary in ACTIONS.items())
+    )
+    parser.add_argument(
+        "--site", type=Path, metavar="DIR", help="folder that holds sglang and its .dist-info. Default: this Python's."
+    )
 
 
 def run(args: argparse.Namespace) -> int:
