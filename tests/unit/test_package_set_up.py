@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from feather_sglang.adapter.hooks import SUPPORTED
+from feather_sglang.adapter.hooks import FEATURES, SUPPORTED
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,7 +99,7 @@ def test_with_a_gpu_no_other_release_is_tested(dev: ModuleType, monkeypatch: pyt
         dev.chosen_releases(["--releases=0.5.17"])
 
 
-FITS = {"policies": None, "switching": None, "pat": None}
+FITS: dict[str, str | None] = dict.fromkeys(FEATURES.values())
 DECIDED = {"rounds": 9, "failed": False}
 PYTHON_OF_A_RELEASE = """#!{python}
 import json, os, pathlib, sys
@@ -152,6 +152,7 @@ def tried(dev: ModuleType, fakes: Any, capsys: pytest.CaptureFixture[str], *aske
 def test_all_releases_are_tried_and_one_table_tells(
     dev: ModuleType, releases: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert dev.FEATURES == tuple(FEATURES.values())
     status, shown = tried(dev, releases, capsys)
     assert status == 0 and [line.split()[0] for line in shown] == ["release", *SUPPORTED]
     assert all(line.split()[1:-1] == ["yes"] * 6 for line in shown[1:])
