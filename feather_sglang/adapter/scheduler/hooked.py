@@ -86,7 +86,8 @@ class Hooks:
         self, original: Callable[..., Any], *args: Any, running_batch: Any, **kwargs: Any
     ) -> Any:
         scheduler, rounds = self.feather.scheduler, self.feather.rounds
-        rounds.begin(running_batch)
+        if not rounds.begin(running_batch):
+            return None, running_batch
         batch = None
         try:
             plan = original(*args, running_batch=running_batch, **kwargs)

@@ -35,12 +35,16 @@ class AdmissionRounds:
         self.guard = guard
         self._running_rows = self._computed_tokens = 0
 
-    def begin(self, running_batch: Any) -> None:
-        """SGLang is about to look for a prefill batch; it does not where the running batch is marked full."""
+    def begin(self, running_batch: Any) -> bool:
+        """SGLang is about to look for a prefill batch; False lets the running batch decode first.
+
+        It does not look where the running batch is marked full.
+        """
         if self.admission.state.deferrals.in_flight and not self.guard.failed:
             # Else a batch that had no room for somebody else's prefix would be closed, until a request leaves it, to
             # those whose prefix has been computed since.
             running_batch.batch_is_full = False
+        return True
 
     def open(self, running_batch: Any) -> bool:
         """Open a round; False where feather has failed, and SGLang admits."""
