@@ -45,20 +45,20 @@ class ReplaySettings:
 
 @dataclass
 class Served:
-    """One finished request; times in virtual seconds since the trace began."""
+    """One finished request; times in virtual seconds since the trace began, `gaps` between its tokens."""
 
     request: TraceRequest
     first_token: float
     finish: float
     cached_tokens: int
+    gaps: array[float]
 
 
 class Outcome:
-    """What a replay measured; ``token_gaps`` holds every time between two tokens of a request (s)."""
+    """What a replay measured."""
 
     def __init__(self) -> None:
         self.served: list[Served] = []
-        self.token_gaps = array("d")
         self.batches: list[tuple[float, int, float]] = []  # (clock, rows, seconds) of each decode step
         self.prefills = 0  # steps
         self.makespan = 0.0
@@ -152,6 +152,7 @@ class Replay:
         self.clock = 0.0
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
+        self._gaps: dict[str, array[float]] = {}
         by_id = {str(request.request_id): request for request in trace.requests}
         pending, position, told, idle = trace.requests, 0, 0.0, 0
         gc.collect()
@@ -208,13 +209,14 @@ class Replay:
 
     def _note(self, batch: Any, by_id: dict[str, TraceRequest]) -> None:
         """Book the tokens of a step that has just ended."""
-        now, first, last, outcome = self.clock, self._first, self._last, self._outcome
+        now, first, last, gaps, outcome = self.clock, self._first, self._last, self._gaps, self._outcome
         for req in batch.reqs:
             rid = req.rid
             if rid in last:
-                outcome.token_gaps.append(now - last[rid])
+                gaps[rid].append(now - last[rid])
             elif req.output_ids:
                 first[rid] = now
+                gaps[rid] = array("d")
             else:
                 continue  # a chunk of a prompt
             last[rid] = now
@@ -225,5 +227,5 @@ class Replay:
                         "raise --kv-tokens"
                     )
                 outcome.retractions += req.retraction_count
-                outcome.served.append(Served(by_id[rid], first[rid], now, req.cached_tokens))
+                outcome.served.append(Served(by_id[rid], first[rid], now, req.cached_tokens, gaps.pop(rid)))
                 del last[rid], self._paths[rid]

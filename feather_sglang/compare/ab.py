@@ -6,6 +6,7 @@ import argparse
 import platform
 import shlex
 import sys
+from dataclasses import replace
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,6 +14,7 @@ from rich.markup import escape
 from feather_sglang import __version__
 from feather_sglang.compare import on_servers
 from feather_sglang.compare.policies import DEFAULT_POLICIES, chosen_policies, options_of
+from feather_sglang.compare.rates import goodput_facts, labels_of, shares_of
 from feather_sglang.compare.results import check_overwrite
 from feather_sglang.compare.server.arguments import SERVER_ONLY, add_server_arguments
 from feather_sglang.errors import FeatherError
@@ -22,11 +24,13 @@ from feather_sglang.replay.arguments import (
     check_fits,
     check_sglang,
     step_model,
-    workload,
+    sweep,
 )
 from feather_sglang.replay.jobs import RESULTS_VERSION, Job, make_folder, run_jobs, write_json
 from feather_sglang.report import plots
+from feather_sglang.report.slo import parse
 from feather_sglang.report.tables import comparison
+from feather_sglang.report.tables import sweep as sweep_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
     if args.jobs < 1:
         raise FeatherError(f"--jobs {args.jobs}: must be at least 1")
     version = check_sglang(policies)
-    trace = workload(args)
+    slo = parse(args.slo) if args.slo else None
+    traces = sweep(args)
+    trace = next(iter(traces.values()))
     model, settings = step_model(args)
     check_fits(trace, settings["kv_tokens"], args.page_size)
     by_policy = options_of(args, policies)
@@ -80,9 +86,19 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"[yellow]notice:[/yellow] {escape(notice)}")
     title = f"{trace.name}: {len(trace.requests):,} requests, {args.profile}, {settings['kv_tokens']:,} KV tokens"
     console.print(f"feather {__version__}, sglang {version}, {escape(title)}")
-    jobs = [Job(name, trace, model, settings, by_policy[name]) for name in policies]
+    labels = labels_of(policies, list(traces))
+    jobs = [
+        Job(policy, traces[scale], model, settings, by_policy[policy], label, slo)
+        for (scale, policy), label in labels.items()
+    ]
     results = run_jobs(jobs, args.jobs, out, console)
-    console.print(comparison([r.summary for r in results.values()], title))
+    for scale in traces:
+        columns = [replace(results[labels[scale, policy]].summary, policy=policy) for policy in policies]
+        at = f", {scale:g}x the rate" if len(traces) > 1 else ""
+        console.print(comparison(columns, title + at))
+    shares = shares_of({key: results[label].summary for key, label in labels.items()}, traces)
+    if slo is not None and len(traces) > 1:
+        console.print(sweep_table(shares, slo.text))
     write_json(
         out / "results.json",
         {
@@ -98,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
             "prefill_graphs": args.prefill_graphs,
             "settings": settings,
             "options": by_policy,
+            **goodput_facts(slo, traces, shares),
             "runs": {
                 name: {**r.summary.as_dict(), "prefills": r.prefills, "feather": r.feather}
                 for name, r in results.items()

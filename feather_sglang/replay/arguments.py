@@ -24,6 +24,7 @@ from feather_sglang.replay.model_shape import DEFAULT_MODEL, MODELS, load_model
 from feather_sglang.replay.profiles import list_profiles, load_profile
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace, load_trace
+from feather_sglang.report.slo import NAMED
 from feather_sglang.scheduling.admission.gate import BOUND
 from feather_sglang.scheduling.policy_names import SINCE
 
@@ -37,7 +38,19 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "trace", nargs="?", help="trace in Mooncake's JSON lines; none: the paper's workload, generated"
     )
     parser.add_argument("--requests", type=int, metavar="N", help="replay the first N requests (generated: 1000)")
-    parser.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="X times the requests per second")
+    parser.add_argument(
+        "--rate-scale",
+        type=_numbers,
+        default=(1.0,),
+        metavar="X[,X]",
+        help="X times the requests per second; several: each, and with --slo the largest that meets it",
+    )
+    parser.add_argument(
+        "--slo",
+        metavar="BOUNDS",
+        help=f"ttft=SECONDS,tbt=MS (10x: times an idle server's; also tpot=MS), or {', '.join(NAMED)}: what share of "
+        "the requests is served within them, and how many a second",
+    )
     parser.add_argument("--block-size", type=int, default=512, metavar="TOKENS", help="tokens per hash id of the trace")
     made = parser.add_argument_group("generated workload", "used when no trace is given (paper 5.2)")
     workloads.add_arguments(made)
@@ -103,6 +116,13 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for results and plots")
 
 
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number, or several with commas between") from None
+
+
 def _seconds_or_auto(text: str) -> float | None:
     try:
         return None if text == "auto" else float(text)
@@ -111,7 +131,22 @@ def _seconds_or_auto(text: str) -> float | None:
 
 
 def workload(args: argparse.Namespace) -> Trace:
-    """The trace that the flags ask for."""
+    """The one trace that the flags ask for."""
+    traces = sweep(args)
+    if len(traces) > 1:
+        raise FeatherError(f"--rate-scale {','.join(f'{scale:g}' for scale in traces)}: give one")
+    return next(iter(traces.values()))
+
+
+def sweep(args: argparse.Namespace) -> dict[float, Trace]:
+    """The trace that the flags ask for at each of the rates, by the value of ``--rate-scale``."""
+    if len(set(args.rate_scale)) < len(args.rate_scale):
+        raise FeatherError(f"--rate-scale {','.join(f'{scale:g}' for scale in args.rate_scale)}: a rate is given twice")
+    trace = _unscaled(args)
+    return {scale: trace.scaled(scale) for scale in args.rate_scale}
+
+
+def _unscaled(args: argparse.Namespace) -> Trace:
     if args.requests is not None and args.requests < 1:
         raise FeatherError(f"--requests {args.requests}: must be at least 1")
     if args.trace is not None:
@@ -135,7 +170,7 @@ def workload(args: argparse.Namespace) -> Trace:
             requests=args.requests or 1000,
             seed=args.seed,
         )
-    return trace.scaled(args.rate_scale)
+    return trace
 
 
 def step_model(args: argparse.Namespace) -> tuple[StepTimeModel, dict[str, Any]]:

@@ -8,19 +8,22 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from feather_sglang import ending
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import check_target, replace_text
+from feather_sglang.replay.idle import IdleServer
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace
+from feather_sglang.report.slo import SLO, Timing, judge
 from feather_sglang.report.summary import RunSummary
 
 RESULTS_VERSION = 1
@@ -28,7 +31,10 @@ RESULTS_VERSION = 1
 
 @dataclass(frozen=True)
 class Job:
-    """One run: everything a child process needs. ``label`` names it in the report; the policy's name if empty."""
+    """One run: everything a child process needs. ``label`` names it in the report; the policy's name if empty.
+
+    Whether requests met the ``slo`` is reported where there is one.
+    """
 
     policy: str
     trace: Trace
@@ -36,6 +42,7 @@ class Job:
     settings: dict[str, Any]
     options: dict[str, Any]
     label: str = ""
+    slo: SLO | None = None
 
     @property
     def name(self) -> str:
@@ -64,11 +71,12 @@ def replay(job: Job, tell: Any) -> ReplayResult:
 
     with tempfile.TemporaryDirectory() as folder:
         engine = Replay(Path(folder), job.policy, job.trace, job.model, ReplaySettings(**job.settings))
-        return result_of(job.name, engine.run(job.trace, tell))
+        idle = IdleServer(job.model, job.trace, engine.settings.chunked_prefill)
+        return result_of(job.name, engine.run(job.trace, tell), idle, job.slo)
 
 
-def result_of(policy: str, outcome: Any) -> ReplayResult:
-    """Turn what the engine measured into figures."""
+def result_of(policy: str, outcome: Any, idle: IdleServer | None = None, slo: SLO | None = None) -> ReplayResult:
+    """Turn what the engine measured into figures; without an idle server there is no slowdown."""
     served = outcome.served
     feather = outcome.feather
     summary = RunSummary.from_times(
@@ -79,7 +87,7 @@ def result_of(policy: str, outcome: Any) -> ReplayResult:
         output_tokens=sum(s.request.output_length for s in served),
         input_tokens=sum(s.request.input_length for s in served),
         cached_tokens=sum(s.cached_tokens for s in served),
-        token_gaps=outcome.token_gaps,
+        token_gaps=np.concatenate([np.empty(0), *(s.gaps for s in served)]),
         batch_rows=[rows for _, rows, _ in outcome.batches],
         batch_seconds=[seconds for _, _, seconds in outcome.batches],
         makespan=outcome.makespan,
@@ -87,6 +95,9 @@ def result_of(policy: str, outcome: Any) -> ReplayResult:
         retractions=outcome.retractions,
         stops=feather["stops"] if feather else 0,
     )
+    timings = [Timing.of(s.first_token - s.request.arrival_s, s.gaps) for s in served]
+    alone = [idle.timing(s.request) for s in served] if idle is not None else None
+    summary = replace(summary, **judge(slo, timings, alone, len(served), outcome.makespan)._asdict())
     every = max(1, len(outcome.batches) // 4000)
     latencies = [s.finish - s.request.arrival_s for s in served]
     return ReplayResult(summary, outcome.prefills, outcome.batches[::every], latencies, feather)

@@ -72,7 +72,7 @@ def describe(trace: Trace) -> TraceFacts:
         block_size=trace.block_size,
         requests=len(requests),
         duration_s=duration,
-        rate=(len(requests) - 1) / duration if duration else 0.0,
+        rate=trace.rate,
         input_tokens=sum(inputs),
         output_tokens=sum(outputs),
         input_length=_lengths(inputs),

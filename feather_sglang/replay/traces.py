@@ -51,6 +51,12 @@ class Trace:
     requests: list[TraceRequest]
     notices: list[str] = field(default_factory=list)
 
+    @property
+    def rate(self) -> float:
+        """Requests a second; 0 where all come at once."""
+        duration = self.requests[-1].arrival_s - self.requests[0].arrival_s if self.requests else 0.0
+        return (len(self.requests) - 1) / duration if duration else 0.0
+
     def head(self, count: int) -> Trace:
         """Return the first `count` requests."""
         return self._with(self.requests[: max(count, 0)])

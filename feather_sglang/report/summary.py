@@ -16,7 +16,8 @@ class RunSummary:
     `kv_mean` and `kv_peak` are shares of the KV pool that running requests hold, `admission_share` is admission's
     processor time over the run's time, `admission_us` that of one admission round; `gpu_busy` is the share of the run
     in which anything ran on the GPU, `dram_use` the share of its DRAM's bandwidth that was used, `sm_ghz` the clock of
-    its multiprocessors and `watt` what it drew, in the mean.
+    its multiprocessors and `watt` what it drew, in the mean. `slo_share` of the requests met the SLO, `goodput` of them
+    a second; `slowdown_*` is the time to the first token over what the request takes alone on an idle server.
     """
 
     policy: str
@@ -46,6 +47,10 @@ class RunSummary:
     dram_use: float | None = None
     sm_ghz: float | None = None
     watt: float | None = None
+    slo_share: float | None = None
+    goodput: float | None = None
+    slowdown_p50: float | None = None
+    slowdown_p99: float | None = None
 
     @classmethod
     def from_times(
@@ -58,7 +63,7 @@ class RunSummary:
         output_tokens: int,
         input_tokens: int,
         cached_tokens: int,
-        token_gaps: Sequence[float],
+        token_gaps: Sequence[float] | np.ndarray,
         batch_rows: Sequence[int],
         batch_seconds: Sequence[float],
         makespan: float,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rich.markup import escape
 from rich.table import Table
 
+from feather_sglang.report.slo import SHARE, sustained
 from feather_sglang.report.summary import RunSummary
 
 
@@ -38,6 +39,13 @@ FIGURES = (
     Figure("retractions", "retractions", "{:,.0f}", False),
     Figure("stops", "stops", "{:,.0f}", None),
 )
+# Shown where they were asked for; the first two are those of an SLO.
+SLO_FIGURES = (
+    Figure("slo_share", "within the SLO", "{:.1%}", True),
+    Figure("goodput", "goodput requests/s", "{:.2f}", True),
+    Figure("slowdown_p50", "TTFT slowdown p50", "{:.1f}x", False),
+    Figure("slowdown_p99", "TTFT slowdown p99", "{:.1f}x", False),
+)
 # A replay does not follow how full the pool is, and times all of scheduling; a server times admission apart from the
 # rest of its scheduler's process.
 SERVER_FIGURES = (
@@ -59,8 +67,10 @@ SERVER_FIGURES = (
 def comparison(summaries: Sequence[RunSummary], title: str = "", figures: Sequence[Figure] = FIGURES) -> Table:
     """A column per run; the best of each figure is bold, throughput also stands as a ratio to the first run.
 
-    What a run could not tell is a dash.
+    What a run could not tell is a dash; the figures of an SLO follow where one was given.
     """
+    if any(summary.slo_share is not None for summary in summaries):
+        figures = (*figures, *SLO_FIGURES)
     table = Table(title=escape(title), title_justify="left")
     table.add_column("", no_wrap=True)
     for summary in summaries:
@@ -76,6 +86,27 @@ def comparison(summaries: Sequence[RunSummary], title: str = "", figures: Sequen
         table.add_row(figure.name, *cells)
         if figure.field == "output_tok_s":
             table.add_row(f"  to {escape(summaries[0].policy)}", *[f"{v / base:.2f}x" if base else "" for v in values])
+    return table
+
+
+def sweep(shares: Mapping[str, Sequence[tuple[float, float | None]]], slo: str) -> Table:
+    """A row per policy: the share of requests within the SLO at each rate, and the largest rate that is sustained.
+
+    Parameters
+    ----------
+    shares : (requests a second, share) by policy; None: not measured.
+    """
+    table = Table(title=escape(f"requests within the SLO {slo}, by requests a second"), title_justify="left")
+    table.add_column("", no_wrap=True)
+    rates = sorted({rate for pairs in shares.values() for rate, _ in pairs})
+    for rate in rates:
+        table.add_column(f"{rate:.3g}/s", justify="right")
+    table.add_column(f"{SHARE:.0%} up to", justify="right")
+    for policy, pairs in shares.items():
+        known = dict(pairs)
+        cells = ["-" if known.get(rate) is None else f"{known[rate]:.1%}" for rate in rates]
+        most = sustained(pairs)
+        table.add_row(escape(policy), *cells, "none of them" if most is None else f"{most:.3g}/s")
     return table
 
 

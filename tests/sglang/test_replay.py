@@ -67,6 +67,25 @@ def test_every_policy_serves_the_workload_and_writes_everything(tmp_path, capsys
     assert "output tok/s" in table and "TTFT p99 s" in table
 
 
+def test_a_sweep_says_which_rate_is_sustained(tmp_path, capsys):
+    """Alone everybody meets the bounds; all at once hardly anybody does."""
+    flags = [*SMALL, "--policies", "fcfs,feather", "--scheduler-cost", "off", "--slo", "ttft=3x,tbt=5x"]
+    results = ab(tmp_path / "out", *flags, "--rate-scale", "0.01,1,10000")
+    assert results["slo"] == "ttft=3x,tbt=5x" and list(results["runs"])[:2] == ["fcfs @0.01x", "feather @0.01x"]
+    lowest, _, highest = results["rates"].values()
+    assert highest == pytest.approx(1e6 * lowest, rel=0.01)
+    for policy in ("fcfs", "feather"):
+        low, _, high = (results["runs"][f"{policy} @{scale}x"] for scale in ("0.01", "1", "10000"))
+        assert low["slo_share"] == 1 > 0.5 > high["slo_share"]
+        assert lowest <= results["sustained"]["rates"][policy] < highest
+        assert low["goodput"] == pytest.approx(60 / low["makespan"])
+        # Cached prompts take less than the whole prompt computed alone.
+        assert low["slowdown_p50"] < 1 <= low["slowdown_p99"] * 1.1 and high["slowdown_p50"] > 3
+    assert "95% up to" in capsys.readouterr().out
+    alone = ab(tmp_path / "alone", *SMALL, "--policies", "fcfs")
+    assert "slo" not in alone and alone["runs"]["fcfs"]["goodput"] is None
+
+
 def test_k_lpm_lets_nobody_wait_as_long_as_lpm(tmp_path):
     """Where the cache holds a few of the prefixes, which lpm keeps; k-lpm keeps them for three requests in four."""
     flags = ["--requests", "100", "--groups", "6", "--rate", "60", "--prefix-tokens", "400", "--output-tokens", "12"]
@@ -223,6 +242,9 @@ def test_training_under_a_pace(tmp_path):
         (["--kv-tokens", "520", "--page-size", "64"], "needs 576 tokens of KV in pages of 64, --kv-tokens is 520"),
         (["--profile", "h100"], "unknown hardware profile 'h100'"),
         (["--requests", "0"], "--requests 0: must be at least 1"),
+        (["--slo", "ttft=0"], "--slo ttft=0: expected ttft=SECONDS, tbt=MS"),
+        (["--rate-scale", "1,2,1"], "--rate-scale 1,2,1: a rate is given twice"),
+        (["--rate-scale", "1,-2"], "rate scale -2: must be a positive number"),
         (["--feather-pace", "-1"], "--feather-pace -1: expected seconds, 0 or more"),
         (["--feather-max-wait", "nan"], "max_wait=nan: expected seconds, 0 or more"),
         (["--feather-max-overtaking", "-1"], "max_overtaking=-1.0: expected a number of at least 0, or inf"),

@@ -59,7 +59,7 @@ def test_an_empty_run_is_all_zeros():
     assert all(
         value in (0, 0.0, "fcfs")
         for name, value in empty.as_dict().items()
-        if not name.startswith(("kv_", "admission_", "gpu_", "dram_", "sm_", "watt"))
+        if not name.startswith(("kv_", "admission_", "gpu_", "dram_", "sm_", "watt", "slo_", "goodput", "slowdown_"))
     )
 
 
