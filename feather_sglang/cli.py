@@ -17,6 +17,7 @@ from feather_sglang.errors import FeatherError
 
 COMMANDS = {
     "ab": ("feather_sglang.compare.ab", "run a trace under several scheduling policies, replayed or on real servers"),
+    "suite": ("feather_sglang.suite.command", "replay every kind of traffic under every policy, into one report"),
     "train": ("feather_sglang.replay.train", "train a stop policy on a trace and write its policy file"),
     "trace": ("feather_sglang.replay.trace_cli", "make or inspect a request trace"),
     "bench": ("feather_sglang.bench", "measure a part of feather beside its peers"),

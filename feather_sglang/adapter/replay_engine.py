@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # it is handed a trace and a model, and makes neither
     from feather_sglang.replay.step_time import BatchSharing, StepTimeModel
     from feather_sglang.replay.traces import Trace, TraceRequest
 
+ANSWER = 3  # every token that is generated
+
 
 @dataclass(frozen=True)
 class ReplaySettings:
@@ -48,6 +50,7 @@ class Served:
     """One finished request; times in virtual seconds since the trace began, `gaps` between its tokens."""
 
     request: TraceRequest
+    due: float
     first_token: float
     finish: float
     cached_tokens: int
@@ -116,7 +119,7 @@ class Replay:
         self.clock += seconds
         return GenerationBatchResult(
             logits_output=LogitsProcessorOutput(next_token_logits=None),
-            next_token_ids=torch.full((len(batch.reqs),), 3, dtype=torch.int64),
+            next_token_ids=torch.full((len(batch.reqs),), ANSWER, dtype=torch.int64),
             can_run_cuda_graph=False,
         )
 
@@ -129,7 +132,7 @@ class Replay:
         wanted = {
             "rid": rid,
             "input_text": "",
-            "input_ids": trace.tokens(request),
+            "input_ids": self._prompt(trace, request),
             "input_embeds": None,
             "mm_inputs": None,
             "token_type_ids": [],
@@ -145,6 +148,12 @@ class Replay:
             TokenizedGenerateReqInput(**{name: value for name, value in wanted.items() if name in self._fields})
         )
 
+    def _prompt(self, trace: Trace, request: TraceRequest) -> array[int]:
+        tokens = trace.tokens(request)
+        for _, begin, end in self._arrivals.answers_in(request):
+            tokens[begin:end] = array("q", [ANSWER]) * (end - begin)
+        return tokens
+
     def run(self, trace: Trace, progress: Callable[[int], None] = lambda done: None) -> Outcome:
         """Serve the whole trace from an empty cache; ``progress`` hears the number of requests done now and then."""
         scheduler = self.scheduler
@@ -153,25 +162,27 @@ class Replay:
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._gaps: dict[str, array[float]] = {}
+        self._due: dict[str, float] = {}
+        self._arrivals = arrivals = trace.arrivals()
         by_id = {str(request.request_id): request for request in trace.requests}
-        pending, position, told, idle = trace.requests, 0, 0.0, 0
+        told, idle = 0.0, 0
         gc.collect()
         gc.freeze()
         with torch.no_grad():
             while len(outcome.served) < len(by_id):
-                while position < len(pending) and pending[position].arrival_s <= self.clock:
-                    self._submit(trace, pending[position])
-                    position += 1
+                for due, request in arrivals.until(self.clock):
+                    self._due[str(request.request_id)] = due
+                    self._submit(trace, request)
                 put_aside = self._put_aside()
                 ran = self._turn(by_id)
                 # Who puts some aside has looked at no more of them: the next turn goes on with others.
                 idle = 0 if ran or self._put_aside() > put_aside else idle + 1
                 # One idle turn is no rest: up to 0.5.21 SGLang frees a full batch's place only in the turn after.
                 if idle > 1:
-                    if position == len(pending):
+                    if arrivals.next is None:
                         waiting = [req.rid for req in scheduler.waiting_queue]
                         raise FeatherError(f"the replay is stuck: requests {waiting[:5]} wait and nothing can run")
-                    self.clock = max(self.clock, pending[position].arrival_s)
+                    self.clock = max(self.clock, arrivals.next)
                 if time.monotonic() - told > 0.5:
                     told = time.monotonic()
                     progress(len(outcome.served))
@@ -227,5 +238,7 @@ class Replay:
                         "raise --kv-tokens"
                     )
                 outcome.retractions += req.retraction_count
-                outcome.served.append(Served(by_id[rid], first[rid], now, req.cached_tokens, gaps.pop(rid)))
+                request, due = by_id[rid], self._due.pop(rid)
+                outcome.served.append(Served(request, due, first[rid], now, req.cached_tokens, gaps.pop(rid)))
+                self._arrivals.ended(request.request_id, now)
                 del last[rid], self._paths[rid]

@@ -50,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     peers = read_results(args.bench_serving) if args.bench_serving else []
     version = check_sglang(policies)
     trace = workload(args)
+    if any(request.after is not None for request in trace.requests):
+        raise FeatherError(f"{trace.name}: has turns that quote a server's own answers: use --engine replay")
     if args.kv_tokens:
         check_fits(trace, args.kv_tokens, args.page_size)
     target = args.json or args.out / "results.json"

@@ -7,11 +7,12 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -81,7 +82,7 @@ def result_of(policy: str, outcome: Any, idle: IdleServer | None = None, slo: SL
     feather = outcome.feather
     summary = RunSummary.from_times(
         policy,
-        arrivals=[s.request.arrival_s for s in served],
+        arrivals=[s.due for s in served],
         first_tokens=[s.first_token for s in served],
         finishes=[s.finish for s in served],
         output_tokens=sum(s.request.output_length for s in served),
@@ -95,11 +96,11 @@ def result_of(policy: str, outcome: Any, idle: IdleServer | None = None, slo: SL
         retractions=outcome.retractions,
         stops=feather["stops"] if feather else 0,
     )
-    timings = [Timing.of(s.first_token - s.request.arrival_s, s.gaps) for s in served]
+    timings = [Timing.of(s.first_token - s.due, s.gaps) for s in served]
     alone = [idle.timing(s.request) for s in served] if idle is not None else None
     summary = replace(summary, **judge(slo, timings, alone, len(served), outcome.makespan)._asdict())
     every = max(1, len(outcome.batches) // 4000)
-    latencies = [s.finish - s.request.arrival_s for s in served]
+    latencies = [s.finish - s.due for s in served]
     return ReplayResult(summary, outcome.prefills, outcome.batches[::every], latencies, feather)
 
 
@@ -128,27 +129,25 @@ def _child(work: Callable[[Job, Any], Any], job: Job, log: Path, scratch: str, q
     os._exit(0)  # nothing of SGLang's interpreter shutdown is of use here
 
 
-def run_jobs(
-    jobs: list[Job],
-    at_a_time: int,
-    logs: Path,
-    console: Console,
-    work: Callable[[Any, Any], Any] = replay,
-    passes: int = 1,
-) -> dict[str, Any]:
-    """Run ``work`` on the jobs in child processes, with a progress bar each; the first failure ends them all."""
+class Event(NamedTuple):
+    """What a job's process does: it is a "start", "progress", "done", a user's "mistake" or a "crash"."""
+
+    job: str
+    kind: str
+    value: Any = None
+
+
+def events(
+    jobs: Sequence[Job], at_a_time: int, logs: Path, work: Callable[[Any, Any], Any]
+) -> Generator[Event, None, None]:
+    """Run ``work`` on the jobs in child processes; whoever stops listening ends those that run."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["feather_sglang.adapter.preload"])
     queue = context.Queue()
     waiting = list(jobs)
     running: dict[str, Any] = {}
-    results: dict[str, Any] = {}
-    columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # One folder for all: a child that is terminated removes nothing.
-    with tempfile.TemporaryDirectory() as scratch, Progress(*columns, console=console) as progress:
-        bars = {
-            job.name: progress.add_task(job.name, total=passes * len(job.trace.requests), start=False) for job in jobs
-        }
+    with tempfile.TemporaryDirectory() as scratch:
         try:
             while waiting or running:
                 while waiting and len(running) < at_a_time:
@@ -159,30 +158,52 @@ def run_jobs(
                     with ending.put_off():  # a process whose number nobody has got yet cannot be ended
                         process.start()
                         running[job.name] = process
-                    progress.start_task(bars[job.name])
+                    yield Event(job.name, "start")
                 try:
-                    policy, kind, value = queue.get(timeout=1.0)
+                    event = Event(*queue.get(timeout=1.0))
                 except Empty:
                     dead = [name for name, process in running.items() if not process.is_alive()]
-                    if dead and queue.empty():
-                        raise FeatherError(f"the replay under {dead[0]} ended without a result; see its log") from None
-                    continue
-                if kind == "progress":
-                    progress.update(bars[policy], completed=value)
-                elif kind == "done":
-                    results[policy] = value
-                    progress.update(bars[policy], completed=progress.tasks[bars[policy]].total)
-                    progress.stop_task(bars[policy])
-                    running.pop(policy).join()
-                elif kind == "mistake":
-                    raise FeatherError(value)
-                else:
-                    raise FeatherError(f"the replay under {policy} failed ({value}); see {logs / f'{policy}.log'}")
+                    if not dead or not queue.empty():
+                        continue
+                    event = Event(dead[0], "crash", "it ended without a result")
+                if event.kind != "progress":
+                    running.pop(event.job).join()
+                yield event
         finally:
             for process in running.values():
                 process.terminate()
             for process in running.values():
                 process.join()
+
+
+def run_jobs(
+    jobs: list[Job],
+    at_a_time: int,
+    logs: Path,
+    console: Console,
+    work: Callable[[Any, Any], Any] = replay,
+    passes: int = 1,
+) -> dict[str, Any]:
+    """Run ``work`` on the jobs in child processes, with a progress bar each; the first failure ends them all."""
+    results: dict[str, Any] = {}
+    columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress, closing(events(jobs, at_a_time, logs, work)) as heard:
+        bars = {
+            job.name: progress.add_task(job.name, total=passes * len(job.trace.requests), start=False) for job in jobs
+        }
+        for name, kind, value in heard:
+            if kind == "start":
+                progress.start_task(bars[name])
+            elif kind == "progress":
+                progress.update(bars[name], completed=value)
+            elif kind == "done":
+                results[name] = value
+                progress.update(bars[name], completed=progress.tasks[bars[name]].total)
+                progress.stop_task(bars[name])
+            elif kind == "mistake":
+                raise FeatherError(value)
+            else:
+                raise FeatherError(f"the replay under {name} failed ({value}); see {logs / f'{name}.log'}")
     return {job.name: results[job.name] for job in jobs}
 
 

@@ -2,6 +2,9 @@
 
 The format is Mooncake's JSON lines: ``timestamp`` (ms), ``input_length``, ``output_length`` (tokens) and ``hash_ids``,
 one id per block of the prompt. A trace holds no tokens; they are made on demand, so a long trace stays small.
+
+One extension: a further turn of a conversation says which request it comes ``after`` (lines count from 0) and how long
+its user does ``think`` (ms). It is due that long after that request's end, and opens with its prompt and its answer.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import numpy as np
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import replace_text
+from feather_sglang.replay.arrivals import Arrivals
 
 MOONCAKE_BLOCK = 512  # tokens in a block of the published traces
 VOCABULARY = 32_000  # made tokens are below this,
@@ -33,13 +37,23 @@ _LATEST_MS = 1e13  # ms from the first request, 300 years
 
 
 class TraceRequest(NamedTuple):
-    """One request. `arrival_s` counts from the trace's first request; `hash_ids` names the blocks of its prompt."""
+    """One request.
+
+    Attributes
+    ----------
+    arrival_s : seconds from the trace's first request; of a further turn, when it would come if answers took no time.
+    hash_ids : names the blocks of its prompt.
+    after : the request whose prompt and answer this one's prompt opens with; None: it comes at `arrival_s`.
+    think_s : seconds from the end of that request to this one.
+    """
 
     request_id: int
     arrival_s: float
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    after: int | None = None
+    think_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,10 @@ class Trace:
         duration = self.requests[-1].arrival_s - self.requests[0].arrival_s if self.requests else 0.0
         return (len(self.requests) - 1) / duration if duration else 0.0
 
+    def arrivals(self) -> Arrivals:
+        """When its requests come, for one run."""
+        return Arrivals(self.requests)
+
     def head(self, count: int) -> Trace:
         """Return the first `count` requests."""
         return self._with(self.requests[: max(count, 0)])
@@ -72,9 +90,18 @@ class Trace:
         if not 0 <= fraction <= 1:
             raise FeatherError(f"trace split {fraction:g}: must lie between 0 and 1")
         cut = int(len(self.requests) * fraction)
-        rest = self.requests[cut:]
-        start = rest[0].arrival_s if rest else 0.0
-        return self._with(self.requests[:cut]), self._with([r._replace(arrival_s=r.arrival_s - start) for r in rest])
+        return self.head(cut), self.part(cut, len(self.requests) - cut)
+
+    def part(self, first: int, count: int) -> Trace:
+        """Return `count` requests from number `first` on, from time 0.
+
+        A turn whose conversation began before comes at its `arrival_s`.
+        """
+        kept = self.requests[first : first + count]
+        start = kept[0].arrival_s if kept else 0.0
+        ids = {request.request_id for request in kept}
+        moved = [r._replace(arrival_s=r.arrival_s - start, after=r.after if r.after in ids else None) for r in kept]
+        return self._with(moved)
 
     def least_pool(self, page_size: int) -> int:
         """KV tokens that a pool in pages must hold for every request to come to its end, beside nobody.
@@ -87,6 +114,8 @@ class Trace:
 
     def tokens(self, request: TraceRequest) -> array[int]:
         """Make the prompt of `request`: `input_length` token ids, the same in every process.
+
+        Where it quotes answers (``Arrivals.answers_in``), whoever knows their tokens puts them there.
 
         A block's tokens follow from its hash id alone, so two prompts agree exactly as far as their ids do and differ
         within the first five tokens after. (A block shorter than that cannot spell every id: such ids may collide.)
@@ -132,6 +161,8 @@ def load_trace(path: str | os.PathLike[str], block_size: int = MOONCAKE_BLOCK) -
         raise FeatherError(f"{source}: the trace is empty: expected one JSON object per line")
     block_size = _block_size(source, rows, block_size)
     requests = [_request(index, f"{source}:{number}", row, block_size) for index, (number, row) in enumerate(rows)]
+    for (number, _), request in zip(rows, requests, strict=True):
+        _check_turn(f"{source}:{number}", request, requests)
     late = sum(b.arrival_s < a.arrival_s for a, b in pairwise(requests))
     notices = []
     if late:
@@ -150,13 +181,18 @@ def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
 def _lines(trace: Trace) -> Iterable[str]:
     # Each line says the block size where it is not Mooncake's, so that a cut or concatenated file still reads right.
     extra = {} if trace.block_size == MOONCAKE_BLOCK else {"block_size": trace.block_size}
+    lines = {request.request_id: number for number, request in enumerate(trace.requests)}
     for request in trace.requests:
         milliseconds = round(request.arrival_s * 1e3, 3)
+        turn: dict[str, Any] = {}
+        if request.after is not None:
+            turn = {"after": lines[request.after], "think": round(request.think_s * 1e3, 3)}
         row: dict[str, Any] = {
             "timestamp": int(milliseconds) if milliseconds.is_integer() else milliseconds,
             "input_length": request.input_length,
             "output_length": request.output_length,
             "hash_ids": request.hash_ids,
+            **turn,
             **extra,
         }
         yield json.dumps(row, allow_nan=False)
@@ -194,11 +230,7 @@ def _block_size(source: Path, rows: list[tuple[int, dict[str, Any]]], default: i
 
 
 def _request(index: int, where: str, row: dict[str, Any], block_size: int) -> TraceRequest:
-    milliseconds = _field(row, "timestamp", where)
-    if isinstance(milliseconds, bool) or not isinstance(milliseconds, (int, float)):
-        raise FeatherError(f"{where}: timestamp: must be a number of milliseconds, not {_shown(milliseconds)}")
-    if not 0 <= milliseconds <= _LATEST_MS:  # false for NaN too
-        raise FeatherError(f"{where}: timestamp: must lie between 0 and {_LATEST_MS:g} ms, not {_shown(milliseconds)}")
+    arrival_s = _seconds(row, "timestamp", where)
     input_length = _whole(row, "input_length", where, 1)
     output_length = _whole(row, "output_length", where, 1)
     hash_ids = _field(row, "hash_ids", where)
@@ -213,7 +245,39 @@ def _request(index: int, where: str, row: dict[str, Any], block_size: int) -> Tr
             f"{where}: hash_ids: {len(hash_ids)} ids, but input_length {input_length} has {blocks} blocks of "
             f"{block_size} tokens"
         )
-    return TraceRequest(index, milliseconds / 1e3, input_length, output_length, tuple(hash_ids))
+    after = _whole(row, "after", where, 0) if "after" in row else None
+    think_s = round(_seconds(row, "think", where), 6) if "think" in row else 0.0
+    if after is None and think_s:
+        raise FeatherError(f"{where}: think: goes with after, the line of the request that this one answers")
+    return TraceRequest(index, arrival_s, input_length, output_length, tuple(hash_ids), after, think_s)
+
+
+def _check_turn(where: str, request: TraceRequest, requests: list[TraceRequest]) -> None:
+    """Raise ``FeatherError`` where a further turn does not fit the request that it comes after."""
+    if request.after is None:
+        return
+    if request.after >= request.request_id:
+        raise FeatherError(f"{where}: after: must be an earlier line, counted from 0, not {request.after}")
+    before = requests[request.after]
+    least = before.input_length + before.output_length
+    if request.arrival_s < before.arrival_s:
+        raise FeatherError(f"{where}: timestamp: is before that of line {request.after}, which it comes after")
+    if request.input_length < least:
+        raise FeatherError(
+            f"{where}: input_length: must be at least {least}, prompt and answer of line {request.after}, not "
+            f"{request.input_length}"
+        )
+    if request.hash_ids[: len(before.hash_ids)] != before.hash_ids:
+        raise FeatherError(f"{where}: hash_ids: must open with those of line {request.after}, which it comes after")
+
+
+def _seconds(row: dict[str, Any], name: str, where: str) -> float:
+    value = _field(row, name, where)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise FeatherError(f"{where}: {name}: must be a number of milliseconds, not {_shown(value)}")
+    if not 0 <= value <= _LATEST_MS:  # false for NaN too
+        raise FeatherError(f"{where}: {name}: must lie between 0 and {_LATEST_MS:g} ms, not {_shown(value)}")
+    return value / 1e3
 
 
 def _field(row: dict[str, Any], name: str, where: str) -> Any:

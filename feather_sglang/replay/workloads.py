@@ -33,17 +33,17 @@ def shared_prefix(
     rate : requests per second, on average.
     jitter : 0 to 1; unique and output lengths are drawn evenly from (1 - jitter) to (1 + jitter) times their figure.
     """
-    _within("groups", groups, 1)
-    _within("prefix_tokens", prefix_tokens, 1, LONGEST // 4)
-    _within("levels", levels, 1, 16)
+    check_within("groups", groups, 1)
+    check_within("prefix_tokens", prefix_tokens, 1, LONGEST // 4)
+    check_within("levels", levels, 1, 16)
     parts = 1 if levels == 1 else max(4, levels)
     if prefix_tokens % parts:
         raise FeatherError(f"prefix_tokens {prefix_tokens}: must be a multiple of {parts} for {levels} levels")
     block_size = prefix_tokens // parts
     last_level = parts - levels + 1  # blocks in the deepest level
 
-    draw = _generator(seed)
-    arrivals = _poisson(draw, rate, requests)
+    draw = generator(seed)
+    arrivals = poisson(draw, rate, requests)
     group = draw.integers(groups, size=requests)
     leaf = draw.integers(2 ** (levels - 1), size=requests)
     unique = _lengths(draw, "unique_tokens", unique_tokens, jitter, requests, least=0)
@@ -76,8 +76,8 @@ def no_sharing(
     jitter: float = 0.0,
 ) -> Trace:
     """Make a workload in which no two prompts share a block (paper, section 5.3.7)."""
-    draw = _generator(seed)
-    arrivals = _poisson(draw, rate, requests)
+    draw = generator(seed)
+    arrivals = poisson(draw, rate, requests)
     prompt = _lengths(draw, "prompt_tokens", prompt_tokens, jitter, requests, least=1)
     output = _lengths(draw, "output_tokens", output_tokens, jitter, requests, least=1)
     block_size = int(prompt.max())
@@ -108,14 +108,15 @@ def given(args: argparse.Namespace) -> list[str]:
     return [name for name, default in vars(plain.parse_args([])).items() if getattr(args, name) != default]
 
 
-def _generator(seed: int) -> np.random.Generator:
-    _within("seed", seed, 0, 2**63)
+def generator(seed: int) -> np.random.Generator:
+    """The random numbers of a workload."""
+    check_within("seed", seed, 0, 2**63)
     return np.random.default_rng(seed)
 
 
-def _poisson(draw: np.random.Generator, rate: float, requests: int) -> list[float]:
-    """Return arrival times in seconds, to the microsecond, the first at 0."""
-    _within("requests", requests, 1)
+def poisson(draw: np.random.Generator, rate: float, requests: int) -> list[float]:
+    """Return arrival times of a Poisson process in seconds, to the microsecond, the first at 0."""
+    check_within("requests", requests, 1)
     if not 1e-6 <= rate <= 1e9:  # false for NaN too
         raise FeatherError(f"rate {rate:g}: must lie between 1e-6 and 1e9 requests per second")
     gaps = draw.exponential(1 / rate, size=requests)
@@ -124,13 +125,14 @@ def _poisson(draw: np.random.Generator, rate: float, requests: int) -> list[floa
 
 
 def _lengths(draw: np.random.Generator, name: str, mean: int, jitter: float, requests: int, least: int) -> np.ndarray:
-    _within(name, mean, least, LONGEST // 4)
+    check_within(name, mean, least, LONGEST // 4)
     if not 0 <= jitter <= 1:
         raise FeatherError(f"jitter {jitter:g}: must lie between 0 and 1")
     spread = int(mean * jitter)
     return np.maximum(draw.integers(mean - spread, mean + spread + 1, size=requests), least)
 
 
-def _within(name: str, value: int, least: int, most: int = 10_000_000) -> None:
+def check_within(name: str, value: int, least: int, most: int = 10_000_000) -> None:
+    """Raise ``FeatherError`` for a figure of a workload that cannot be."""
     if not least <= value <= most:
         raise FeatherError(f"{name} {value}: must lie between {least} and {most}")

@@ -1,0 +1,117 @@
+"""``feather suite``: its flags, what they run, and where the report goes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from feather_sglang.adapter.hooks import installed_version, lacks_policy
+from feather_sglang.errors import FeatherError
+from feather_sglang.file_writing import replace_text
+from feather_sglang.replay.arguments import check_sglang
+from feather_sglang.replay.jobs import make_folder
+from feather_sglang.replay.profiles import load_profile
+from feather_sglang.replay.step_time import StepTimeModel, load_model
+from feather_sglang.report.slo import parse
+from feather_sglang.scheduling.policy_names import FEATHER, K_LPM, STOCK
+from feather_sglang.suite.cases import chosen
+from feather_sglang.suite.report import page, tables
+from feather_sglang.suite.runner import VERSION, Suite, Terms
+
+EVERY = (*STOCK, K_LPM, *(name for name in FEATHER if name != "feather-bandit"))  # feather is feather-bandit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``feather suite``."""
+    parser.add_argument("--short", action="store_true", help="half an hour on two cores instead of many hours")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder with Mooncake's files, see the guide")
+    parser.add_argument("--cases", default="", metavar="NAMES", help="comma-separated, * fits all; default: every one")
+    parser.add_argument("--policies", help="comma-separated; default: all that SGLang and feather have, and k-lpm")
+    parser.add_argument("--slo", default="mooncake", metavar="BOUNDS", help="as of feather ab (%(default)s)")
+    parser.add_argument("--profile", default="h200", help="hardware profile (%(default)s)")
+    parser.add_argument("--model", default="qwen3-8b", help="model whose steps are timed (%(default)s)")
+    parser.add_argument("--attention", default="pat", help="decode kernel of the profile (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of workloads and policies")
+    parser.add_argument(
+        "--scheduler-cost",
+        choices=("on", "off"),
+        default="off",
+        help="on: charge the measured CPU time of scheduling; then results differ a little from run to run (off)",
+    )
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="replays at a time (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("feather-suite"), help="folder of results; what fits is not run again"
+    )
+    parser.add_argument("--show", type=Path, metavar="FILE", help="run nothing, report these results")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the report as Markdown too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what is missing, write ``suite.json``, print the report; 1 if a cell has no figures."""
+    console = Console(highlight=False)
+    results = read(args.show) if args.show else measure(args, console)
+    for table in tables(results):
+        console.print(table)
+    if args.page:
+        command = f"feather suite --show {args.show or args.out / 'suite.json'} --page {args.page}"
+        replace_text(args.page, page(results, command), "page")
+    cells = [cell for case in results["cases"].values() for cell in case["policies"].values()]
+    return int(not cells or any("error" in cell for cell in cells))
+
+
+def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Run the suite that the flags ask for."""
+    if args.jobs < 1:
+        raise FeatherError(f"--jobs {args.jobs}: must be at least 1")
+    if args.traces is not None and not args.traces.is_dir():
+        raise FeatherError(f"--traces {args.traces}: no such folder")
+    cases = chosen(args.short, [name.strip() for name in args.cases.split(",") if name.strip()])
+    policies = policies_of(args.policies)
+    terms = Terms(
+        StepTimeModel(load_profile(args.profile), load_model(args.model), args.attention),
+        parse(args.slo),
+        check_sglang(policies),
+        args.traces,
+        args.seed,
+        args.short,
+        args.scheduler_cost == "on",
+    )
+    out = make_folder(args.out, "suite.json")
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    results = Suite(cases, policies, terms, out, say).run(args.jobs, console)
+    replace_text(out / "suite.json", json.dumps(results, separators=(",", ":")) + "\n", "results")
+    say(f"results are in {out / 'suite.json'}")
+    return results
+
+
+def policies_of(text: str | None) -> list[str]:
+    """The policies that ``--policies`` names, fcfs first: ratios are to it."""
+    if text is None:
+        version = installed_version()
+        return [name for name in EVERY if not lacks_policy(version, name)]
+    names = list(dict.fromkeys(["fcfs", *(name.strip() for name in text.split(",") if name.strip())]))
+    known = (*STOCK, K_LPM, *FEATHER)
+    if unknown := [name for name in names if name not in known]:
+        raise FeatherError(f"--policies {text}: unknown {unknown}; choose from {known}")
+    return names
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The results of an earlier run."""
+    try:
+        results = json.loads(path.read_bytes())
+        version = results["version"]
+    except OSError as error:
+        raise FeatherError(f"--show {path}: cannot read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError):
+        raise FeatherError(f"--show {path}: no results of feather suite") from None
+    if version != VERSION or "cases" not in results:
+        raise FeatherError(f"--show {path}: no results of feather suite in version {VERSION}")
+    return dict(results)
