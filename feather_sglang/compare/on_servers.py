@@ -16,22 +16,26 @@ from rich.markup import escape
 
 from feather_sglang import __version__
 from feather_sglang.compare.policies import chosen_policies, options_of
+from feather_sglang.compare.rates import Shares, goodput_facts, labels_of, shares_of
 from feather_sglang.compare.results import check_overwrite
 from feather_sglang.compare.server.bench_serving import read_results
 from feather_sglang.compare.server.cases import Case
 from feather_sglang.compare.server.config import BACKENDS, POLICY_FLAG, ServerConfig, switch_flags
-from feather_sglang.compare.server.driver import Driver, Listener, Terms
+from feather_sglang.compare.server.driver import LEAST_RUN, Driver, Listener, Terms
+from feather_sglang.compare.server.idle import IdleTimes, measure_idle
 from feather_sglang.compare.server.machine import machine
 from feather_sglang.compare.server.process import Server
-from feather_sglang.compare.server.result import RunResult, notes, together
+from feather_sglang.compare.server.result import RunResult, judged, notes, together
 from feather_sglang.compare.vocabulary import vocabulary_of
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay.arguments import check_fits, check_sglang, check_sizes, workload
+from feather_sglang.replay.arguments import check_fits, check_sglang, check_sizes, sweep
 from feather_sglang.replay.jobs import RESULTS_VERSION, make_folder, write_json
 from feather_sglang.replay.traces import Trace
 from feather_sglang.report import plots
+from feather_sglang.report.slo import SLO, parse
 from feather_sglang.report.summary import RunSummary
 from feather_sglang.report.tables import SERVER_FIGURES, comparison
+from feather_sglang.report.tables import sweep as sweep_table
 from feather_sglang.scheduling.policy_names import FEATHER
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -49,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
     chosen = configurations(args, policies)
     peers = read_results(args.bench_serving) if args.bench_serving else []
     version = check_sglang(policies)
-    trace = workload(args)
+    slo = parse(args.slo) if args.slo else None
+    traces = sweep(args)
+    trace = next(iter(traces.values()))
     if any(request.after is not None for request in trace.requests):
         raise FeatherError(f"{trace.name}: has turns that quote a server's own answers: use --engine replay")
     if args.kv_tokens:
@@ -62,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     for notice in trace.notices:
         console.print(f"[yellow]notice:[/yellow] {escape(notice)}")
-    comparer = Comparison(args, trace, vocabulary, chosen, target, console)
+    comparer = Comparison(args, traces, vocabulary, chosen, target, console, slo)
     comparer.tell(f"feather {__version__}, sglang {version}, {comparer.title}")
     comparer.write()  # so that a place where nothing can be written is found now
     comparer.run()
@@ -140,13 +146,19 @@ class Comparison(Listener):
     def __init__(
         self,
         args: argparse.Namespace,
-        trace: Trace,
+        traces: dict[float, Trace],
         vocabulary: int,
         chosen: Sequence[ServerConfig],
         target: Path,
         console: Console,
+        slo: SLO | None = None,
     ) -> None:
-        self.args, self.trace, self.chosen, self.target, self.console = args, trace, chosen, target, console
+        self.args, self.traces, self.slo, self.vocabulary = args, traces, slo, vocabulary
+        self.chosen, self.target, self.console = chosen, target, console
+        trace = next(iter(traces.values()))
+        self.labels = labels_of([one.name for one in chosen], list(traces))
+        self.scales = {case: scale for (scale, _), case in labels_of([trace.name], list(traces)).items()}
+        self.idle: IdleTimes | None = None  # of the first server that is up: the same bounds for all
         key = secrets.token_hex(16)
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", args.model]
         terms = Terms(
@@ -161,8 +173,9 @@ class Comparison(Listener):
             stream_interval=args.stream_interval,
             time_limit=args.time_limit,
             start_timeout=args.start_timeout,
+            warm=self.warm,
         )
-        self.driver = Driver(chosen, [Case(trace.name, trace)], terms, self)
+        self.driver = Driver(chosen, [Case(name, traces[scale]) for name, scale in self.scales.items()], terms, self)
         self.title = f"{trace.name}: {len(trace.requests):,} requests, {Path(args.model).name}"
         self.title += ", dummy weights" if dummy_weights(args.model) else ""
         self.records: list[dict[str, Any]] = []
@@ -183,39 +196,70 @@ class Comparison(Listener):
         """Measure all that time allows; the file is whole after every run."""
         self.driver.run()
 
+    def warm(self, server: Server) -> None:
+        """Measure what requests take alone, where an SLO is judged and it is not known yet."""
+        if self.slo is not None and self.idle is None:
+            self.say("measuring lone requests")
+            limit = max(LEAST_RUN, min(self.args.start_timeout, self.driver.remaining()))
+            trace = next(iter(self.traces.values()))
+            self.idle = measure_idle(server, trace, self.vocabulary, self.args.stream_interval, limit)
+
     def done(self, result: RunResult) -> None:
         """Add a run's record, say how it went, and write the file."""
         if result.error is not None:
             result.error = explain(result.error, Path(result.server["log"]), result.server.get("log_begin", 0))
-        record = record_of(result)
+        result.summary = judged(result, self.slo, self.idle)
+        record = record_of(result, self.label(result))
         self.records.append(record)
         self.say(progress(record))
         self.write()
 
+    def label(self, result: RunResult) -> str:
+        """What the report calls the configuration at that rate."""
+        return self.labels[self.scales[result.case], result.name]
+
     def results(self) -> dict[str, list[RunResult]]:
-        """Runs with figures, by configuration, in the order of the command line."""
-        found: dict[str, list[RunResult]] = {one.name: [] for one in self.chosen}
+        """Runs with figures, by label, in the order of the command line."""
+        found: dict[str, list[RunResult]] = {label: [] for label in self.labels.values()}
         for result in self.driver.results:
             if result.summary is not None and result.error is None:
-                found[result.name].append(result)
-        return {name: results for name, results in found.items() if results}
+                found[self.label(result)].append(result)
+        return {label: results for label, results in found.items() if results}
 
     def order(self) -> list[str]:
-        """Configurations as they were started."""
+        """Runs as they were begun."""
         return [record["name"] for record in self.records]
 
     def missing(self) -> list[str]:
         """Runs that were asked for and not begun."""
-        return [f"{one.name} (round {number})" for number, one, _ in self.driver.missing()]
+        return [
+            f"{self.labels[self.scales[case.name], one.name]} (round {number})"
+            for number, one, case in self.driver.missing()
+        ]
 
-    def columns(self) -> list[RunSummary]:
-        """One column a configuration."""
-        return [together([one.summary for one in results if one.summary]) for results in self.results().values()]
+    def columns(self) -> dict[str, RunSummary]:
+        """One column a label."""
+        return {
+            label: together([one.summary for one in results if one.summary])
+            for label, results in self.results().items()
+        }
+
+    def shares(self) -> Shares:
+        """What share of its requests each configuration served within the SLO, by rate."""
+        columns = self.columns()
+        found = {key: columns[label] for key, label in self.labels.items() if label in columns}
+        return shares_of(found, self.traces)
 
     def write(self) -> None:
         """Replace the results; whoever reads them sees the old ones or the new ones."""
-        runs = {summary.policy: summary.as_dict() for summary in self.columns()}
-        so_far = {"order": self.order(), "missing": self.missing(), "runs": runs, "records": self.records}
+        runs = {label: {**summary.as_dict(), "policy": label} for label, summary in self.columns().items()}
+        so_far = {
+            **goodput_facts(self.slo, self.traces, self.shares()),
+            "order": self.order(),
+            "missing": self.missing(),
+            "runs": runs,
+            "records": self.records,
+        }
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.target, {**self.facts, **so_far, "seconds": round(self.driver.elapsed(), 1)})
@@ -229,7 +273,13 @@ class Comparison(Listener):
             failed = next((record["error"] for record in self.records if "error" in record), "no time was left")
             raise FeatherError(f"nothing was measured: {failed}")
         out = self.args.out
-        self.console.print(comparison([*columns, *peers], self.title, SERVER_FIGURES))
+        for scale in self.traces:
+            at_rate = [columns[label] for (at, _), label in self.labels.items() if at == scale and label in columns]
+            at = f", {scale:g}x the rate" if len(self.traces) > 1 else ""
+            if at_rate:
+                self.console.print(comparison([*at_rate, *peers], self.title + at, SERVER_FIGURES))
+        if self.slo is not None and len(self.traces) > 1:
+            self.console.print(sweep_table(self.shares(), self.slo.text))
         again = "" if self.args.repeat > 1 else "; --repeat 2 goes on with them backwards (A B B A)"
         self.tell(f"{self.servers()}: {' '.join(self.order())}{again}")
         for line in notes(self.records):
@@ -239,7 +289,7 @@ class Comparison(Listener):
         if self.missing():
             self.tell(f"not begun in time: {', '.join(self.missing())}")
         first = {name: results[0] for name, results in self.results().items()}
-        plots.throughput({one.policy: one.output_tok_s for one in columns}, out / "throughput.png")
+        plots.throughput({label: one.output_tok_s for label, one in columns.items()}, out / "throughput.png")
         plots.batch_size({name: [s[:3] for s in one.steps] for name, one in first.items()}, out / "batch_size.png")
         plots.latency({name: one.latencies for name, one in first.items()}, out / "latency.png")
         self.tell(f"results are in {self.target}; plots and the servers' logs are in {out}")
@@ -262,9 +312,9 @@ class Comparison(Listener):
         self.console.print(text, markup=False, soft_wrap=True)
 
 
-def record_of(result: RunResult) -> dict[str, Any]:
+def record_of(result: RunResult, label: str) -> dict[str, Any]:
     """A run as the results file has it."""
-    record: dict[str, Any] = {"name": result.name, "round": result.round, **result.server}
+    record: dict[str, Any] = {"name": label, "round": result.round, **result.server}
     if result.error is not None or result.summary is None:
         return record | {"error": result.error}
     return record | {

@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from feather_sglang.errors import FeatherError
 from feather_sglang.replay import workloads
 from feather_sglang.replay.trace_facts import Lengths, TraceFacts, describe
 from feather_sglang.replay.traces import MOONCAKE_BLOCK, Trace, load_trace, save_trace
+from feather_sglang.replay.traffic import TRAFFIC
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     make.add_argument("--out", required=True, type=Path, metavar="FILE", help="file to write")
+    make.add_argument("--traffic", choices=tuple(TRAFFIC), help="shaped like that instead; takes --seed alone")
     workloads.add_arguments(make)
     make.add_argument("--unique-tokens", type=int, default=20, help="tokens of a prompt's own")
     make.add_argument("--requests", type=int, default=1000, help="number of requests")
@@ -64,6 +67,15 @@ def run(args: argparse.Namespace) -> int:
 
 def make(args: argparse.Namespace) -> Trace:
     """Make the trace that the arguments describe."""
+    if args.traffic:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        plain = vars(parser.parse_args(["make", "--out", str(args.out)]))
+        taken = ("command", "traffic", "seed", "out")
+        if extra := [name for name, value in vars(args).items() if name not in taken and value != plain[name]]:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in extra)
+            raise FeatherError(f"--traffic {args.traffic}: takes no {flags}")
+        return TRAFFIC[args.traffic](seed=args.seed)
     common = {"output_tokens": args.output_tokens, "requests": args.requests, "seed": args.seed}
     if args.no_sharing:
         return workloads.no_sharing(prompt_tokens=args.prompt_tokens, rate=args.rate, jitter=args.jitter, **common)

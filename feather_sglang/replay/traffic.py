@@ -6,6 +6,7 @@ blocks, so that a further turn's prompt agrees with the one before exactly as fa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 
 import numpy as np
@@ -62,6 +63,14 @@ def few_shot(tasks: int = 57, requests: int = 1000, rate: float = 200.0, seed: i
     """
     trace = shared_prefix(tasks, 700, 100, output_tokens=4, rate=rate, requests=requests, seed=seed, jitter=0.5)
     return Trace(f"few-shot, {tasks} tasks", trace.block_size, trace.requests)
+
+
+TRAFFIC: dict[str, Callable[..., Trace]] = {
+    "chat": chat,
+    "agents": agents,
+    "samples": samples,
+    "few-shot": few_shot,
+}
 
 
 def _sessions(

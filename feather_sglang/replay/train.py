@@ -27,6 +27,7 @@ from feather_sglang.replay.arguments import (
 )
 from feather_sglang.replay.jobs import RESULTS_VERSION, Job, make_folder, run_jobs, write_json
 from feather_sglang.report import plots
+from feather_sglang.report.slo import parse
 from feather_sglang.report.tables import comparison
 from feather_sglang.scheduling.policies.rehearsal import FIRST_RULES, NEVER, Rehearsal, Rule, neighbours
 from feather_sglang.scheduling.policies.rehearsal import teach as credit
@@ -118,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
         raise FeatherError(f"--out {args.out}: must be a .json file, the policy file to write")
     check_target(args.out, "policy file")
     check_sglang()
+    slo = parse(args.slo) if args.slo else None
     first, rest = workload(args).split(args.split)
     if not first.requests or not rest.requests:
         raise FeatherError(f"{first.name}: too few requests to train on one part and report on another")
@@ -149,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
         console.print("[yellow]notice:[/yellow] the policy loses to never stopping on this trace: do not serve with it")
 
     frozen = {**options, "policy_file": str(args.out.absolute()), "explore": False}
-    base = Job("fcfs", rest, model, settings, options)
+    base = Job("fcfs", rest, model, settings, options, slo=slo)
     jobs = [
         base,
         replace(base, policy="feather-order", options=suited("feather-order", options)),
@@ -163,6 +165,7 @@ def run(args: argparse.Namespace) -> int:
         folder / "results.json",
         {
             "version": RESULTS_VERSION,
+            **({"slo": slo.text} if slo is not None else {}),
             "training": [asdict(one) for one in passes],
             "held_out": {label: r.summary.as_dict() for label, r in results.items()},
         },

@@ -121,8 +121,8 @@ CASES: tuple[Case, ...] = (
         for load in _LOADS
         for pool in _POOLS
     ),
-    Case("chat", TODAY, partial(traffic.chat, 400, 8.0), short=400),
-    Case("agents", TODAY, partial(traffic.agents, 100, 1.0), short=300),
+    Case("chat", TODAY, partial(traffic.chat, 400, 16.0), short=300),
+    Case("agents", TODAY, partial(traffic.agents, 100, 2.0), short=300),
     Case("samples", TODAY, partial(traffic.samples, 64), short=512),
     Case("few-shot", TODAY, partial(traffic.few_shot, requests=2000), short=1000),
 )

@@ -44,16 +44,20 @@ def ratio(case: Results, policy: str, field: str) -> float | None:
 
 
 def summary(results: Results) -> list[list[str]]:
-    """A row per policy: geometric means over the cases of the ratios to fcfs, and the mean share within the SLO."""
-    fields = [column for column in COLUMNS if column.ratio]
-    rows = [
-        ["policy", *(f"{column.head.rpartition(' ')[0] or column.head}" for column in fields), "within SLO", "cases"]
-    ]
+    """A row per policy: geometric means of the ratios to fcfs, and the mean share within the SLO.
+
+    Over the cases that both came through. Goodput has no ratio here: it may be 0.
+    """
+    columns = [column for column in COLUMNS if column.ratio and column.field != "goodput"]
+    rows = [["policy", *(column.head for column in columns), "within SLO", "cases"]]
     for policy in policies_of(results):
-        # An average over other cases than the other policies' would say nothing.
-        cases = [case for case in results["cases"].values() if case["policies"].get(policy, {}).get("makespan")]
+        cases = [
+            case
+            for case in results["cases"].values()
+            if all("error" not in case["policies"].get(name, {"error": ""}) for name in (policy, BASE))
+        ]
         row = [policy]
-        for column in fields:
+        for column in columns:
             ratios = [value for case in cases if (value := ratio(case, policy, column.field))]
             row.append(f"{geometric_mean(ratios):.2f}x" if ratios else "-")
         shares = [case["policies"][policy]["slo_share"] for case in cases]

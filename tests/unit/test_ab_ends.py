@@ -263,3 +263,22 @@ def test_requests_that_failed_are_a_status(tmp_path):
     run = Run(tmp_path, "500", "--requests", "200", files=(64, 64))
     said = run.process.communicate(timeout=PATIENCE)[0]
     assert run.process.returncode == 1 and "of 200 requests failed: OSError: [Errno 24]" in said, said
+
+
+def test_an_slo_is_judged_at_each_rate_by_what_lone_requests_take(tmp_path):
+    """A token of this server takes 50 ms, whatever the load: nobody waits, and nobody's tokens come within 1 ms."""
+    flags = ["--requests", "20", "--rate-scale", "1,4", "--stream-interval", "1", "--slo"]
+    for slo, share in (("ttft=1000x,tbt=3x", 1.0), ("tbt=1", 0.0)):
+        folder = tmp_path / slo
+        folder.mkdir()
+        run = Run(folder, "40", *flags, slo)
+        said = run.process.communicate(timeout=PATIENCE)[0]
+        assert run.process.returncode == 0 and "measuring lone requests" in said and "95% up to" in said, said
+        results = json.loads((folder / "out" / "results.json").read_text())
+        low, high = results["rates"].values()
+        assert high == pytest.approx(4 * low, rel=0.01) and results["slo"] == slo
+        assert results["sustained"]["rates"]["fcfs"] == (high if share else None)
+        assert list(results["runs"]) == ["fcfs @1x", "fcfs @4x"] == results["order"]
+        for one in results["runs"].values():
+            assert one["slo_share"] == share and one["goodput"] == pytest.approx(share * 20 / one["makespan"], rel=0.01)
+            assert one["slowdown_p50"] > 0

@@ -351,7 +351,7 @@ class TestComparison:
         rows = [TraceRequest(0, 0.0, 20, 4, (5,))]
         chosen = ab.configurations(args, ["fcfs", "lpm"])
         console = Console(record=True, width=100, file=open(os.devnull, "w"))
-        return ab.Comparison(args, Trace("t", 20, rows), 300, chosen, model / "r.json", console)
+        return ab.Comparison(args, {1.0: Trace("t", 20, rows)}, 300, chosen, model / "r.json", console)
 
     def test_results_come_as_they_are_measured_and_name_what_is_missing(self, model, monkeypatch):
         one = self.comparison(model, "--repeat", "2")
@@ -429,7 +429,7 @@ class TestServers:
         chosen = ab.configurations(args, list(policies))
         console = Console(record=True, width=100, file=open(os.devnull, "w"))
         one = ab.Comparison(
-            args, Trace("t", 20, [TraceRequest(0, 0.0, 20, 4, (5,))]), 300, chosen, model / "r", console
+            args, {1.0: Trace("t", 20, [TraceRequest(0, 0.0, 20, 4, (5,))])}, 300, chosen, model / "r", console
         )
         monkeypatch.setattr(one.driver, "warm_up", lambda server: server.done.append("warm up"))
 

@@ -34,6 +34,7 @@ class Terms:
     vocabulary : of the model: prompts are made of its tokens.
     logs : folder for what the servers print.
     check : raises an error for a case that a server cannot run: ``Misfit`` ends this run alone.
+    warm : what else is asked of a server that each run finds afresh, after the probes and before its cache is emptied.
     key : the servers' admin key, where they have one: then their policy can be switched.
     rounds : every other one goes backwards.
     together : servers that start together and stay up together.
@@ -56,6 +57,7 @@ class Terms:
     time_limit: float = math.inf
     case_limit: float = math.inf
     start_timeout: float = 300.0
+    warm: Callable[[Server], None] = lambda server: None
 
 
 class Listener:
@@ -292,6 +294,7 @@ class Driver:
     def warm_up(self, server: Server) -> None:
         """Answer the probes, and forget them."""
         self.ask_probes(server)
+        self.terms.warm(server)
         server.flush()
 
     def requests(self, case: Case) -> tuple[list[Request], list[Request]]:

@@ -8,9 +8,11 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from feather_sglang.compare.server.client import Driven
+from feather_sglang.compare.server.idle import IdleTimes
 from feather_sglang.compare.server.stats import overall, token_gaps
 from feather_sglang.compare.server.watch import Line
 from feather_sglang.report.servers import CLIENT_BOUND
+from feather_sglang.report.slo import SLO, Timing, judge
 from feather_sglang.report.summary import RunSummary
 
 FEW_STEPS = 20  # lines about decode batches below which their means are coarse
@@ -52,6 +54,7 @@ class RunResult:
     summary : None where no request finished.
     counted : what `stats.overall` counts.
     latencies : end-to-end seconds of the finished requests.
+    timings : of the finished requests, with the tokens of their prompts.
     steady : the window in which all requests ran, of a steady case that had one.
     log : what the scheduler's own lines say.
     client_cpu : share of a processor that the client used.
@@ -69,6 +72,7 @@ class RunResult:
     counted: dict[str, Any] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
+    timings: list[tuple[int, Timing]] = field(default_factory=list)
     steady: dict[str, Any] | None = None
     log: dict[str, Any] = field(default_factory=dict)
     admission: Admission | None = None
@@ -170,7 +174,20 @@ def summarize(
         figures["scheduler_share"] = None
     result.summary, result.steps = replace(summary, **figures), steps
     result.latencies = [stream.span[1] - stream.due for stream in done]
+    result.timings = [
+        (stream.prompt_tokens, Timing.of(stream.span[0] - stream.due, token_gaps([stream]))) for stream in done
+    ]
     return result
+
+
+def judged(result: RunResult, slo: SLO | None, idle: IdleTimes | None) -> RunSummary | None:
+    """The summary with what it says of an SLO; who failed or was cut has not met it."""
+    if result.summary is None:
+        return None
+    timings = [timing for _, timing in result.timings]
+    alone = None if idle is None else [idle.timing(tokens) for tokens, _ in result.timings]
+    counted = result.counted
+    return replace(result.summary, **judge(slo, timings, alone, counted["requests"], counted["seconds"])._asdict())
 
 
 def together(rounds: Sequence[RunSummary]) -> RunSummary:

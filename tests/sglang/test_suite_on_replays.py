@@ -1,0 +1,65 @@
+"""``feather suite`` and conversations on the real replay engine, in processes of their own."""
+
+import json
+from functools import partial
+
+import pytest
+
+from feather_sglang.cli import main
+from feather_sglang.replay import traffic
+from feather_sglang.replay.traces import Trace, TraceRequest, save_trace
+from feather_sglang.replay.workloads import shared_prefix
+from feather_sglang.suite import cases
+from feather_sglang.suite.cases import Case
+
+TINY = (
+    Case("shared", "small ones", partial(shared_prefix, 3, 400, output_tokens=12, rate=50, requests=40), short=40),
+    Case("chats", "small ones", partial(traffic.chat, 6, 1.0, 5.0), short=10),
+)
+
+
+def suite(out, *flags):
+    assert main(["suite", "--short", "--policies", "feather", "--out", str(out), *flags]) == 0
+    return (out / "suite.json").read_text()
+
+
+def test_a_suite_of_two_cases(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cases, "CASES", TINY)
+    text = suite(tmp_path / "a", "--page", str(tmp_path / "page.md"))
+    results = json.loads(text)
+    assert list(results["cases"]) == ["shared", "chats"] and results["skipped"] == []
+    for case in results["cases"].values():
+        assert list(case["policies"]) == ["fcfs", "feather"]
+        for figures in case["policies"].values():
+            assert 0 < figures["ttft_mean"] <= figures["ttft_p99"] <= figures["max_wait"] < figures["makespan"]
+            assert 0 <= figures["slo_share"] <= 1
+            assert figures["goodput"] * figures["makespan"] == pytest.approx(
+                case["requests"] * figures["slo_share"], rel=1e-3
+            )
+    assert "## Small ones" in (tmp_path / "page.md").read_text() and "goodput" in capsys.readouterr().out
+    # A cell that is lost is run again, and all is as it was.
+    lost = tmp_path / "a" / "cells" / "chats-feather.json"
+    before = {file: file.stat().st_mtime_ns for file in lost.parent.iterdir()}
+    lost.unlink()
+    assert suite(tmp_path / "a") == text
+    assert {file for file in lost.parent.iterdir() if file.stat().st_mtime_ns != before[file]} == {lost}
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "feather"])
+def test_a_conversation_finds_its_answers_in_the_cache(tmp_path, policy):
+    """Three turns of one user: each prompt is the one before, its answer and 64 tokens more, ten seconds later."""
+    turns, path = [], ()
+    for number in range(3):
+        path = (*path, *(range(100 * number, 100 * number + 3)))  # two blocks of answer and one of a question
+        length = 64 * len(path)
+        after = number - 1 if number else None
+        turns.append(TraceRequest(number, 10.0 * number, length, 128, path, after, 10.0 if number else 0.0))
+    save_trace(Trace("turns", 64, turns), tmp_path / "turns.jsonl")
+    flags = ["--policies", policy, "--scheduler-cost", "off", "--out", str(tmp_path / "out")]
+    assert main(["ab", str(tmp_path / "turns.jsonl"), *flags]) == 0
+    run = json.loads((tmp_path / "out" / "results.json").read_text())["runs"][policy]
+    # The last token of an answer is never computed on.
+    cached = sum(turn.input_length + turn.output_length - 1 for turn in turns[:2])
+    assert run["cache_hit"] == cached / sum(turn.input_length for turn in turns)
+    answering = run["e2e_mean"] * 3
+    assert run["makespan"] == pytest.approx(20 + answering, rel=1e-6)
