@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ class Cell:
         replace_text(self.path, json.dumps({"provenance": self.provenance, "figures": figures}, indent=1), "results")
 
 
+@cache
 def code_digest() -> str:
     """Of the code that decides what a replay's figures are."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
