@@ -32,7 +32,7 @@ def cell(text: str) -> str:
 def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """A Markdown table; the cells are Markdown already."""
     lines = [heads, tuple("---" for _ in heads), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
 
 
 def shown_as(action: argparse.Action) -> str:

@@ -48,8 +48,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slo",
         metavar="BOUNDS",
-        help=f"ttft=SECONDS,tbt=MS (10x: times an idle server's; also tpot=MS), or {', '.join(NAMED)}: what share of "
-        "the requests is served within them, and how many a second",
+        help=f"ttft=SECONDS,tbt=MS or {', '.join(NAMED)}: report what is served within them, see the guide on goodput",
     )
     parser.add_argument("--block-size", type=int, default=512, metavar="TOKENS", help="tokens per hash id of the trace")
     made = parser.add_argument_group("generated workload", "used when no trace is given (paper 5.2)")

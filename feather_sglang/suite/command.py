@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scheduler-cost",
         choices=("on", "off"),
         default="off",
-        help="on: charge the measured CPU time of scheduling; then results differ a little from run to run (off)",
+        help="on: charge the CPU time of scheduling, which differs from run to run (off)",
     )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="replays at a time (%(default)s)")
     parser.add_argument(

@@ -32,7 +32,9 @@ FIGURES = (
     "output_tok_s", "ttft_mean", "ttft_p99", "tbt_p99_ms", "slo_share", "goodput",
     "slowdown_p50", "slowdown_p99", "max_wait", "cache_hit", "makespan",
 )  # fmt: skip
-DECIDES = ("adapter", "attention", "replay", "report/slo.py", "scheduling")  # code that a cell's figures come from
+# The code that a cell's figures come from: these, but for modules of the command line.
+DECIDES = ("adapter", "attention", "replay", "report/slo.py", "report/summary.py", "scheduling")
+DECIDES_NOT = ("arguments.py", "doctor.py", "trace_cli.py", "train.py")
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def code_digest() -> str:
     for place in DECIDES:
         path = root / place
         files = sorted(file for file in path.rglob("*") if file.suffix in (".py", ".json")) if path.is_dir() else [path]
-        for file in files:
+        for file in (file for file in files if file.name not in DECIDES_NOT):
             digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()[:12]
 
