@@ -25,7 +25,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from feather_sglang.adapter.inprocess import build_scheduler
 from feather_sglang.adapter.scheduler.k_lpm import KLpm
 from feather_sglang.errors import FeatherError
-from feather_sglang.scheduling.policy_names import K_LPM
+from feather_sglang.scheduling.policies import make_policy
+from feather_sglang.scheduling.policy_names import K_LPM, ORACLE
 
 if TYPE_CHECKING:  # it is handed a trace and a model, and makes neither
     from feather_sglang.replay.step_time import BatchSharing, StepTimeModel
@@ -80,7 +81,7 @@ class Replay:
         self.clock = 0.0
         self.scheduler = build_scheduler(
             folder,
-            "lpm" if policy == K_LPM else policy,
+            {K_LPM: "lpm", ORACLE: "feather"}.get(policy, policy),
             longest + 8,
             max_total_tokens=settings.kv_tokens,
             max_running_requests=settings.max_running,
@@ -95,6 +96,9 @@ class Replay:
             self.feather.clock = lambda: self.clock
             # A fixed hash seed, where a server draws a secret one: the same replay permutes the same rows.
             self.feather.admission.tree.reseed(0)
+            if policy == ORACLE:
+                self.feather.admission.policy = make_policy("oracle")
+                self.feather.admission.order.group_of = lambda rid: self._paths[rid][:1]
         self._paths: dict[str, tuple[int, ...]] = {}
         self._block_size = trace.block_size
         self._rows: list[Any] | None = None

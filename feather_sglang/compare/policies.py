@@ -10,7 +10,7 @@ from feather_sglang.adapter.hooks import installed_version, lacks_policy
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.arguments import common_options, suited
 from feather_sglang.scheduling.policies import load_policy
-from feather_sglang.scheduling.policy_names import FEATHER, K_LPM, STOCK
+from feather_sglang.scheduling.policy_names import FEATHER, REPLAYED, STOCK
 
 DEFAULT_POLICIES = "fcfs,lpm,dfs-weight,hrrn,feather-order,feather"  # without what SGLang is too old for
 
@@ -21,9 +21,12 @@ def chosen_policies(args: argparse.Namespace) -> list[str]:
         version = installed_version()
         return [name for name in DEFAULT_POLICIES.split(",") if not lacks_policy(version, name)]
     policies = [name.strip() for name in args.policies.split(",") if name.strip()]
-    if args.engine == "server" and K_LPM in policies:
-        raise FeatherError(f"--policies {args.policies}: no server has {K_LPM}; leave it out, or use --engine replay")
-    known = (*STOCK, *FEATHER) if args.engine == "server" else (*STOCK, K_LPM, *FEATHER)
+    for name in REPLAYED:
+        if args.engine == "server" and name in policies:
+            raise FeatherError(
+                f"--policies {args.policies}: no server has {name}; leave it out, or use --engine replay"
+            )
+    known = (*STOCK, *FEATHER) if args.engine == "server" else (*STOCK, *REPLAYED, *FEATHER)
     unknown = [name for name in policies if name not in known]
     if unknown or not policies:
         raise FeatherError(f"--policies {args.policies}: unknown {unknown or 'empty list'}; choose from {known}")

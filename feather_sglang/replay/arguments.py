@@ -45,11 +45,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X[,X]",
         help="X times the requests per second; several: each, and with --slo the largest that meets it",
     )
-    parser.add_argument(
-        "--slo",
-        metavar="BOUNDS",
-        help=f"ttft=SECONDS,tbt=MS or {', '.join(NAMED)}: report what is served within them, see the guide on goodput",
-    )
+    add_slo(parser)
     parser.add_argument("--block-size", type=int, default=512, metavar="TOKENS", help="tokens per hash id of the trace")
     made = parser.add_argument_group("generated workload", "used when no trace is given (paper 5.2)")
     workloads.add_arguments(made)
@@ -113,6 +109,12 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "not feather-order",
     )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for results and plots")
+
+
+def add_slo(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add ``--slo``."""
+    text = f"ttft=SECONDS,tbt=MS or {', '.join(NAMED)}: report what is served within them, see the guide on goodput"
+    parser.add_argument("--slo", metavar="BOUNDS", default=default, help=text)
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -2,7 +2,9 @@
 
 STOCK = ("fcfs", "lpm", "dfs-weight", "hrrn", "shortest-prefill-first", "lof", "random")
 SINCE = {"hrrn": "0.5.20", "shortest-prefill-first": "0.5.21"}  # the first SGLang that has it; the others are older
-K_LPM = "k-lpm"  # no server has it: a baseline of the replay alone
+K_LPM = "k-lpm"  # no server has these: a baseline, and feather where batches never mix groups, which it is told
+ORACLE = "oracle"
+REPLAYED = (K_LPM, ORACLE)
 SWITCH_PATH = "/feather/schedule_policy"  # where a running server takes another of these names
 # Server policy name -> stop policy; None is prefix row order alone, with first-come-first-served admission.
 POLICY_NAMES: dict[str, str | None] = {

@@ -12,17 +12,17 @@ from rich.console import Console
 from feather_sglang.adapter.hooks import installed_version, lacks_policy
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import replace_text
-from feather_sglang.replay.arguments import check_sglang
+from feather_sglang.replay.arguments import add_slo, check_sglang
 from feather_sglang.replay.jobs import make_folder
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel, load_model
 from feather_sglang.report.slo import parse
-from feather_sglang.scheduling.policy_names import FEATHER, K_LPM, STOCK
+from feather_sglang.scheduling.policy_names import FEATHER, REPLAYED, STOCK
 from feather_sglang.suite.cases import chosen
 from feather_sglang.suite.report import page, tables
 from feather_sglang.suite.runner import VERSION, Suite, Terms
 
-EVERY = (*STOCK, K_LPM, *(name for name in FEATHER if name != "feather-bandit"))  # feather is feather-bandit
+EVERY = (*STOCK, *REPLAYED, *(name for name in FEATHER if name != "feather-bandit"))  # feather is feather-bandit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,19 +30,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--short", action="store_true", help="half an hour on two cores instead of many hours")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder with Mooncake's files, see the guide")
     parser.add_argument("--cases", default="", metavar="NAMES", help="comma-separated, * fits all; default: every one")
-    parser.add_argument("--policies", help="comma-separated; default: all that SGLang and feather have, and k-lpm")
-    parser.add_argument("--slo", default="mooncake", metavar="BOUNDS", help="as of feather ab (%(default)s)")
+    parser.add_argument("--policies", help="comma-separated; default: all that SGLang, feather and the replay have")
+    add_slo(parser, "mooncake")
     parser.add_argument("--profile", default="h200", help="hardware profile (%(default)s)")
     parser.add_argument("--model", default="qwen3-8b", help="model whose steps are timed (%(default)s)")
     parser.add_argument("--attention", default="pat", help="decode kernel of the profile (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of workloads and policies")
+    parser.add_argument("--seed", type=int, default=0, help="of the generated workload and of exploration")
     parser.add_argument(
         "--scheduler-cost",
         choices=("on", "off"),
         default="off",
         help="on: charge the CPU time of scheduling, which differs from run to run (off)",
     )
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="replays at a time (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="policies replayed at a time (%(default)s)")
     parser.add_argument(
         "--out", type=Path, default=Path("feather-suite"), help="folder of results; what fits is not run again"
     )
@@ -97,7 +97,7 @@ def policies_of(text: str | None) -> list[str]:
         version = installed_version()
         return [name for name in EVERY if not lacks_policy(version, name)]
     names = list(dict.fromkeys(["fcfs", *(name.strip() for name in text.split(",") if name.strip())]))
-    known = (*STOCK, K_LPM, *FEATHER)
+    known = (*STOCK, *REPLAYED, *FEATHER)
     if unknown := [name for name in names if name not in known]:
         raise FeatherError(f"--policies {text}: unknown {unknown}; choose from {known}")
     return names

@@ -23,7 +23,7 @@ from feather_sglang.replay.jobs import Job, ReplayResult, events, replay
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace
 from feather_sglang.report.slo import SLO
-from feather_sglang.scheduling.policy_names import FEATHER
+from feather_sglang.scheduling.policy_names import FEATHER, ORACLE
 from feather_sglang.suite.cases import Case
 
 VERSION = 1
@@ -82,7 +82,7 @@ class Cell:
         name = re.sub(r"[^a-z0-9.]+", "-", name.lower())
         self.path = folder / f"{name}.json"
         settings = {"kv_tokens": case.kv_tokens, "charge_scheduler": terms.charge and not capacity}
-        options = suited(policy, {"seed": terms.seed}) if policy in FEATHER else {}
+        options = suited(policy, {"seed": terms.seed}) if policy in (*FEATHER, ORACLE) else {}
         self.job = Job(policy, trace, terms.model, settings, options, name, terms.slo)
         self.provenance = {**terms.facts(), "trace": trace_digest(trace), "settings": settings, "options": options}
 

@@ -95,6 +95,15 @@ def test_k_lpm_lets_nobody_wait_as_long_as_lpm(tmp_path):
     assert fcfs["cache_hit"] < k_lpm["cache_hit"] < lpm["cache_hit"]
 
 
+def test_the_oracle_mixes_no_groups(tmp_path):
+    """So its batches are no larger than those of one prefix group, and it stops where the others go on."""
+    flags = ["--requests", "90", "--groups", "3", "--rate", "100000", "--prefix-tokens", "400", "--output-tokens", "20"]
+    runs = ab(tmp_path, *flags, "--scheduler-cost", "off", "--policies", "feather,oracle")["runs"]
+    assert runs["oracle"]["stops"] > 0 == runs["feather"]["stops"]
+    assert runs["oracle"]["mean_batch"] < 0.6 * runs["feather"]["mean_batch"]
+    assert runs["oracle"]["requests"] == 90
+
+
 def test_which_stock_policies_this_sglang_has():
     from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy, CacheAwarePolicy
 
