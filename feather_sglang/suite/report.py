@@ -72,10 +72,14 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def rows_of(case: Results) -> list[list[str]]:
-    """A row per policy of a case: figures, and in brackets their ratio to fcfs's."""
+    """A row per policy of a case: figures, and in brackets their ratio to fcfs's; who did the same shares a row."""
     rows = [["policy", *(column.head for column in COLUMNS)]]
+    alike: dict[tuple[Any, ...], list[str]] = {}
     for policy, figures in case["policies"].items():
-        row = [policy]
+        alike.setdefault(tuple(figures.get(column.field) for column in COLUMNS), []).append(policy)
+    for policy, *others in alike.values():
+        figures = case["policies"][policy]
+        row = [", ".join([policy, *others])]
         for column in COLUMNS:
             value = figures.get(column.field)
             cell = "-" if value is None else column.form.format(value)
@@ -145,5 +149,6 @@ def page(results: Results, command: str) -> str:
 
 
 def _markdown(rows: list[list[str]]) -> list[str]:
-    lines = [f"|{'|'.join(row)}|" for row in rows]
+    # A figure and its ratio stay on one line.
+    lines = [f"|{'|'.join([row[0], *(cell.replace(' (', '&nbsp;(') for cell in row[1:])])}|" for row in rows]
     return [lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]

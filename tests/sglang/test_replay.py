@@ -236,9 +236,13 @@ def test_train_writes_a_policy_that_ab_loads(tmp_path, capsys):
 @newest_only
 def test_training_under_a_pace(tmp_path):
     """Row order alone is reported beside it, and is not paced; the clock begins anew with each pass."""
-    small = [*SMALL, "--feather-pace", "0.05", "--scheduler-cost", "off", "--rounds", "2"]
+    small = [*SMALL, "--feather-pace", "0.05", "--scheduler-cost", "off", "--rounds", "2", "--slo", "ttft=1,tbt=100"]
     assert main(["train", "--policy", "bandit", *small, "--out", str(tmp_path / "policy.json")]) == 0
     assert (tmp_path / "policy.json").exists()
+    results = json.loads((tmp_path / "policy-training" / "results.json").read_text())
+    assert results["slo"] == "ttft=1,tbt=100" and len(results["held_out"]) == 4
+    for run in results["held_out"].values():
+        assert run["slo_share"] == 1 and run["goodput"] == pytest.approx(30 / run["makespan"])
 
 
 @pytest.mark.parametrize(
@@ -307,6 +311,15 @@ def test_a_mistake_about_a_trace(tmp_path, capsys, command, flags, says):
     error = capsys.readouterr().err
     assert error.startswith("feather: error: ") and says in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [(["--rate-scale", "1,2"], "--rate-scale 1,2: give one"), (["--slo", "tbt=fast"], "--slo tbt=fast: expected")],
+)
+def test_training_takes_one_rate_and_an_slo(tmp_path, capsys, flags, says):
+    assert main(["train", "--policy", "bandit", *flags, "--out", str(tmp_path / "p.json")]) == 2
+    assert says in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
 def test_a_mistake_about_an_option_is_found_before_training(tmp_path, capsys):

@@ -219,6 +219,12 @@ class TestReport:
         assert summary(self.results)[2][1] == f"{(ratio * other) ** 0.5:.2f}x"
         assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
 
+    def test_who_did_the_same_shares_a_row(self):
+        case = self.results["cases"]["a"]
+        case["policies"]["lof"] = dict(case["policies"]["fcfs"])
+        assert [row[0] for row in rows_of(case)] == ["policy", "fcfs, lof", "feather"]
+        assert [row[0] for row in summary(self.results)[1:]] == ["fcfs", "feather", "lof"]
+
     def test_nothing_is_divided_by_nothing(self):
         for policy in self.results["cases"]["a"]["policies"].values():
             policy["goodput"] = 0.0
