@@ -20,7 +20,7 @@ from feather_sglang.report.slo import parse
 from feather_sglang.report.summary import RunSummary
 from feather_sglang.suite import command, runner
 from feather_sglang.suite.cases import CASES, Case, chosen
-from feather_sglang.suite.report import geometric_mean, page, rows_of, summary, tables
+from feather_sglang.suite.report import answer, geometric_mean, page, rows_of, summary, tables
 from feather_sglang.suite.runner import Suite, Terms
 
 TERMS = Terms(StepTimeModel(load_profile("h200"), load_model("qwen3-8b"), "pat"), parse("mooncake"), "0.5.23")
@@ -224,6 +224,17 @@ class TestReport:
         case["policies"]["lof"] = dict(case["policies"]["fcfs"])
         assert [row[0] for row in rows_of(case)] == ["policy", "fcfs, lof", "feather"]
         assert [row[0] for row in summary(self.results)[1:]] == ["fcfs", "feather", "lof"]
+
+    def test_the_answer_names_who_serves_most_and_came_through_all_cases(self):
+        for case, shares in zip(self.results["cases"].values(), ((0.2, 0.4), (0.4, 0.8)), strict=True):
+            for policy, share in zip(case["policies"].values(), shares, strict=True):
+                policy["slo_share"] = share
+            case["policies"]["lof"] = {**case["policies"]["fcfs"], "slo_share": 1.0}
+        self.results["cases"]["b"]["policies"]["lof"] = {"error": "gone"}
+        rate = summary(self.results)[2][1]
+        assert answer(self.results) == (
+            f"`feather` serves 60% at {rate} the tokens a second; `fcfs` serves 30% at 1.00x the tokens a second"
+        )
 
     def test_nothing_is_divided_by_nothing(self):
         for policy in self.results["cases"]["a"]["policies"].values():
