@@ -56,8 +56,6 @@ def run(args: argparse.Namespace) -> int:
     slo = parse(args.slo) if args.slo else None
     traces = sweep(args)
     trace = next(iter(traces.values()))
-    if any(request.after is not None for request in trace.requests):
-        raise FeatherError(f"{trace.name}: has turns that quote a server's own answers: use --engine replay")
     if args.kv_tokens:
         check_fits(trace, args.kv_tokens, args.page_size)
     target = args.json or args.out / "results.json"

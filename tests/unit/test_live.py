@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from feather_sglang.compare.server.cases import fold, parse_case, probes
+from feather_sglang.compare.server.cases import Case, fold, parse_case, probes
 from feather_sglang.compare.server.client import Address, HttpError, call, drive
 from feather_sglang.compare.server.config import ServerConfig, parse_server
 from feather_sglang.compare.server.machine import Clocks, machine, summarize_clocks
@@ -18,6 +18,7 @@ from feather_sglang.compare.server.process import group_alive
 from feather_sglang.compare.server.stats import Stream, overall, peak_running, steady
 from feather_sglang.compare.server.watch import read_log
 from feather_sglang.errors import FeatherError
+from feather_sglang.replay.traces import Trace, TraceRequest
 from feather_sglang.report.servers import agreeing
 
 
@@ -292,3 +293,86 @@ class TestClient:
         begun = time.monotonic()
         (stream,) = self.served(lambda address: drive(address, requests, 20.0, alive=lambda: False)).streams
         assert time.monotonic() - begun < 2 and not stream.finished
+
+
+class TestConversations:
+    """Turns on servers: a few lines that answer with tokens of their own, and note what they were asked."""
+
+    turns = Trace("turns", 8, [
+        TraceRequest(0, 0.0, 8, 4, (1,)),
+        TraceRequest(1, 0.1, 8, 4, (2,)),
+        TraceRequest(2, 0.2, 16, 6, (1, 3), 0, 0.2),
+        TraceRequest(3, 0.3, 32, 4, (1, 3, 4, 5), 2, 0.1),
+    ])  # fmt: skip
+
+    def served(self, trace, pieces=lambda tokens: [tokens], dies_at=None, limit=10.0):
+        """(streams, what each prompt was) of a run; an answer comes in pieces, as SGLang has them by default or not."""
+        asked = []
+
+        async def answer(reader, writer):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(line for line in head.split(b"\r\n") if line.startswith(b"Content-Length: "))
+            body = json.loads(await reader.readexactly(int(length.split(b": ")[1])))
+            asked.append(body["input_ids"])
+            count = body["sampling_params"]["max_new_tokens"]
+            tokens = [1000 + 100 * len(asked) + place for place in range(count)]
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            seen = 0
+            for piece in pieces(tokens):
+                await asyncio.sleep(0.02)
+                seen = max(seen, tokens.index(piece[-1]) + 1)
+                reason = {"type": "abort" if len(asked) == dies_at else "length"} if seen == count else None
+                meta = {"completion_tokens": seen, "cached_tokens": 0, "finish_reason": reason}
+                data = b"data: " + json.dumps({"output_ids": piece, "meta_info": meta}).encode() + b"\n\n"
+                writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+            writer.write(b"0\r\n\r\n")
+            await writer.drain()
+            writer.close()
+
+        async def run():
+            server = await asyncio.start_server(answer, "127.0.0.1", 0)
+            async with server:
+                requests = Case(trace.name, trace).requests(30_000, 1)
+                return await drive(Address(*server.sockets[0].getsockname()), requests, limit)
+
+        return asyncio.run(run()), asked
+
+    @pytest.mark.parametrize(
+        "pieces",
+        [lambda t: [t[:1], t[:3], t], lambda t: [t[:1], t[1:3], t[3:]]],
+        ids=["all so far", "the latest"],
+    )
+    def test_a_turn_quotes_what_was_answered_and_comes_when_its_user_has_thought(self, pieces):
+        driven, asked = self.served(self.turns, pieces)
+        prompts = [list(fold(self.turns.tokens(request), 30_000)) for request in self.turns.requests]
+        assert all(stream.finished for stream in driven.streams)
+        assert sorted(asked[:2]) == sorted(prompts[:2])
+        first = asked.index(prompts[0])
+        answers = [1000 + 100 * (first + 1) + place for place in range(4)]
+        assert asked[2] == [*prompts[2][:8], *answers, *prompts[2][12:]]
+        more = [1300 + place for place in range(6)]
+        assert asked[3] == [*asked[2], *more, *prompts[3][22:]]
+        for turn, before in ((2, 0), (3, 2)):
+            think, stream = self.turns.requests[turn].think_s, driven.streams[turn]
+            assert stream.due == pytest.approx(driven.streams[before].span[1] + think)
+            assert stream.sent >= stream.due
+        assert overall(driven.streams, driven.end)["ttft_s"]["mean"] < 0.2  # nobody waits while somebody thinks
+
+    def test_after_a_failure_no_turn_is_sent(self):
+        driven, asked = self.served(self.turns, dies_at=1)
+        assert len(asked) == 2
+        assert [stream.error for stream in driven.streams[2:]] == ["the turn before it failed"] * 2
+        counted = overall(driven.streams, driven.end)
+        assert (counted["finished"], counted["failed"], counted["unfinished"]) == (1, 3, 0)
+
+    def test_an_answer_without_its_tokens_cannot_be_quoted(self):
+        driven, asked = self.served(self.turns, lambda tokens: [tokens[-1:]])
+        assert len(asked) == 2 and driven.streams[2].error == "it quotes 4 tokens of an answer that came with 1"
+
+    def test_a_turn_that_was_never_due_has_not_waited(self):
+        from feather_sglang.compare.server.result import summarize
+
+        driven, _ = self.served(self.turns, limit=0.15)
+        assert [stream.finished for stream in driven.streams] == [True, True, False, False]
+        result = summarize("fcfs", driven, [], None, 0)
+        assert result.summary.max_wait < 0.15 and result.counted["unfinished"] == 2

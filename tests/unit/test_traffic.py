@@ -14,7 +14,7 @@ from feather_sglang.cli import main
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.arrivals import Arrivals
 from feather_sglang.replay.trace_facts import describe
-from feather_sglang.replay.traces import Trace, TraceRequest, load_trace, save_trace
+from feather_sglang.replay.traces import TraceRequest, load_trace, save_trace
 from feather_sglang.replay.traffic import LONGEST_CONTEXT, TRAFFIC, agents, chat, few_shot, samples
 
 SEEDS = st.integers(0, 10**6)
@@ -213,13 +213,3 @@ def test_thinking_without_an_answer_is_refused(tmp_path):
     path = write(tmp_path / "t.jsonl", FIRST | {"think": 3})
     with pytest.raises(FeatherError, match="think: goes with after"):
         load_trace(path)
-
-
-def test_servers_refuse_turns_in_one_line(tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"vocab_size": 300}')
-    save_trace(Trace("t", 64, chat(sessions=20).requests), tmp_path / "t.jsonl")
-    flags = ["--engine", "server", "--model", str(tmp_path), "--out", str(tmp_path / "out")]
-    assert main(["ab", str(tmp_path / "t.jsonl"), *flags]) == 2
-    assert capsys.readouterr().err == (
-        "feather: error: t: has turns that quote a server's own answers: use --engine replay\n"
-    )

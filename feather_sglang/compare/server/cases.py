@@ -14,6 +14,7 @@ of seed 7.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,12 +43,41 @@ class Misfit(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A prompt that quotes answers, which are not known before they came.
+
+    Attributes
+    ----------
+    after : place of the request whose answer it waits for, and after whose end its user does think for `think_s`.
+    quotes : (place of the request, begin, end): its answer is the prompt's tokens [begin, end).
+    """
+
+    after: int
+    think_s: float
+    tokens: array[int]
+    quotes: tuple[tuple[int, int, int], ...]
+    output_tokens: int
+    stream_interval: int | None
+
+    def body(self, answers: Sequence[Sequence[int]]) -> bytes:
+        """The body of its HTTP request, given each request's answer."""
+        tokens = self.tokens[:]
+        for place, begin, end in self.quotes:
+            tokens[begin:end] = array("q", answers[place])
+        return generate_body(tokens, self.output_tokens, self.stream_interval)
+
+
+@dataclass(frozen=True)
 class Request:
-    """One prompt: when it is due in seconds from the start, its length, and the body of its HTTP request."""
+    """One prompt: when it is due in seconds from the start, its length, and the body of its HTTP request.
+
+    Of a further turn of a conversation the turn says all but the length.
+    """
 
     due: float
     prompt_tokens: int
     body: bytes
+    turn: Turn | None = None
 
 
 @dataclass(frozen=True)
@@ -81,10 +111,18 @@ class Case:
     def requests(self, vocabulary: int, stream_interval: int | None = None) -> list[Request]:
         """Streamed ones if an interval is given: the first token at once, then a piece every so many tokens."""
         made = []
+        arrivals = self.trace.arrivals()
+        places = {request.request_id: place for place, request in enumerate(self.trace.requests)}
         for request in self.trace.requests:
             tokens = fold(self.trace.tokens(request), vocabulary)
-            body = generate_body(tokens, request.output_length, stream_interval)
-            made.append(Request(request.arrival_s, len(tokens), body))
+            if request.after is None:
+                body = generate_body(tokens, request.output_length, stream_interval)
+                made.append(Request(request.arrival_s, len(tokens), body))
+                continue
+            quotes = tuple((places[one], begin, end) for one, begin, end in arrivals.answers_in(request))
+            after = places[request.after]
+            turn = Turn(after, request.think_s, tokens, quotes, request.output_length, stream_interval)
+            made.append(Request(math.inf, len(tokens), b"", turn))
         return made
 
     def warm_up(self, vocabulary: int) -> list[Request]:

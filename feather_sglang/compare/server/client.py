@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from feather_sglang.compare.server.cases import Request
+from feather_sglang.compare.server.cases import Request, Turn
 from feather_sglang.compare.server.stats import Stream
 
 HOLD_SECONDS = 60.0  # in which a held server must have taken in all requests
@@ -93,9 +93,22 @@ async def drive(
     held = hold and await _pause(address)
     start = time.monotonic()
     streams = [Stream(start + request.due, request.prompt_tokens) for request in requests]
-    accepted = [asyncio.Event() for _ in requests]
-    triples = zip(requests, streams, accepted, strict=True)
-    tasks = [asyncio.create_task(_stream(address, *triple)) for triple in triples]
+    accepted, ended = ([asyncio.Event() for _ in requests] for _ in range(2))
+
+    async def send(place: int) -> None:
+        request, stream = requests[place], streams[place]
+        body: bytes | None = request.body
+        try:
+            if request.turn is not None:
+                await ended[request.turn.after].wait()
+                body = _after_answer(request.turn, stream, streams)
+            if body is not None:
+                await _stream(address, body, stream, accepted[place])
+        finally:
+            accepted[place].set()
+            ended[place].set()
+
+    tasks = [asyncio.create_task(send(place)) for place in range(len(requests))]
     try:
         if held:
             try:
@@ -140,7 +153,20 @@ async def _all_set(events: Sequence[asyncio.Event]) -> None:
         await event.wait()
 
 
-async def _stream(address: Address, request: Request, stream: Stream, accepted: asyncio.Event) -> None:
+def _after_answer(turn: Turn, stream: Stream, streams: Sequence[Stream]) -> bytes | None:
+    """The body of a turn, and when it is due, once the request before has ended; None where that has failed."""
+    before, (_, begin, end) = streams[turn.after], turn.quotes[0]
+    if not before.finished:
+        stream.error = "the turn before it failed"
+        return None
+    if len(before.answer) != end - begin:
+        stream.error = f"it quotes {end - begin} tokens of an answer that came with {len(before.answer)}"
+        return None
+    stream.due = before.span[1] + turn.think_s
+    return turn.body([one.answer for one in streams])
+
+
+async def _stream(address: Address, body: bytes, stream: Stream, accepted: asyncio.Event) -> None:
     """Send one request when it is due and note every piece of its answer.
 
     `accepted` is set once the server has taken the request in, or nobody needs to wait for it any more.
@@ -149,7 +175,7 @@ async def _stream(address: Address, request: Request, stream: Stream, accepted: 
     writer = None
     try:
         stream.sent = time.monotonic()
-        reader, writer = await _send(address, "/generate", request.body)
+        reader, writer = await _send(address, "/generate", body)
         pieces = await _answer(reader)
         accepted.set()  # the server sends its header once it has read the request
         async for event in _events(pieces):
@@ -173,6 +199,9 @@ def _note(event: bytes, stream: Stream) -> None:
         return
     meta = content["meta_info"]
     stream.events.append((time.monotonic(), meta["completion_tokens"]))
+    ids = content.get("output_ids") or []
+    # All so far, or with --incremental-streaming-output the latest.
+    stream.answer = ids if len(ids) == meta["completion_tokens"] else stream.answer + ids
     stream.cached_tokens = meta["cached_tokens"]
     reason = meta["finish_reason"]
     if reason is not None:

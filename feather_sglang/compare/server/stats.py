@@ -16,7 +16,9 @@ class Stream:
 
     Attributes
     ----------
-    due, sent : when it should be sent, and when it was; for a held server both are the moment of its release.
+    due, sent : when it should be sent, and when it was; for a held server both are the moment of its release. A further
+        turn of a conversation is never due where the answer before it did not come.
+    answer : the output tokens.
     events : time of each piece and the number of output tokens up to it.
     """
 
@@ -27,6 +29,7 @@ class Stream:
     cached_tokens: int = 0
     finished: bool = False
     error: str | None = None
+    answer: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
