@@ -189,8 +189,8 @@ class Suite:
                 if kind == "done":
                     missing[name].keep(figures_of(value))
                 else:
-                    self.errors[name] = str(value)
-                    self.say(f"{name}: {value}; see {self.logs / f'{name}.log'}")
+                    self.errors[name] = reason = str(value).partition("\n")[0][:200]
+                    self.say(f"{name}: {reason}; see {self.logs / f'{name}.log'}")
                 progress.advance(bar)
 
     def results(self, cells: Sequence[Cell]) -> dict[str, Any]:

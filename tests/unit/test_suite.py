@@ -53,7 +53,7 @@ class Replays:
                 raise KeyboardInterrupt
             yield Event(job.name, "start")
             if any(name in job.name for name in self.fails):
-                yield Event(job.name, "crash", "it ended without a result")
+                yield Event(job.name, "crash", "it ended without a result\nTraceback")
                 continue
             self.ran.append(job)
             yield Event(job.name, "progress", 1)
