@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from rich.markup import escape
 from rich.table import Table
 
+from feather_sglang.report.slo import NAMED
+
 Results = dict[str, Any]
 
 
@@ -101,8 +103,8 @@ def rows_of(case: Results) -> list[list[str]]:
 
 def about(case: Results) -> str:
     """What a case is, in one line."""
-    rate = f"{case['rate']:.3g} requests a second" if case["rate"] else "all at once"
-    return f"{case['requests']:,} requests, {rate}, {case['kv_tokens']:,} KV tokens"
+    rate = f"at {case['rate']:.3g}/s" if case["rate"] else "all at once"
+    return f"{case['requests']:,} requests {rate}, {case['kv_tokens']:,} KV tokens"
 
 
 def tables(results: Results) -> Iterator[Table]:
@@ -115,7 +117,7 @@ def tables(results: Results) -> Iterator[Table]:
 def _table(title: str, rows: list[list[str]]) -> Table:
     table = Table(title=escape(title), title_justify="left")
     for number, head in enumerate(rows[0]):
-        table.add_column(head, justify="right" if number else "left")
+        table.add_column(head, justify="right" if number else "left", overflow="fold")
     for row in rows[1:]:
         table.add_row(*map(escape, row))
     return table
@@ -128,13 +130,15 @@ def page(results: Results, command: str) -> str:
     ----------
     command : what wrote it.
     """
+    slo = f"{results['slo']} ({NAMED[results['slo']]})" if results["slo"] in NAMED else results["slo"]
     lines = [
         "# Which policy serves which traffic within its bounds?",
         "",
-        f"Within {results['slo']}, in the mean over the cases: {answer(results)}.",
+        f"Within {slo}, in the mean over the cases: {answer(results)}.",
         "",
         f"Replays of SGLang {results['sglang']}, {results['model']} on {results['profile']}, {results['attention']}; "
-        f"{results['form']} form, scheduler cost {results['scheduler_cost']}. To fcfs, geometric means:",
+        f"{results['form']} form, scheduler cost {results['scheduler_cost']}. A load of 1 is "
+        "what fcfs serves when all come at once. To fcfs, geometric means:",
         "",
         *_markdown(summary(results)),
     ]
@@ -159,6 +163,7 @@ def page(results: Results, command: str) -> str:
 
 
 def _markdown(rows: list[list[str]]) -> list[str]:
-    # A figure and its ratio stay on one line.
-    lines = [f"|{'|'.join([row[0], *(cell.replace(' (', '&nbsp;(') for cell in row[1:])])}|" for row in rows]
+    """Policies that share a row stand under each other; a figure and its ratio stay on one line."""
+    cells = [[row[0].replace(", ", "<br>"), *(cell.replace(" (", "&nbsp;(") for cell in row[1:])] for row in rows]
+    lines = [f"|{'|'.join(row)}|" for row in cells]
     return [lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]

@@ -189,7 +189,7 @@ class Suite:
                 if kind == "done":
                     missing[name].keep(figures_of(value))
                 else:
-                    self.errors[name] = reason = str(value).partition("\n")[0][:200]
+                    self.errors[name] = reason = str(value).partition("\n")[0][:200].rstrip(".")
                     self.say(f"{name}: {reason}; see {self.logs / f'{name}.log'}")
                 progress.advance(bar)
 

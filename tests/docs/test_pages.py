@@ -26,6 +26,16 @@ def test_generated_pages_are_what_their_generator_writes(program: str) -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+def test_the_page_of_the_suite_is_what_its_results_give() -> None:
+    import json
+
+    from feather_sglang.suite.report import page
+
+    results = json.loads((DOCS / "measured" / "suite.json").read_text())
+    written = (DOCS / "lab" / "suite.md").read_text()
+    assert written == page(results, "feather suite --show docs/measured/suite.json --page docs/lab/suite.md")
+
+
 def test_every_flag_of_the_server_has_its_row() -> None:
     from dataclasses import fields
 
