@@ -51,7 +51,8 @@ def summary(results: Results) -> list[list[str]]:
     Over the cases that both came through. Goodput has no ratio here: it may be 0.
     """
     columns = [column for column in COLUMNS if column.ratio and column.field != "goodput"]
-    rows = [["policy", *(column.head for column in columns), "within SLO", "cases"]]
+    heads = [column.head.removesuffix(" s").removesuffix(" ms") for column in columns]
+    rows = [["policy", *heads, "within SLO", "cases"]]
     for policy in policies_of(results):
         cases = [
             case
