@@ -88,7 +88,7 @@ with tempfile.TemporaryDirectory() as folder:
 policy = scheduler.policy
 own = [(type(owner), *pair) for owner in (scheduler, policy) for pair in vars(owner).items()]
 flags = {"schedule_policy": "feather", "disable_radix_cache": True}
-args = ServerArgs(model_path="m", served_model_name="m", chunked_prefill_size=-1, **flags)
+args = ServerArgs(model_path="dummy", served_model_name="m", device="cpu", chunked_prefill_size=-1, **flags)
 try:
     refused = args.check_server_args()
 except FeatherError as error:
@@ -129,7 +129,7 @@ def test_decisions_are_those_of_the_hooks(
     assert decisions(workload, policy) == hooked
 
 
-def test_the_series_is_for_git_am_and_brings_tests_that_pass(patched: Path, tmp_path: Path) -> None:
+def test_the_series_is_for_git_am_and_brings_tests_that_pass(on_patched: str, tmp_path: Path) -> None:
     series, installed = Series(RELEASE), Site.find()
     made = series.apply(installed.read)
     for name in made:
@@ -145,7 +145,7 @@ def test_the_series_is_for_git_am_and_brings_tests_that_pass(patched: Path, tmp_
     (test,) = (tmp_path / "test").rglob("test_*.py")
     (tmp_path / "stand-in").mkdir()
     (tmp_path / "stand-in" / "datasets.py").write_text("load_dataset = None\n")  # SGLang's test kit imports it
-    path = os.pathsep.join([str(patched), str(tmp_path / "stand-in")])
+    path = os.pathsep.join([on_patched, str(tmp_path / "stand-in")])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
     ran = run_to_end(command, PYTHONPATH=path, CUDA_VISIBLE_DEVICES="0")  # the kit reads its first character
     assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout
