@@ -11,7 +11,6 @@ import inspect
 import json
 from array import array
 from collections import deque
-from types import SimpleNamespace
 
 import pytest
 import sglang.srt.managers.scheduler as sglang_scheduler
@@ -200,7 +199,7 @@ class Server:
         self.assert_pools_full()
         assert scheduler.running_batch.is_empty() and not scheduler.waiting_queue and scheduler.chunked_req is None
         if hasattr(scheduler, "feather"):
-            DebugCheck(self.feather).check(SimpleNamespace(running_batch=scheduler.running_batch, batch_to_run=None))
+            DebugCheck(self.feather).check(scheduler.running_batch, None)
             assert not self.feather.failed
             assert len(self.feather.admission.tree) == 0 and not self.feather.admission.state.fairness.arrivals
 
