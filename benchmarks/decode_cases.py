@@ -242,7 +242,9 @@ def padded_slots(table: Any, row_offset: Any, seq_lens: Any, page_size: int, wid
     return torch.where(seq_lens[:, None] > 0, slots, 0)
 
 
-def attend(q: Any, k: Any, v: Any, slots: Any, seq_lens: Any, sm_scale: float, soft_cap: float = 0.0) -> Any:
+def attend(
+    q: Any, k: Any, v: Any, slots: Any, seq_lens: Any, sm_scale: float, soft_cap: float = 0.0, sinks: Any = None
+) -> Any:
     """Decode attention of some requests in float32: the reference of every check.
 
     Parameters
@@ -255,13 +257,15 @@ def attend(q: Any, k: Any, v: Any, slots: Any, seq_lens: Any, sm_scale: float, s
     sm_scale : float
     soft_cap : float
         Scores become ``cap * tanh(score / cap)``; 0 for none.
+    sinks : tensor [query heads], optional
+        A logit a head, beside those of the tokens, that has no value.
 
     Returns
     -------
     out : float32 tensor [requests, query heads, head_dim]
         0 for a request without tokens.
     lse : float32 tensor [requests, query heads]
-        Natural log-sum-exp of the scores; -inf for a request without tokens.
+        Natural log-sum-exp of the scores, and the sink; -inf for a request without either.
     """
     import torch
 
@@ -275,8 +279,11 @@ def attend(q: Any, k: Any, v: Any, slots: Any, seq_lens: Any, sm_scale: float, s
         scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
     outside = torch.arange(slots.shape[1], device=q.device) >= seq_lens[:, None]
     scores.masked_fill_(outside[:, None, None, :], float("-inf"))
+    if sinks is not None:
+        column = sinks.float().view(1, kv_heads, -1, 1).expand(requests, -1, -1, -1)
+        scores = torch.cat([scores, column], -1)
     lse = scores.logsumexp(-1)
-    out = scores.softmax(-1) @ v[slots].permute(0, 2, 1, 3).float()
+    out = scores.softmax(-1)[..., : slots.shape[1]] @ v[slots].permute(0, 2, 1, 3).float()
     out = torch.where((seq_lens > 0)[:, None, None, None], out, 0.0)
     return out.reshape(q.shape), lse.reshape(q.shape[:2])
 

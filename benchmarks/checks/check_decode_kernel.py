@@ -3,6 +3,7 @@
     PYTHONPATH=kernels python benchmarks/checks/check_decode_kernel.py --forests 1000 --seed 0
     PYTHONPATH=kernels python benchmarks/checks/check_decode_kernel.py --case 17
     PYTHONPATH=kernels python benchmarks/checks/check_decode_kernel.py --head-dim 256 --forests 100
+    PYTHONPATH=kernels python benchmarks/checks/check_decode_kernel.py --sinks --forests 200
     compute-sanitizer --tool memcheck --kernel-name kns=forward \\
         python benchmarks/checks/check_decode_kernel.py --sanitize-small     # and --tool racecheck
 
@@ -10,8 +11,8 @@ Each case is a random batch with random arguments of the wrapper (`random_batche
 the run, and so is every KV element that no request reads. The result is right if
 
 - its largest error against a float32 reference is at most twice that of PyTorch's own attention in the same dtype on
-  the same batch (scaled_dot_product_attention; with a soft cap, matrix products and softmax in that dtype), plus one
-  unit in the last place of the largest output, as far off as a rounded result may be;
+  the same batch (scaled_dot_product_attention; with a soft cap or sinks, matrix products and softmax in that dtype),
+  plus one unit in the last place of the largest output, as far off as a rounded result may be;
 - the log-sum-exp is within 1e-3 of the reference's;
 - a second run of the plan gives the same bits, nothing beside the output is written, and a fused merge leaves the
   log-sum-exps of partial results as the next run expects them.
@@ -106,6 +107,10 @@ class Device:
         self._q = guarded.to(device)
         self.q = self._q[GUARD:-GUARD]
         self.q.normal_(generator=draw).mul_(choice.q_scale)
+        self.sinks: torch.Tensor | None = None
+        if choice.sinks:  # from next to nothing to nearly all of a softmax's sum
+            drawn = torch.empty(choice.heads.query, device=device).normal_(generator=draw).mul_(4)
+            self.sinks = drawn if choice.seed % 2 else drawn.to(dtype)
         self.table = torch.from_numpy(batch.table).to(device, getattr(torch, choice.table_dtype))
         self.planned_lens = torch.from_numpy(batch.forest.seq_len).to(device, torch.int32)
         self.lens = torch.from_numpy(batch.seq_len).to(device)
@@ -161,14 +166,16 @@ def references(data: Device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         width = -(-max(int(batch.seq_len[requests].max()), 1) // 16) * 16
         slots = padded_slots(data.table, data.rows[chosen], lens, choice.page_size, width)
         q = data.q[chosen]
-        out[chosen], lse[chosen] = attend(q, data.k, data.v, slots, lens, data.scale, choice.soft_cap)
-        own[chosen] = pytorch_attention(q, data.k[slots], data.v[slots], lens, data.scale, choice.soft_cap)
+        scores = data.scale, choice.soft_cap, data.sinks
+        out[chosen], lse[chosen] = attend(q, data.k, data.v, slots, lens, *scores)
+        own[chosen] = pytorch_attention(q, data.k[slots], data.v[slots], lens, *scores)
     return out, lse, own
 
 
 def pytorch_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lens: torch.Tensor, scale: float, soft_cap: float
-) -> torch.Tensor:
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lens: torch.Tensor, scale: float, soft_cap: float,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """PyTorch's attention in the dtype of its input: the measure of what error is to be expected.
 
     Parameters
@@ -184,10 +191,15 @@ def pytorch_attention(
     rows = q.view(requests, kv_heads, query_heads // kv_heads, head_dim)  # the group's heads as rows of one KV head
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     inside = (torch.arange(keys.shape[2], device=q.device) < lens[:, None])[:, None, None, :]
-    if soft_cap:
+    if soft_cap or sinks is not None:
         scores = (rows @ keys.transpose(2, 3)) * scale
-        scores = (scores / soft_cap).tanh() * soft_cap
-        out = scores.masked_fill(~inside, float("-inf")).softmax(-1) @ values
+        if soft_cap:
+            scores = (scores / soft_cap).tanh() * soft_cap
+        scores = scores.masked_fill(~inside, float("-inf"))
+        if sinks is not None:
+            column = sinks.to(q.dtype).view(1, kv_heads, -1, 1).expand(requests, -1, -1, -1)
+            scores = torch.cat([scores, column], -1)
+        out = scores.softmax(-1)[..., : keys.shape[2]] @ values
     else:
         # cuDNN's would be compiled anew for every shape.
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
@@ -227,7 +239,9 @@ def attend_once(
     """One run into poisoned memory; (out, lse or None)."""
     poison_scratch(wrapper)
     guarded = Guarded(data.q)
-    result = wrapper.run(data.q, data.k, data.v, out=guarded.out if give_out else None, return_lse=return_lse)
+    given = {} if data.sinks is None else {"sinks": data.sinks}
+    out_to = guarded.out if give_out else None
+    result = wrapper.run(data.q, data.k, data.v, out=out_to, return_lse=return_lse, **given)
     out, lse = result if return_lse else (result, None)
     check_scratch(wrapper)
     if give_out:
@@ -312,16 +326,20 @@ def check_capture(choice: Choice, make: Make, device: torch.device | str) -> Out
             for name, fill in (("k", float("nan")), ("v", float("nan")), ("table", 0))
         )
         q, lens, guarded = torch.empty_like(first.q), torch.zeros_like(first.lens), Guarded(first.q)
+        sinks = None if first.sinks is None else torch.empty_like(first.sinks)
         wrapper = new_wrapper(make, choice, first)
         lse: list[torch.Tensor] = []
 
         def load(data: Device) -> None:
             for target, source in ((k, data.k), (v, data.v), (table, data.table), (q, data.q), (lens, data.lens)):
                 target[: len(source)].copy_(source)
+            if sinks is not None:
+                sinks.copy_(data.sinks)
             wrapper.plan(data.batch.forest, table, lens)
 
         def run() -> None:
-            lse[:] = [wrapper.run(q, k, v, out=guarded.out, return_lse=True)[1]]
+            given = {} if sinks is None else {"sinks": sinks}
+            lse[:] = [wrapper.run(q, k, v, out=guarded.out, return_lse=True, **given)[1]]
 
         load(forests[1])
         run()
@@ -507,7 +525,9 @@ def device_alive() -> bool:
         return False
 
 
-def build(watchdog: Watchdog, head_dims: tuple[int, ...], tiles: tuple[tuple[str, int, int], ...] = ()) -> bool:
+def build(
+    watchdog: Watchdog, head_dims: tuple[int, ...], tiles: tuple[tuple[str, int, int], ...] = (), sinks: bool = False
+) -> bool:
     """Load the kernels, compiling what is not built yet; whether this is a Hopper GPU."""
     from feather_kernels.build import load_kernel
 
@@ -516,7 +536,7 @@ def build(watchdog: Watchdog, head_dims: tuple[int, ...], tiles: tuple[tuple[str
         for head_dim in head_dims:
             watchdog.expect(900, f"building the kernels for {dtype}, head_dim {head_dim}")
             for soft_cap in (False, True):  # a case that had to build its own would be taken for a hung kernel
-                load_kernel(dtype, head_dim, 10 * major + minor, soft_cap, tiles)
+                load_kernel(dtype, head_dim, 10 * major + minor, soft_cap, tiles, sinks)
     return major >= 9
 
 
@@ -535,6 +555,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="all cases on that path, with another n for that m (feather_kernels.tiles.n_choices)",
     )  # fmt: skip
     parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, help="all cases with this head dimension")
+    parser.add_argument("--sinks", action="store_true", help="all cases with attention sinks")
     parser.add_argument("--stop", type=int, default=20, help="end after so many failures (default: %(default)s)")
     parser.add_argument("--verbose", action="store_true", help="print every case before it runs")
     options = parser.parse_args(argv)
@@ -564,6 +585,7 @@ def run_all(
             choice = replace(choice, head_dim=options.head_dim, wrapper=_without(choice.wrapper, "tiles"))
         if options.tile:
             choice = replace(choice, wrapper=with_tiles(choice, options.tile))
+        choice = replace(choice, sinks=options.sinks)
         if options.verbose:
             print(f"case {choice.seed}: {choice}", flush=True)
         watchdog.expect(600 if options.sanitize_small else 30, f"{check.__name__}, case {choice.seed}: {choice}")
@@ -589,7 +611,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     watchdog, begun = Watchdog(), time.monotonic()
     try:
-        hopper = build(watchdog, (options.head_dim,) if options.head_dim else (64, 128), tuple(options.tile))
+        dims = (options.head_dim,) if options.head_dim else (64, 128)
+        hopper = build(watchdog, dims, tuple(options.tile), options.sinks)
     except BuildError as error:
         print(f"check_decode_kernel.py: error: {error}", file=sys.stderr)
         return 2
@@ -610,7 +633,7 @@ def main(argv: list[str] | None = None) -> int:
         if device_alive():
             graphs = options.case or range(first, first + options.captures)
             captures = run(check_capture, random_batches.draw, graphs)
-        if not options.case and not options.head_dim and device_alive():
+        if not (options.case or options.head_dim or options.sinks) and device_alive():
             watchdog.expect(60, "bad input")
             bad = check_bad_input(PackedDecodeWrapper, "cuda")
     watchdog.stop()

@@ -73,7 +73,12 @@ def load_planner() -> Any:
 
 @functools.cache
 def load_kernel(
-    dtype: str, head_dim: int, capability: int, soft_cap: bool = False, tiles: tuple[tuple[str, int, int], ...] = ()
+    dtype: str,
+    head_dim: int,
+    capability: int,
+    soft_cap: bool = False,
+    tiles: tuple[tuple[str, int, int], ...] = (),
+    sinks: bool = False,
 ) -> Any:
     """The forward and merge kernels of one configuration.
 
@@ -87,13 +92,15 @@ def load_kernel(
         With a soft cap on the scores.
     tiles : tuple of (path, m, n)
         Tiles of one path to build with another n than `feather_kernels.tiles.TILES` has.
+    sinks : bool
+        With attention sinks.
 
     Raises
     ------
     BuildError
         Unsupported configuration or GPU, no library built ahead and no nvcc, missing headers, or a failed compilation.
     """
-    return _load(kernel_library(Configuration(dtype, head_dim, capability, soft_cap, tiles)))
+    return _load(kernel_library(Configuration(dtype, head_dim, capability, soft_cap, tiles, sinks)))
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,7 @@ class Configuration:
     capability: int
     soft_cap: bool = False
     tiles: tuple[tuple[str, int, int], ...] = ()
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -141,7 +149,7 @@ class Configuration:
     @property
     def name(self) -> str:
         """File name of its library, without what tells versions apart."""
-        cap = "_cap" if self.soft_cap else ""
+        cap = "_cap" * self.soft_cap + "_sinks" * self.sinks
         tiles = "".join(f"_{path}{m}x{n}" for path, m, n in self.others)
         return f"packed_decode_{self.dtype}_d{self.head_dim}{cap}{tiles}_sm{_target(self.capability)}"
 
@@ -156,6 +164,7 @@ class Configuration:
             f"-DFEATHER_DTYPE_{DTYPES[self.dtype].upper()}=1",
             f"-DFEATHER_HEAD_DIM={self.head_dim}",
             f"-DFEATHER_SOFT_CAP={int(self.soft_cap)}",
+            f"-DFEATHER_SINKS={int(self.sinks)}",
             *(f"-DFEATHER_{path.upper()}_{m}={n}" for path, m, n in self.others),
         ]
 
@@ -353,6 +362,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", nargs="+", default=sorted(DTYPES), choices=sorted(DTYPES))
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], choices=HEAD_DIMS)
     parser.add_argument("--soft-cap", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")
+    parser.add_argument("--sinks", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")
     parser.add_argument(
         "--tile",
         nargs="+",
@@ -364,8 +374,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="also copy the libraries here, for FEATHER_KERNELS_PREBUILT")
     options = parser.parse_args(arguments)
     try:
-        for choice in itertools.product(options.dtype, options.head_dim, options.arch, map(bool, options.soft_cap)):
-            configuration = Configuration(*choice, tiles=tuple(options.tile))
+        scores = map(bool, options.soft_cap), [tuple(options.tile)], map(bool, options.sinks)
+        for choice in itertools.product(options.dtype, options.head_dim, options.arch, *scores):
+            configuration = Configuration(*choice)
             library = kernel_library(configuration)
             if options.out:
                 library = _copied(library, options.out / configuration.prebuilt)

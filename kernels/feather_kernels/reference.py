@@ -29,6 +29,7 @@ def reference_decode(
     sm_scale: float | None = None,
     logit_soft_cap: float = 0.0,
     seq_lens: IntArray | None = None,
+    sinks: Array | None = None,
 ) -> Result:
     """Run every item of a plan, in the order of their launch, and merge the partial results (PAT 7).
 
@@ -51,6 +52,8 @@ def reference_decode(
         Logits become ``cap * tanh(logit / cap)``; 0 for none.
     seq_lens : int [requests], optional
         Lengths now, where they have grown since the plan was made.
+    sinks : float [q_heads], optional
+        A logit a head that joins the softmax's sum, once a request, and no value.
 
     Returns
     -------
@@ -92,7 +95,7 @@ def reference_decode(
         for request, mine in enumerate(map(slice, begin[:-1], begin[1:])):
             if mine.start < mine.stop:
                 out[request], lse[request] = merge(part_out[mine], part_lse[mine])
-    return out, lse
+    return _take_in(sinks, out, lse)
 
 
 def direct_decode(
@@ -104,14 +107,25 @@ def direct_decode(
     page_size: int,
     sm_scale: float | None = None,
     logit_soft_cap: float = 0.0,
+    sinks: Array | None = None,
 ) -> Result:
     """Attention of each request over its own row, from the definition; arguments and results as `reference_decode`."""
     out, lse = np.empty(q.shape), np.empty(q.shape[:2])
     for request, (row, length) in enumerate(zip(forest.row_offset.tolist(), forest.seq_len.tolist(), strict=True)):
         slots = _slots(table, row, 0, length, page_size)
-        values, sums = _attend(q[request : request + 1], k_cache[slots], v_cache[slots], sm_scale, logit_soft_cap)
+        one = q[request : request + 1]
+        values, sums = _attend(one, k_cache[slots], v_cache[slots], sm_scale, logit_soft_cap, sinks)
         out[request], lse[request] = values[0], sums[0]
     return out, lse
+
+
+def _take_in(sinks: Array | None, out: npt.NDArray[np.float64], lse: npt.NDArray[np.float64]) -> Result:
+    """Results over all tokens, float64 [requests, q_heads, head_dim] and [requests, q_heads], with the sinks."""
+    if sinks is None:
+        return out, lse
+    with np.errstate(invalid="ignore"):  # NaN where nothing was written
+        joined = np.logaddexp(lse, sinks.astype(np.float64))
+    return out * np.exp(lse - np.where(np.isneginf(joined), 0.0, joined))[:, :, None], joined
 
 
 def merge(part_out: Array, part_lse: Array) -> Result:
@@ -136,7 +150,9 @@ def _slots(table: IntArray, row: int, start: int, stop: int, page_size: int) -> 
     return table[row + position // page_size].astype(np.int64) * page_size + position % page_size
 
 
-def _attend(q: Array, k: Array, v: Array, sm_scale: float | None, logit_soft_cap: float) -> Result:
+def _attend(
+    q: Array, k: Array, v: Array, sm_scale: float | None, logit_soft_cap: float, sinks: Array | None = None
+) -> Result:
     """q [n, q_heads, d], k and v [tokens, kv_heads, d] -> [n, q_heads, d] and the log-sum-exp [n, q_heads]."""
     n, q_heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -145,9 +161,11 @@ def _attend(q: Array, k: Array, v: Array, sm_scale: float | None, logit_soft_cap
     logits *= head_dim**-0.5 if sm_scale is None else sm_scale
     if logit_soft_cap:
         logits = logit_soft_cap * np.tanh(logits / logit_soft_cap)
-    top = logits.max(axis=-1, keepdims=True, initial=-1e300)
+    sink = np.full(q_heads, -np.inf) if sinks is None else sinks.astype(np.float64)
+    sink = sink.reshape(kv_heads, -1)[:, :, None]
+    top = np.maximum(logits.max(axis=-1, keepdims=True, initial=-1e300), sink)
     weight = np.exp(logits - top)
-    total = weight.sum(axis=-1)
+    total = weight.sum(axis=-1) + np.exp(sink - top)[..., 0]
     out = weight @ v.astype(np.float64).transpose(1, 0, 2) / np.where(total > 0, total, 1.0)[..., None]
     return out.reshape(q.shape), (_log(total) + top[..., 0]).reshape(n, q_heads)
 

@@ -146,9 +146,8 @@ class PackedDecodeWrapper:
         for _, m, n in others:
             if n not in n_choices(self.path, m, head_dim):
                 raise ValueError(f"tiles are {self._tiles}: for m = {m} n may be {n_choices(self.path, m, head_dim)}")
-        self._module = load_kernel(
-            str(dtype).removeprefix("torch."), head_dim, 10 * major + minor, logit_soft_cap > 0, others
-        )
+        self._build = str(dtype).removeprefix("torch."), head_dim, 10 * major + minor, others
+        self._module = self.load(logit_soft_cap > 0, False)
         may_fuse = launch == "persistent" and self._tiles[0][0] <= 16
         if merge == "fused" and not may_fuse:
             raise ValueError("merge is 'fused': that needs launch='persistent' and a tile of at most 16 rows")
@@ -177,6 +176,17 @@ class PackedDecodeWrapper:
         self._table: torch.Tensor | None = None
         self._seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=self.device)
         self._streams = [torch.cuda.Stream(self.device) for _ in self._tiles] if launch == "streams" else []
+
+    def load(self, soft_cap: bool, sinks: bool) -> Any:
+        """The kernels with or without a soft cap and attention sinks, compiled if need be.
+
+        Raises
+        ------
+        BuildError
+            Nothing to build them with.
+        """
+        dtype, head_dim, capability, tiles = self._build
+        return load_kernel(dtype, head_dim, capability, soft_cap, tiles, sinks)
 
     def plan(self, forest: Forest, table: torch.Tensor, seq_lens: torch.Tensor | None = None) -> PackPlan:
         """Pack a batch; the plan is copied to the device in the current stream.
@@ -238,8 +248,12 @@ class PackedDecodeWrapper:
         v_cache: torch.Tensor,
         out: torch.Tensor | None = None,
         return_lse: bool = False,
+        *,
+        sm_scale: float | None = None,
+        logit_soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attend with the last plan.
+        """Attend with the last plan; layers that differ in scores only share one.
 
         Parameters
         ----------
@@ -251,6 +265,11 @@ class PackedDecodeWrapper:
             Like ``q``.
         return_lse : bool
             Also return the log-sum-exp of the scores (natural logarithm).
+        sm_scale, logit_soft_cap : float, optional
+            Other ones than the wrapper's.
+        sinks : torch.Tensor, optional
+            (num_qo_heads): logits that join each request's softmax, and its log-sum-exp, with no value; float32, or
+            the wrapper's dtype.
 
         Returns
         -------
@@ -269,19 +288,22 @@ class PackedDecodeWrapper:
         if out is None:
             out = torch.empty_like(q)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-        arguments = self._arguments(q, k_cache, v_cache, out, lse)
+        scale = self.sm_scale if sm_scale is None else sm_scale
+        cap = self.logit_soft_cap if logit_soft_cap is None else logit_soft_cap
+        module = self._module_for(scale, cap, sinks)
+        arguments = self._arguments(q, k_cache, v_cache, out, lse, scale, cap, sinks)
         with torch.cuda.device(self.device):
             if self.launch == "persistent":
-                self._module.forward(*arguments, (1 << len(self._tiles)) - 1)
+                module.forward(*arguments, (1 << len(self._tiles)) - 1)
             elif self.launch == "serial":
                 for queue in range(len(self._tiles)):
-                    self._module.forward(*arguments, 1 << queue)
+                    module.forward(*arguments, 1 << queue)
             else:
-                self._run_on_streams(arguments)
+                self._run_on_streams(module, arguments)
             if self.planner.options.merge == "kernel" and (
                 self.pack_plan.n_parts or torch.cuda.is_current_stream_capturing()
             ):
-                self._module.merge(*arguments)  # in a graph always, as it may meet parts later
+                module.merge(*arguments)  # in a graph always, as it may meet parts later
         return (out, lse) if lse is not None else out
 
     def run_queue(
@@ -305,17 +327,35 @@ class PackedDecodeWrapper:
             raise PlanError("run_queue() needs merge='kernel': units of one queue wait for those of others otherwise")
         k_cache, v_cache = self._checked(q, k_cache, v_cache, out)
         with torch.cuda.device(self.device):
-            self._module.forward(*self._arguments(q, k_cache, v_cache, out, None), 1 << queue)
+            arguments = self._arguments(q, k_cache, v_cache, out, None, self.sm_scale, self.logit_soft_cap, None)
+            self._module.forward(*arguments, 1 << queue)
+
+    def _module_for(self, scale: float, cap: float, sinks: torch.Tensor | None) -> Any:
+        """The kernels for these scores."""
+        if not scale > 0 or cap < 0:
+            raise PlanError(f"sm_scale is {scale} and logit_soft_cap {cap}: give a positive scale and no negative cap")
+        if sinks is not None and (
+            sinks.shape != (self.num_qo_heads,) or sinks.dtype not in (torch.float32, self.dtype)
+            or sinks.device != self.device or not sinks.is_contiguous()
+        ):  # fmt: skip
+            raise PlanError(
+                f"sinks is {sinks.dtype} {list(sinks.shape)} on {sinks.device}: give {self.dtype} or float32 "
+                f"[{self.num_qo_heads}] on {self.device}"
+            )
+        if sinks is None and (cap > 0) == (self.logit_soft_cap > 0):
+            return self._module
+        return self.load(cap > 0, sinks is not None)
 
     def _arguments(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
-    ) -> tuple[Any, ...]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
+        scale: float, cap: float, sinks: torch.Tensor | None,
+    ) -> tuple[Any, ...]:  # fmt: skip
         return (
             q, k, v, out, lse, self._part_out, self._part_stats, self._counters, self._plan, self._lens, self._table,
-            self.page_size.bit_length() - 1, self.sm_scale, self.logit_soft_cap, self._flags,
+            self.page_size.bit_length() - 1, scale, cap, sinks, self._flags,
         )  # fmt: skip
 
-    def _run_on_streams(self, arguments: tuple[Any, ...]) -> None:
+    def _run_on_streams(self, module: Any, arguments: tuple[Any, ...]) -> None:
         """One launch a tile shape, each on its own stream, joined before returning (PAT 6)."""
         current = torch.cuda.current_stream(self.device)
         begin = torch.cuda.Event()
@@ -323,7 +363,7 @@ class PackedDecodeWrapper:
         for queue, stream in enumerate(self._streams):
             with torch.cuda.stream(stream):
                 stream.wait_event(begin)
-                self._module.forward(*arguments, 1 << queue)
+                module.forward(*arguments, 1 << queue)
                 end = torch.cuda.Event()
                 end.record(stream)
             current.wait_event(end)

@@ -29,6 +29,13 @@ def test_a_random_forest(seed):
     assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
 
 
+@pytest.mark.parametrize("seed", range(10_000, 10_032))
+def test_attention_sinks(seed):
+    choice = replace(random_batches.draw(seed, HOPPER), sinks=True)
+    outcome = check.check_forest(choice, PackedDecodeWrapper, "cuda")
+    assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
+
+
 @pytest.mark.parametrize("seed", range(check.SMALL_CASES))
 def test_a_tiny_batch(seed):
     outcome = check.check_forest(random_batches.small(seed, HOPPER), PackedDecodeWrapper, "cuda")

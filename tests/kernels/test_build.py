@@ -69,12 +69,16 @@ def test_each_choice_reaches_the_compiler_and_the_file_name():
         Configuration("float16", 128, 90, soft_cap=True),
         Configuration("float16", 128, 90, tiles=(("hopper", 64, 32), ("hopper", 128, 32))),
         Configuration("float16", 128, 90, tiles=(("portable", 64, 64),)),
+        Configuration("float16", 128, 90, sinks=True),
+        Configuration("float16", 128, 90, soft_cap=True, sinks=True),
     ]
     assert len({other.name for other in others}) == len({other.prebuilt for other in others}) == len(others)
     for other in others:
         assert other.flags != base.flags
         assert other.name != base.name and other.prebuilt != base.prebuilt
     assert "-DFEATHER_SOFT_CAP=1" in others[3].flags and "-DFEATHER_SOFT_CAP=0" in base.flags
+    assert "-DFEATHER_SINKS=1" in others[6].flags and "-DFEATHER_SINKS=0" in base.flags
+    assert others[7].name == "packed_decode_float16_d128_cap_sinks_sm90a"
     assert "-gencode=arch=compute_90a,code=sm_90a" in base.flags and "-DFEATHER_HOPPER=1" in base.flags
     assert {"-DFEATHER_HOPPER_64=32", "-DFEATHER_HOPPER_128=32"} < set(others[4].flags)
     assert others[4].name == "packed_decode_float16_d128_hopper64x32_hopper128x32_sm90a"

@@ -58,18 +58,18 @@ class HostWrapper(PackedDecodeWrapper):
         self._lens = torch.from_numpy(np.array(forest.seq_len)) if seq_lens is None else seq_lens
         return self.pack_plan
 
-    def run(self, q, k_cache, v_cache, out=None, return_lse=False):
+    def run(self, q, k_cache, v_cache, out=None, return_lse=False, sinks=None):
         k_cache, v_cache = self._checked(q, k_cache, v_cache, out)
         self.runs += 1
         arrays = [tensor.double().numpy() for tensor in (q, k_cache, v_cache)]
         values, sums = reference_decode(
             self.pack_plan, *arrays, self._table.numpy(), self.page_size, self.sm_scale, self.logit_soft_cap,
-            self._lens.numpy(),
+            self._lens.numpy(), None if sinks is None else sinks.double().numpy(),
         )  # fmt: skip
         out = torch.empty_like(q) if out is None else out
         self.write(out, torch.from_numpy(values))
         lse = torch.from_numpy(sums).float()
-        HostGraph.last = self, (q, k_cache, v_cache, out), lse
+        HostGraph.last = self, (q, k_cache, v_cache, out), lse, sinks
         return (out, lse) if return_lse else out
 
     def write(self, out, values):
@@ -88,8 +88,8 @@ class HostGraph:
         self.captured = HostGraph.last
 
     def replay(self):
-        wrapper, tensors, lse = self.captured
-        lse.copy_(wrapper.run(*tensors, return_lse=True)[1])
+        wrapper, tensors, lse, sinks = self.captured
+        lse.copy_(wrapper.run(*tensors, return_lse=True, sinks=sinks)[1])
 
 
 def host_choice(seed):
@@ -98,9 +98,10 @@ def host_choice(seed):
     return check.replace(choice, requests=min(choice.requests, 12), longest=min(choice.longest, 90))
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("seed", range(48))
-def test_a_right_kernel_passes(seed):
-    outcome = check.check_forest(host_choice(seed), HostWrapper, "cpu")
+def test_a_right_kernel_passes(seed, sinks):
+    outcome = check.check_forest(check.replace(host_choice(seed), sinks=sinks), HostWrapper, "cpu")
     assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
     assert outcome.ratio <= 1 and outcome.lse_error < 1e-4
 
@@ -180,6 +181,13 @@ class Leaving(HostWrapper):
         self._part_stats[2, 1, 0] = 7
 
 
+class OneSinkEach(HostWrapper):
+    """Takes one head's sink in for all."""
+
+    def run(self, *arguments, sinks, **named):
+        return super().run(*arguments, sinks=sinks[:1].expand(len(sinks)), **named)
+
+
 class WrongSum(HostWrapper):
     def run(self, *arguments, return_lse=False, **named):
         result = super().run(*arguments, return_lse=return_lse, **named)
@@ -196,6 +204,7 @@ class WrongSum(HostWrapper):
         (Leaving, "1 partial rows are not left as the next run expects, first 2", {"wrapper": (("merge", "fused"),)}),
         (Deaf, "error", {"growth": 300, "soft_cap": 0.0}),
         (WrongSum, "log-sum-exp", {"return_lse": True}),
+        (OneSinkEach, "error", {"sinks": True}),
     ],
 )
 def test_a_wrong_kernel_does_not(wrapper, message, wanted):
@@ -211,12 +220,14 @@ def test_a_merge_kernel_may_leave_its_parts():
     assert not check.check_forest(choice, Leaving, "cpu").failure
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("seed", [0, 5, 11, 16])
-def test_a_graph_replayed_for_other_batches(seed, monkeypatch):
+def test_a_graph_replayed_for_other_batches(seed, sinks, monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", HostGraph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    outcome = check.check_capture(host_choice(seed), HostWrapper, "cpu")
+    choice = check.replace(host_choice(seed), sinks=sinks)
+    outcome = check.check_capture(choice, HostWrapper, "cpu")
     assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
 
     class Frozen(HostWrapper):
@@ -225,7 +236,7 @@ def test_a_graph_replayed_for_other_batches(seed, monkeypatch):
         def plan(self, *arguments):
             return self.pack_plan or super().plan(*arguments)
 
-    assert check.check_capture(host_choice(seed), Frozen, "cpu").failure.startswith("graph: ")
+    assert check.check_capture(choice, Frozen, "cpu").failure.startswith("graph: ")
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -27,16 +27,18 @@ def tensors(forest, page_size, rng, heads=(4, 2), dim=8, room=0):
     strategy=st.sampled_from(list(STRATEGIES)), split=st.sampled_from(list(SPLITS)), grow=st.booleans(),
     heads=st.sampled_from([(4, 2), (3, 1), (2, 2), (16, 1)]), cap=st.sampled_from([0.0, 3.0]),
     merge=st.sampled_from(list(MERGES)), tiles=st.sampled_from(TILE_SETS), fan_in=st.sampled_from([0, 1, 3, 16]),
+    sinks=st.booleans(),
 )  # fmt: skip
-def test_reference_is_direct(seed, requests, page_size, strategy, split, grow, heads, cap, merge, tiles, fan_in):
+def test_reference_is_direct(seed, requests, page_size, strategy, split, grow, heads, cap, merge, tiles, fan_in, sinks):
     rng = np.random.default_rng(seed)
     forest = random_forest(rng, requests, max_node_tokens=128, max_tail_tokens=128, page_size=page_size)
     data = tensors(forest, page_size, rng, heads)
     options = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 8, "min_chunk": 16, "n_sm": 200}
     options |= {"grow": grow, "fan_in": fan_in}
     plan = plan_of(forest, strategy=strategy, split=split, merge=merge, tiles=tiles, **options)
-    out, lse = reference_decode(plan, *data, sm_scale=0.5, logit_soft_cap=cap)
-    expected, expected_lse = direct_decode(forest, *data, sm_scale=0.5, logit_soft_cap=cap)
+    scores = {"sm_scale": 0.5, "logit_soft_cap": cap, "sinks": rng.normal(0, 4, heads[0]) if sinks else None}
+    out, lse = reference_decode(plan, *data, **scores)
+    expected, expected_lse = direct_decode(forest, *data, **scores)
     np.testing.assert_allclose(out, expected, **CHECKED)
     np.testing.assert_allclose(lse, expected_lse, **CHECKED)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -76,6 +77,44 @@ def test_a_copy_is_recorded_on_the_wrappers_device(wrapper):
     assert wrapper.recorded == ["the stream of cpu"]
 
 
+def test_layers_of_one_plan_may_have_other_scores_and_sinks(wrapper, monkeypatch):
+    wrapper.sm_scale, wrapper.logit_soft_cap, wrapper._flags, wrapper.launch = 0.125, 0.0, 0, "persistent"
+    wrapper._tiles, wrapper._build, wrapper.asked = TILES["hopper"], ("float16", 64, 90, ()), []
+    ran = []
+
+    def kernels(name):
+        return SimpleNamespace(forward=lambda *given: ran.append((name, *given[12:15])), merge=lambda *_: None)
+
+    wrapper._module = kernels("plain")
+    monkeypatch.setattr(wrapper_module, "load_kernel", lambda *asked: kernels((asked[3], asked[5])))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for name in ("_part_out", "_part_stats", "_counters"):
+        setattr(wrapper, name, None)
+    wrapper.planner = Planner(**HEADS, max_requests=8, merge="fused", tiles=TILES["hopper"])
+    wrapper._staging = [torch.zeros(len(wrapper.planner.buffer), dtype=torch.int32) for _ in range(2)]
+    wrapper._plan = torch.zeros_like(wrapper._staging[0])
+    wrapper.plan(alone([1, 1, 1], [0, 1, 2]), torch.arange(3))
+    tensors = tensor(8), tensor(2), tensor(2)
+    sinks = torch.zeros(8)
+    wrapper.run(*tensors)
+    wrapper.run(*tensors, sm_scale=0.5)
+    wrapper.run(*tensors, logit_soft_cap=30.0)
+    wrapper.run(*tensors, sinks=sinks)
+    wrapper.run(*tensors, logit_soft_cap=30.0, sinks=sinks.half())
+    given = [(name, scale, cap, sinks is not None) for name, scale, cap, sinks in ran]
+    assert given == [
+        ("plain", 0.125, 0.0, False), ("plain", 0.5, 0.0, False), ((True, False), 0.125, 30.0, False),
+        ((False, True), 0.125, 0.0, True), ((True, True), 0.125, 30.0, True),
+    ]  # fmt: skip
+    for wrong in ({"sinks": sinks[:4]}, {"sinks": sinks.bfloat16()}, {"sinks": torch.zeros(16)[::2]}):
+        with pytest.raises(PlanError, match=r"^sinks is .* give torch.float16 or float32 \[8\] on cpu$"):
+            wrapper.run(*tensors, **wrong)
+    for wrong in ({"sm_scale": 0.0}, {"logit_soft_cap": -1.0}):
+        with pytest.raises(PlanError, match="give a positive scale and no negative cap"):
+            wrapper.run(*tensors, **wrong)
+    assert len(ran) == 5
+
+
 # Which library a wrapper asks for --------------------------------------------------------------------------------
 
 
@@ -109,11 +148,11 @@ N_32 = ((8, 16), (16, 16), (64, 32), (128, 32))
 
 
 def test_by_default_and_for_the_default_tiles_it_is_the_same_library(asks):
-    usual = ("float16", 128, 90, False, ())
+    usual = ("float16", 128, 90, False, (), False)
     assert asks() == asks(tiles=TILES["hopper"]) == asks(tiles=[[64, 64], [128, 64]]) == usual
     assert asks(path="portable") == asks(name="NVIDIA H100 80GB HBM3") == usual
-    assert asks(head_dim=96) == ("float16", 96, 90, False, ())  # which says that there is none
-    assert asks(name="NVIDIA A100", capability=(8, 0), logit_soft_cap=3.0) == ("float16", 128, 80, True, ())
+    assert asks(head_dim=96) == ("float16", 96, 90, False, (), False)  # which says that there is none
+    assert asks(name="NVIDIA A100", capability=(8, 0), logit_soft_cap=3.0) == ("float16", 128, 80, True, (), False)
 
 
 def test_another_n_is_another_library(asks):

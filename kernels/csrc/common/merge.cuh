@@ -2,6 +2,7 @@
 #pragma once
 #include "common/barrier.cuh"
 #include "common/partial.cuh"
+#include "common/sink.cuh"
 
 namespace feather {
 
@@ -142,6 +143,18 @@ __device__ __forceinline__ PendingPublish epilogue(Params<T> const& params, Out&
     if (Layout::leads()) pending.at[i] = at;
     pending.lse[i] = lse[i];
   }
+#if FEATHER_SINKS
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (!final[i]) continue;
+    float const share = apply_sink(params, rows[i].head, lse[i]);
+#pragma unroll
+    for (int c = 0; c < Layout::kChunks; ++c) {
+#pragma unroll
+      for (int e = 0; e < kPartChunk; ++e) Layout::value(out, i, c, e) *= share;
+    }
+  }
+#endif
   __syncwarp();
   if (__any_sync(~0u, final[0] || final[1])) Layout::store(params, out, rows);
   float* const lse_to = opaque(params.lse);
@@ -216,7 +229,12 @@ __device__ __forceinline__ void merge_row(Params<T> const& params, int request, 
       }
     }
   }
+#if FEATHER_SINKS
+  float lse = total.lse();
+  float const inverse = total.inverse() * apply_sink(params, head, lse);
+#else
   float const inverse = total.inverse();
+#endif
   T* const to = params.out + request * params.out_stride + head * kHeadDim;
   int const chunk = lane / 2 % 8, place = 2 * (chunk % 4) + chunk / 4;  // part_chunk, backwards
 #pragma unroll
@@ -226,7 +244,11 @@ __device__ __forceinline__ void merge_row(Params<T> const& params, int request, 
 #pragma unroll
     for (int e = 0; e < kOwn; ++e) to[first_column + 8 * e] = T(sum[c][e] * inverse);
   }
+#if FEATHER_SINKS
+  if (params.lse && lane == 0) params.lse[int64_t(request) * params.q_heads + head] = lse * kLn2;
+#else
   if (params.lse && lane == 0) params.lse[int64_t(request) * params.q_heads + head] = total.lse() * kLn2;
+#endif
 }
 
 // Closing items without tokens, which wait for whatever was in the queues: warp `index` of all of a launch takes its

@@ -44,6 +44,10 @@ struct Params {
   float scale_log2;       // softmax scale times log2(e)
   float soft_cap_log2;    // logit soft cap times log2(e); 0 = none
   float soft_cap_scale;   // softmax scale over the cap
+#if FEATHER_SINKS
+  void const* sinks;  // (q_heads): a logit a head, natural logarithm
+  bool wide_sinks;    // as float32, not as T
+#endif
 };
 
 // A queue of the plan, as a launch sees it.
