@@ -134,7 +134,7 @@ HOOKS = (
         part="switch",
     ),
     Hook("sglang.srt.utils.auth.auth_level", "calls", ("level",), "the admin key guards the endpoint", part="switch"),
-    Hook(_ARGS + "__post_init__", "start", ("self",), "--attention-backend pat, before SGLang resolves it", part="pat"),
+    Hook(_ARGS + "__post_init__", "start", ("self",), "what runs beside pat, as SGLang resolves its flags", part="pat"),
     Hook(_ARGS + "resolve_once", "start", ("self",), "the same where it resolves later", part="pat", optional=True),
     Hook(_ATTENTION + "attention_registry.register_attention_backend", "calls", ("name",), "adds pat", part="pat"),
     Hook(

@@ -69,6 +69,12 @@ def _features(value: Any) -> str:
     return value
 
 
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("expected a name")
+    return value
+
+
 def _readable_file(value: Any) -> str:
     if not isinstance(value, str) or not Path(value).is_file():
         raise ValueError("no such file")
@@ -137,6 +143,14 @@ class FeatherOptions:
         _writable_folder,
         "DIR",
         "The pat backend keeps a recent batch there, for `feather explain-plan DIR`.",
+        at_start=True,
+    )
+    pat_beside: str | None = _option(
+        None,
+        _name,
+        "BACKEND",
+        "SGLang's attention backend for the layers that pat does not pack; by default the one that SGLang would decode "
+        "with.",
         at_start=True,
     )
     allow_switch: bool = _option(

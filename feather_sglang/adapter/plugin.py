@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from feather_sglang.adapter.attention.registration import decode_only, register_backend
+from feather_sglang.adapter.attention.registration import construct, register_backend, resolve
 from feather_sglang.adapter.hooks import HOOKS, INIT, exists, extension_points, is_needed
 from feather_sglang.adapter.options import switch_allowed
 from feather_sglang.adapter.start_up import offer, refuse_arguments, start_policy, start_switch
@@ -86,8 +86,8 @@ HANDLERS = {
     "check_server_args": (check_server_args, HookType.AROUND),
     "_validate_and_adjust_policy": (accept_policy, HookType.AROUND),
     "init_schedule_policy": (start, HookType.AROUND),
-    "__post_init__": (decode_only, HookType.BEFORE),
-    "resolve_once": (decode_only, HookType.BEFORE),
+    "__post_init__": (construct, HookType.AROUND),
+    "resolve_once": (resolve, HookType.AROUND),
 }
 
 

@@ -1,9 +1,10 @@
-"""What the flags of a server alone tell that it cannot run, refused before anything is loaded."""
+"""What the flags of a server alone tell that it cannot run, as data, and refused before anything is loaded."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.errors import FeatherError
@@ -13,18 +14,48 @@ REFERENCE = "FEATHER_PAT_REFERENCE"  # lets pat run on a CPU, for tests
 ANOTHER_BACKEND = "choose another --decode-attention-backend"
 
 
+class Limit(NamedTuple):
+    """Something that is not served: what it is, and whether it is there.
+
+    ``what`` may have fields of the subject in braces.
+    """
+
+    what: str
+    holds: Callable[[Any], bool]
+
+
+def first_limit(limits: Iterable[Limit], subject: Any) -> str | None:
+    """What the first limit that holds names, or None."""
+    return next((limit.what.format(subject) for limit in limits if limit.holds(subject)), None)
+
+
+# The tests read arguments that older releases lack, and that stand-ins leave out.
+POLICY_FLAGS = (
+    Limit("--pp-size above 1", lambda args: getattr(args, "pp_size", 1) > 1),
+    Limit("--disaggregation-mode", lambda args: getattr(args, "disaggregation_mode", "null") != "null"),
+    Limit("--speculative-algorithm", lambda args: getattr(args, "speculative_algorithm", None) is not None),
+    Limit("--enable-dp-attention", lambda args: getattr(args, "enable_dp_attention", False)),
+    Limit("--dllm-algorithm", lambda args: getattr(args, "dllm_algorithm", None) is not None),
+    Limit("--disable-radix-cache", lambda args: getattr(args, "disable_radix_cache", False)),
+)
+PAT_FLAGS = (
+    Limit("--pp-size above 1", lambda args: args.pp_size > 1),
+    Limit("--disaggregation-mode", lambda args: args.disaggregation_mode != "null"),
+    Limit("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
+    Limit("--dllm-algorithm", lambda args: args.dllm_algorithm is not None),
+    Limit("data-parallel attention", lambda args: args.enable_dp_attention),
+    Limit("--enable-two-batch-overlap", lambda args: args.enable_two_batch_overlap),
+    Limit("--enable-pdmux", lambda args: args.enable_pdmux),
+    Limit("--enable-hisparse", lambda args: args.enable_hisparse),
+    Limit("--enable-deterministic-inference", lambda args: args.enable_deterministic_inference),
+    Limit("--enable-unified-memory", lambda args: getattr(args, "enable_unified_memory", False)),
+)
+
+
 def refuse_policy_flags(args: Any, name: str, options: FeatherOptions) -> None:
     """Raise ``FeatherError`` for flags that the feather policy ``name``, or these options, do not support."""
-    for unsupported, flag in (
-        (getattr(args, "pp_size", 1) > 1, "--pp-size above 1"),
-        (getattr(args, "disaggregation_mode", "null") != "null", "--disaggregation-mode"),
-        (getattr(args, "speculative_algorithm", None) is not None, "--speculative-algorithm"),
-        (getattr(args, "enable_dp_attention", False), "--enable-dp-attention"),
-        (getattr(args, "dllm_algorithm", None) is not None, "--dllm-algorithm"),
-        (getattr(args, "disable_radix_cache", False), "--disable-radix-cache"),
-    ):
-        if unsupported:
-            raise FeatherError(f"--schedule-policy {name} does not support {flag}; drop it or choose another policy")
+    if flag := first_limit(POLICY_FLAGS, args):
+        raise FeatherError(f"--schedule-policy {name} does not support {flag}; drop it or choose another policy")
     if options.pace and not admits(name):
         raise FeatherError(
             f"--schedule-policy {name} leaves admission to SGLang, so --feather-pace cannot work; drop it"
@@ -42,16 +73,5 @@ def refuse_pat_flags(args: Any) -> None:
     """Raise ``FeatherError`` for flags that the pat backend does not support."""
     if args.device == "cpu" and os.environ.get(REFERENCE) != "1":
         raise FeatherError(f"the pat backend needs an NVIDIA GPU, this server runs on the CPU: {ANOTHER_BACKEND}")
-    for unsupported, flag in (
-        (args.pp_size > 1, "--pp-size above 1"),
-        (args.disaggregation_mode != "null", "--disaggregation-mode"),
-        (args.speculative_algorithm is not None, "--speculative-algorithm"),
-        (args.dllm_algorithm is not None, "--dllm-algorithm"),
-        (args.enable_dp_attention, "data-parallel attention"),
-        (args.enable_two_batch_overlap, "--enable-two-batch-overlap"),
-        (args.enable_pdmux, "--enable-pdmux"),
-        (args.enable_hisparse, "--enable-hisparse"),
-        (args.enable_deterministic_inference, "--enable-deterministic-inference"),
-    ):
-        if unsupported:
-            raise FeatherError(f"the pat backend does not support {flag}; drop it or {ANOTHER_BACKEND}")
+    if flag := first_limit(PAT_FLAGS, args):
+        raise FeatherError(f"the pat backend does not support {flag}; drop it or {ANOTHER_BACKEND}")

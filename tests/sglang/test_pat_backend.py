@@ -14,6 +14,7 @@ import torch
 from harness import OverlapServer, Server
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -23,6 +24,7 @@ from feather_kernels.plan import Planner
 from feather_kernels.reference import direct_decode
 from feather_sglang.adapter import hooks
 from feather_sglang.adapter.attention import backend as pat_backend
+from feather_sglang.adapter.attention import facts as pat_facts
 from feather_sglang.adapter.attention import limits as pat_limits
 from feather_sglang.adapter.attention import record as pat_record
 from feather_sglang.adapter.attention import registration as attention
@@ -166,7 +168,7 @@ def test_the_tokens_of_torch_native_from_fewer_reads(server, expected, overrides
 
 def test_a_plan_that_does_not_fit_shares_nothing(server, expected, caplog):
     one = server()
-    engine, before = pat_of(one)._engine, pat_metrics().unshared._value.get()
+    (engine,), before = pat_of(one)._engines._engines, pat_metrics().unshared._value.get()
     options = engine.planner.options
     engine.planner = Planner(  # no memory for parts: by naive, sharing anything needs some
         num_qo_heads=options.num_kv_heads * options.group_size, num_kv_heads=options.num_kv_heads,
@@ -294,7 +296,9 @@ def test_batches_are_recorded_for_explain_plan(server, monkeypatch, tmp_path, ca
 def test_rows_of_padding_are_recorded_as_such(started, monkeypatch, tmp_path):
     recorder = pat_record.PlanRecorder(tmp_path)
     backend = pat_of(started)
-    plan = backend._engine.planner.plan(RowSharing(torch.zeros(2, 9), np.ones(2), 1).forest(np.ones(1), lengths(5, 1)))
+    plan = backend._engines._engines[0].planner.plan(
+        RowSharing(torch.zeros(2, 9), np.ones(2), 1).forest(np.ones(1), lengths(5, 1))
+    )
     recorder.offer(plan, 1)
     assert load_batch(tmp_path).padding == 1
 
@@ -320,7 +324,7 @@ def test_a_folder_to_record_in_that_does_not_exist_ends_start_up(server, monkeyp
 def test_a_replay_with_padding_after_a_capture(started):
     """SGLang's calls around a CUDA graph: capture with dummy rows, then a replay of a smaller batch."""
     backend, runner = pat_of(started), runner_of(started)
-    heads, _, dim = backend._shape
+    heads, _, dim = backend._engines.shape(0)
     backend.init_cuda_graph_state(4, 4)
     fill = backend.get_cuda_graph_seq_len_fill_value()
     static = torch.full((4,), fill, dtype=torch.int64)
@@ -354,7 +358,7 @@ def test_a_replay_with_padding_after_a_capture(started):
             forest = backend.plan.forest.with_seq_len(lens.numpy().astype(np.int32))
             exact, _ = direct_decode(
                 forest, q.view(4, heads, dim).numpy(), pool.get_key_buffer(0).numpy(),
-                pool.get_value_buffer(0).numpy(), table.view(-1).numpy(), 1, backend._scores["sm_scale"],
+                pool.get_value_buffer(0).numpy(), table.view(-1).numpy(), 1, dim**-0.5,
             )  # fmt: skip
             assert torch.allclose(out.view(4, heads, dim), torch.from_numpy(exact).float(), atol=1e-5)
         assert backend.plan.forest.length.tolist() == [64]
@@ -710,14 +714,14 @@ def test_a_page_that_the_cache_holds_in_part_is_not_its_own(server, monkeypatch)
 
 def test_attention_backend_pat_leaves_prefill_to_sglang(server, monkeypatch):
     # SGLang's own default on this CPU may want what the CPU does not have.
-    seen = {}
+    seen = []
     one = server(attention_backend="pat", decode_attention_backend=None, prefill_attention_backend="torch_native")
     backend = runner_of(one).attn_backend
-    seen = backend.prefill_attention_backend_str, backend.decode_attention_backend_str
-    assert seen == ("torch_native", "pat")
+    named = backend.prefill_attention_backend_str, backend.decode_attention_backend_str
+    assert named == ("torch_native", "pat")
     args = SimpleNamespace(attention_backend="pat", decode_attention_backend=None, prefill_attention_backend=None)
-    attention.decode_only(args)
-    assert (args.attention_backend, args.decode_attention_backend) == (None, "pat")
+    attention.resolve(lambda args: seen.append((args.attention_backend, args.decode_attention_backend)), args)
+    assert seen == [(None, None)] and (args.attention_backend, args.decode_attention_backend) == (None, "pat")
 
 
 @pytest.mark.parametrize(
@@ -769,46 +773,58 @@ def test_a_hook_that_did_not_work_ends_start_up(started):
 @pytest.mark.parametrize(
     ("where", "name", "value", "says"),
     [
-        ("model_config", "attention_arch", pat_limits.AttentionArch.MLA, "multi-head latent attention"),
+        ("model_config", "attention_arch", pat_facts.AttentionArch.MLA, "multi-head latent attention"),
         ("model_config", "is_encoder_decoder", True, "encoder-decoder models"),
-        ("model_config", "has_attention_sinks", True, "attention sinks"),
-        ("model_config", "attention_chunk_size", 64, "chunked attention"),
-        ("", "sliding_window_size", 4096, "sliding windows"),
-        ("", "kv_cache_dtype", torch.float8_e4m3fn, "drop --kv-cache-dtype"),
+        (
+            "",
+            "kv_cache_dtype",
+            torch.float8_e4m3fn,
+            "a KV cache of float8_e4m3fn under a model in float32 .drop --kv-c",
+        ),
         ("", "token_to_kv_pool", SimpleNamespace(), "the KV cache SimpleNamespace"),
         ("server_args", "speculative_algorithm", "EAGLE", "--speculative-algorithm"),
         ("server_args", "pp_size", 2, "--pp-size above 1"),
         ("server_args", "enable_two_batch_overlap", True, "--enable-two-batch-overlap"),
         ("server_args", "enable_pdmux", True, "--enable-pdmux"),
         ("server_args", "enable_dp_attention", True, "data-parallel attention"),
-        ("layer", "sliding_window_size", 128, "sliding windows"),
-        ("layer", "is_cross_attention", True, "cross attention"),
-        ("layer", "attn_type", pat_limits.AttentionType.ENCODER_ONLY, "attention of type encoder_only"),
-        ("layer", "v_head_dim", 8, "values of 8 beside keys of 16"),
-        ("layer", "tp_q_head_num", 17, "more than 16 query heads"),
-        ("layer", "head_dim", 32, "values of 16 beside keys of 32|same heads in all layers"),
-        ("layer", "scaling", 3.0, "one scale of the scores"),
     ],
 )
-def test_what_it_cannot_serve_is_named(started, monkeypatch, where, name, value, says):
+def test_what_it_cannot_serve_is_named(started, where, name, value, says):
     runner = runner_of(started)
     fields = {
         field: getattr(runner, field)
-        for field in (
-            "model", "model_config", "server_args", "token_to_kv_pool", "sliding_window_size", "is_hybrid_swa",
-            "kv_cache_dtype", "dtype",
-        )
-    }  # fmt: skip
-    assert pat_limits.attention_layers(SimpleNamespace(**fields), reference=True)
-    if where == "layer":
-        layer = next(m for m in runner.model.modules() if isinstance(m, pat_limits.RadixAttention))
-        monkeypatch.setattr(layer, name, value)
-    elif where:
+        for field in ("model", "model_config", "server_args", "token_to_kv_pool", "kv_cache_dtype", "dtype", "device")
+    }
+    fields["req_to_token_pool"] = None  # nothing is built
+    if where:
         fields[where] = Changed(fields[where], name, value)
     else:
         fields[name] = value
-    with pytest.raises(FeatherError, match=says):
-        pat_limits.attention_layers(SimpleNamespace(**fields), reference=True)
+    with pytest.raises(FeatherError, match=f"^the pat backend does not support {says}.*: choose another|{says}; drop"):
+        pat_backend.PatBackend(SimpleNamespace(**fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("sliding_window_size", 128, "sliding windows"),
+        ("is_cross_attention", True, "cross attention"),
+        ("attn_type", AttentionType.ENCODER_ONLY, "attention of type encoder_"),
+        ("v_head_dim", 8, "values of 8 beside keys of 16"),
+        ("tp_q_head_num", 17, "more than 16 query heads"),
+        ("xai_temperature_len", 3, "attention temperature"),
+        ("pos_encoding_mode", "ALIBI", "positional encoding ALIBI in attention"),
+    ],
+)
+def test_layers_that_it_cannot_pack_are_left_to_another(started, monkeypatch, name, value, says):
+    runner = runner_of(started)
+    layers = [module for module in runner.model.modules() if isinstance(module, pat_facts.RadixAttention)]
+    monkeypatch.setattr(layers[0], name, value)
+    packed = pat_limits.packed_layers(pat_facts.facts_of(runner, reference=True))
+    assert [layer.layer_id for layer in packed] == [1]
+    monkeypatch.setattr(layers[1], name, value)
+    with pytest.raises(FeatherError, match=f"can pack no layer of this model .*{says}"):
+        pat_limits.packed_layers(pat_facts.facts_of(runner, reference=True))
 
 
 class Changed:
@@ -824,9 +840,10 @@ class Changed:
 
 def test_the_kernels_head_dims(started):
     with pytest.raises(FeatherError, match=r"head_dim 16 \(only 64, 128, 256\)"):
-        pat_limits.attention_layers(runner_of(started), reference=False)
+        pat_limits.packed_layers(pat_facts.facts_of(runner_of(started), reference=False))
 
 
 def test_arguments_of_attention_that_it_does_not_know(started):
-    with pytest.raises(FeatherError, match="does not support sinks in attention"):
-        pat_of(started).forward_decode(None, None, None, None, None, sinks=torch.ones(2))
+    layer = SimpleNamespace(layer_id=0)
+    with pytest.raises(FeatherError, match="does not support rotary in attention"):
+        pat_of(started).forward_decode(None, None, None, layer, None, rotary=torch.ones(2))

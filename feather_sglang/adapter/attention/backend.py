@@ -1,5 +1,8 @@
 """SGLang's decode attention through `feather_kernels.PackedDecodeWrapper`: the backend ``pat``.
 
+It packs the layers that see the whole sequence. Others, with a window or in chunks, run on the backend that SGLang
+would have chosen without pat (`beside`), which is told of every step as if it were alone.
+
 A decode step walks through: `watch_batches` hands the batch's host side to the backend (``expect``); ``_out_graph``
 finds out whether the last plan still holds and plans if not; ``_in_graph``, which a CUDA graph records, copies the
 lengths to where the kernel reads them; ``forward_decode`` runs once a layer. Prefill is another backend's, through
@@ -24,13 +27,17 @@ from sglang.srt.layers.attention import base_attn_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from feather_kernels import BuildError, PlanError
+from feather_kernels import PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.plan import PackPlan
-from feather_sglang.adapter.attention.limits import attention_layers, uses_reference
+from feather_sglang.adapter.attention.beside import create_beside
+from feather_sglang.adapter.attention.engines import Engines
+from feather_sglang.adapter.attention.facts import facts_of, uses_reference
+from feather_sglang.adapter.attention.limits import packed_layers
 from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.attention.record import plan_recorder
 from feather_sglang.adapter.attention.rows import RowSharing
+from feather_sglang.adapter.refusals import refuse_pat_flags
 from feather_sglang.errors import FeatherError
 
 logger = logging.getLogger(__name__)
@@ -52,24 +59,23 @@ class PatBackend(AttentionBackend):
     ----------
     sharing : RowSharing
         Which rows of the batch share what.
-    plan : PackPlan or None
-        The plan in force.
+    beside : AttentionBackend or None
+        SGLang's own, where layers are left to it.
     """
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         self._reference = uses_reference(model_runner)
-        layer = attention_layers(model_runner, self._reference)[0]
-        self._shape = layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim
-        self._scores = {"sm_scale": layer.scaling, "logit_soft_cap": layer.logit_cap}
+        refuse_pat_flags(model_runner.server_args)
+        facts = facts_of(model_runner, self._reference)
+        self._layers, self._sinks = packed_layers(facts), facts.sinks
         self._dtype, self._device = model_runner.dtype, model_runner.device
-        self._pool = model_runner.token_to_kv_pool
-        rows = model_runner.req_to_token_pool
+        self._pool = self.token_to_kv_pool = model_runner.token_to_kv_pool
+        rows = self.req_to_token_pool = model_runner.req_to_token_pool
         self._table = rows.req_to_token
         self._page = model_runner.server_args.page_size or 1
         overlap = not model_runner.server_args.disable_overlap_schedule
         self.sharing = RowSharing(self._table, rows.req_generation.numpy(), settled_at=2 if overlap else 1)
-        self.plan: PackPlan | None = None
         self._expected: tuple[list[Any], np.ndarray] | None = None
         self._metrics = pat_metrics()
         self._recorder = plan_recorder()
@@ -77,29 +83,24 @@ class PatBackend(AttentionBackend):
         self._planned = self._read = 0  # KV tokens of the plan in force, and how many it reads
         self._warned = False  # of a plan that does not fit
         self._allocate(rows.size)
+        left = len(facts.layers) - len(self._layers)
+        self.beside: Any = create_beside(model_runner, left) if left else None
         _finish_reading_late()
         watch_batches()
         model_runner.feather_pat = self
 
     def _allocate(self, max_requests: int) -> None:
-        """Build the engine and the lengths that it reads; both keep their addresses from here on."""
+        """Build the engines and the lengths that they read; both keep their addresses from here on."""
         self._max_requests = max_requests
-        if self._reference:
-            from feather_sglang.adapter.attention.reference import ReferenceEngine
-
-            self._engine: Any = ReferenceEngine(*self._shape, max_requests=max_requests, **self._scores)
-        else:
-            from feather_kernels import PackedDecodeWrapper
-
-            try:
-                self._engine = PackedDecodeWrapper(
-                    *self._shape, page_size=1, dtype=self._dtype, device=self._device, max_requests=max_requests,
-                    **self._scores,
-                )  # fmt: skip
-            except (BuildError, ValueError) as error:
-                raise FeatherError(f"the pat backend cannot start: {error}") from None
+        self._engines = Engines(
+            self._layers, self._dtype, self._device, max_requests, self._sinks, self._reference
+        )  # fmt: skip
         self._lens = torch.full((max_requests,), FILL, dtype=torch.int32, device=self._device)
-        self.plan = None
+
+    @property
+    def plan(self) -> PackPlan | None:
+        """The plan in force, of the first shape of heads."""
+        return self._engines.plans[0] if self._engines.plans else None
 
     # What SGLang asks of a backend -----------------------------------------------------------------------------
 
@@ -107,10 +108,24 @@ class PatBackend(AttentionBackend):
         """Make room for the largest captured batch (SGLang calls it once, before it captures)."""
         if max_bs > self._max_requests:
             self._allocate(max_bs)
+        if self.beside is not None:
+            self.beside.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Length of the rows that pad a captured batch."""
+        """Length of the rows that pad a captured batch, the same for all of SGLang's own backends."""
         return FILL
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        """Nothing of pat's own has to be undone."""
+        if self.beside is not None:
+            self.beside.on_after_cuda_graph_warmup()
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare a step that no graph replays."""
+        self._plan_step(forward_batch)
+        self._copy_lengths(forward_batch)
+        if self.beside is not None:
+            self.beside.init_forward_metadata(forward_batch)
 
     if hasattr(base_attn_backend, "SharedReadEnds"):
 
@@ -120,6 +135,21 @@ class PatBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Plan a step: once for all layers, on the host, before the graph is replayed."""
+        self._plan_step(forward_batch, in_capture)
+        if self.beside is not None:
+            self.beside.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Copy the lengths of a step, as part of the graph."""
+        self._copy_lengths(forward_batch)
+        if self.beside is not None:
+            self.beside.init_forward_metadata_in_graph(forward_batch)
+
+    def _copy_lengths(self, forward_batch: Any) -> None:
+        if not forward_batch.forward_mode.is_idle():
+            self._lens[: forward_batch.seq_lens.shape[0]].copy_(forward_batch.seq_lens)
+
+    def _plan_step(self, forward_batch: Any, in_capture: bool = False) -> None:
         if forward_batch.forward_mode.is_idle():
             return
         requests = forward_batch.seq_lens.shape[0]
@@ -138,23 +168,18 @@ class PatBackend(AttentionBackend):
         lens[: len(rows)] = forward_batch.seq_lens_cpu.numpy()[: len(rows)]
         changed = self.sharing.observe(requests_now, rows, lens[: len(rows)])
         total = int(lens.sum())
-        plan = self.plan
         seconds = None
-        if changed or plan is None or not plan.valid_for(lens)[0]:
+        if changed or not self._engines.valid_for(lens):
             start = time.perf_counter()
-            plan = self._use(self.sharing.forest(rows, lens), total)
+            self._use(self.sharing.forest(rows, lens), total)
             seconds = time.perf_counter() - start
+        plan = self._engines.plans[0]
         if self._debug:
             self.sharing.check(plan.forest, lens)
         if self._recorder is not None:
             self._recorder.offer(plan, len(rows))
         if self._metrics is not None:
             self._metrics.step(seconds, total, self._read + total - self._planned)  # private tails have grown since
-
-    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Copy the lengths of a step, as part of the graph."""
-        if not forward_batch.forward_mode.is_idle():
-            self._lens[: forward_batch.seq_lens.shape[0]].copy_(forward_batch.seq_lens)
 
     def forward_decode(
         self,
@@ -167,6 +192,9 @@ class PatBackend(AttentionBackend):
         **extras: Any,
     ) -> torch.Tensor:
         """q [rows, heads * head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads * head_dim]"""
+        if layer.layer_id not in self._engines:
+            return self.beside.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **extras)
+        sinks = extras.pop("sinks", None)
         if given := [name for name, value in extras.items() if value is not None and value is not False]:
             raise FeatherError(
                 f"the pat backend does not support {', '.join(given)} in attention, which this model uses: choose "
@@ -174,14 +202,16 @@ class PatBackend(AttentionBackend):
             )
         if save_kv_cache and k is not None:
             self._pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, layer.k_scale, layer.v_scale)
-        heads, _, dim = self._shape
+        heads, _, dim = self._engines.shape(layer.layer_id)
         q = q.reshape(-1, heads * dim)
         out = q.new_empty(q.shape)
-        self._engine.run(
+        self._engines.run(
+            layer.layer_id,
             q.view(-1, heads, dim),
             self._pool.get_key_buffer(layer.layer_id),
             self._pool.get_value_buffer(layer.layer_id),
-            out=out.view(-1, heads, dim),
+            out.view(-1, heads, dim),
+            sinks,
         )
         return out
 
@@ -204,19 +234,18 @@ class PatBackend(AttentionBackend):
             cached[:] = np.array(batch.prefix_lens) // self._page * self._page
         self.sharing.prefill(rows, cached)
 
-    def _use(self, forest: Forest, total: int) -> PackPlan:
+    def _use(self, forest: Forest, total: int) -> None:
         lens = self._lens[: forest.n_requests]
         try:
-            self.plan = self._engine.plan(forest, self._table, lens)
+            self._engines.plan(forest, self._table, lens)
         except PlanError as error:  # more levels than there is memory for parts
             if self._metrics is not None:
                 self._metrics.unshared.inc()
             if not self._warned:
                 self._warned = True
                 logger.warning("feather: pat decodes a batch without sharing, as its plan does not fit: %s", error)
-            self.plan = self._engine.plan(_alone(forest.seq_len, forest.row_offset), self._table, lens)
-        self._planned, self._read = total, self.plan.tokens_read
-        return self.plan
+            self._engines.plan(_alone(forest.seq_len, forest.row_offset), self._table, lens)
+        self._planned, self._read = total, self._engines.plans[0].tokens_read
 
     def _plan_apart(self, forward_batch: Any) -> None:
         """Plan a dummy batch, whose rows share nothing."""

@@ -1,107 +1,124 @@
-"""What the pat backend cannot serve: found when it is built, each with one line that says what to do."""
+"""What the pat backend does not serve, as data that its checks and the support matrix both read.
+
+A limit of the model, its pool or the server's parallelism ends start-up. A limit of a layer leaves that layer to the
+backend beside pat; only a model without any layer to pack is refused.
+"""
 
 from __future__ import annotations
 
-import os
-from typing import Any
+from dataclasses import dataclass
 
-import torch
-from sglang.srt.configs.model_config import AttentionArch
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.runtime_context import get_parallel
-
-from feather_sglang.adapter.refusals import ANOTHER_BACKEND as _ELSE
-from feather_sglang.adapter.refusals import REFERENCE, refuse_pat_flags
+from feather_kernels.build import HEAD_DIMS
+from feather_sglang.adapter.refusals import ANOTHER_BACKEND, Limit, first_limit
 from feather_sglang.errors import FeatherError
 
-HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
+POOLS = ("MHATokenToKVPool", "SWAKVPool", "HybridLinearKVPool")
+MIN_CAPABILITY = 8
 
 
-def uses_reference(runner: Any) -> bool:
-    """Whether the runner is on a CPU, with the NumPy reference asked for; raises where neither engine can run."""
-    device = torch.device(runner.device).type
-    if device == "cpu":
-        if os.environ.get(REFERENCE) == "1":
-            return True
-        raise FeatherError(f"the pat backend needs an NVIDIA GPU, this server runs on the CPU: {_ELSE}")
-    if device != "cuda" or torch.version.cuda is None:
-        raise FeatherError(f"the pat backend needs an NVIDIA GPU, this server runs on {runner.device}: {_ELSE}")
-    major, minor = torch.cuda.get_device_capability(torch.cuda.current_device())
-    if major < 8:
-        raise FeatherError(f"the pat backend needs compute capability 8.0 or 9.0, this GPU has {major}.{minor}")
-    return False
+@dataclass(frozen=True)
+class LayerFacts:
+    """What one attention layer asks of a backend; heads are those of a rank."""
+
+    layer_id: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    sm_scale: float
+    logit_soft_cap: float = 0.0
+    capping: str = "tanh"
+    attention: str = "decoder"  # SGLang's AttentionType
+    cross: bool = False
+    window: int = -1  # tokens before the query's own; -1: all
+    chunked: bool = False  # sees its chunk of the sequence only
+    positions: str = "NONE"  # encoded in attention
+    temperature: int = -1
+    in_window_pool: bool = False  # its KV has slots of its own
+    reference: bool = False  # run by the NumPy reference, which takes any head_dim
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Query heads, KV heads and head_dim, which a plan is made for."""
+        return self.q_heads, self.kv_heads, self.head_dim
 
 
-def attention_layers(runner: Any, reference: bool) -> list[RadixAttention]:
-    """The model's attention layers, if the backend can serve them all.
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model and its server's KV cache ask of a backend."""
+
+    layers: tuple[LayerFacts, ...]
+    dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+    pool: str = "MHATokenToKVPool"
+    full_pool: str = "MHATokenToKVPool"  # the one of the layers that see everything
+    layout: str = "nhd"
+    latent: bool = False
+    encoder_decoder: bool = False
+    sinks: bool = False
+    attn_dp_size: int = 1
+    attn_cp_size: int = 1
+
+
+MODEL_LIMITS = (
+    Limit("data-parallel attention", lambda model: model.attn_dp_size > 1),
+    Limit("context parallelism", lambda model: model.attn_cp_size > 1),
+    Limit("multi-head latent attention, which this model has", lambda model: model.latent),
+    Limit("encoder-decoder models, which this is", lambda model: model.encoder_decoder),
+    Limit(
+        "a KV cache of {0.kv_dtype} under a model in {0.dtype} (drop --kv-cache-dtype)",
+        lambda model: model.kv_dtype != model.dtype,
+    ),
+    # Others hold latents or quantised values, or rows of ids that stand for slots.
+    Limit("the KV cache {0.pool}", lambda model: model.pool not in POOLS),
+    Limit(
+        "the KV cache {0.full_pool} ({0.layout})",
+        lambda model: (model.full_pool, model.layout) != ("MHATokenToKVPool", "nhd"),
+    ),
+)
+LAYER_LIMITS = (
+    Limit("cross attention", lambda layer: layer.cross),
+    Limit("attention of type {0.attention}", lambda layer: layer.attention != "decoder"),
+    Limit("sliding windows", lambda layer: layer.window > -1),
+    Limit("chunked attention", lambda layer: layer.chunked),
+    Limit("KV in the pool for windows", lambda layer: layer.in_window_pool),
+    Limit("logit capping by {0.capping}", lambda layer: layer.logit_soft_cap > 0 and layer.capping != "tanh"),
+    Limit("positional encoding {0.positions} in attention", lambda layer: layer.positions != "NONE"),
+    Limit("attention temperature", lambda layer: layer.temperature > 0),
+    Limit(
+        "values of {0.v_head_dim} beside keys of {0.head_dim}",
+        lambda layer: layer.v_head_dim != layer.head_dim,
+    ),
+    Limit(f"more than {MAX_GROUP} query heads to a KV head", lambda layer: layer.q_heads > MAX_GROUP * layer.kv_heads),
+    Limit(
+        f"head_dim {{0.head_dim}} (only {', '.join(map(str, HEAD_DIMS))})",
+        lambda layer: not layer.reference and layer.head_dim not in HEAD_DIMS,
+    ),
+)
+
+
+def packed_layers(model: ModelFacts) -> tuple[LayerFacts, ...]:
+    """The layers that the packed kernel serves; the others are for the backend beside it.
 
     Raises
     ------
     FeatherError
-        A model, a setting or a KV cache that it cannot serve.
+        A model, a setting or a KV cache that pat cannot serve, or a model without a layer to pack.
     """
-    _refuse_settings(runner)
-    _refuse_model(runner)
-    layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
-    if not layers:
-        raise FeatherError(f"the pat backend finds no attention layer in this model: {_ELSE}")
-    for layer in layers:
-        _refuse_layer(layer, reference)
-    if len({(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim) for layer in layers}) > 1:
-        raise FeatherError(f"the pat backend needs the same heads in all layers, this model's differ: {_ELSE}")
-    if len({(layer.scaling, layer.logit_cap) for layer in layers}) > 1:
-        raise FeatherError(f"the pat backend needs one scale of the scores, this model's layers differ: {_ELSE}")
-    return layers
+    if what := first_limit(MODEL_LIMITS, model):
+        raise FeatherError(f"the pat backend does not support {what}: {ANOTHER_BACKEND}")
+    if not model.layers:
+        raise FeatherError(f"the pat backend finds no attention layer in this model: {ANOTHER_BACKEND}")
+    found = {layer: first_limit(LAYER_LIMITS, layer) for layer in model.layers}
+    packed = tuple(layer for layer, limit in found.items() if limit is None)
+    if not packed:
+        why = ", ".join(dict.fromkeys(limit for limit in found.values() if limit))
+        raise FeatherError(f"the pat backend can pack no layer of this model ({why}): {ANOTHER_BACKEND}")
+    return packed
 
 
-def _refuse_settings(runner: Any) -> None:
-    refuse_pat_flags(runner.server_args)
-    parallel = get_parallel()  # what SGLang has made of the flags
-    for unsupported, flag in (
-        (parallel.attn_dp_size > 1, "data-parallel attention"),
-        (parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1, "context parallelism"),
-    ):
-        if unsupported:
-            raise FeatherError(f"the pat backend does not support {flag}; drop it or {_ELSE}")
-
-
-def _refuse_model(runner: Any) -> None:
-    model, pool = runner.model_config, runner.token_to_kv_pool
-    for unsupported, what in (
-        (model.attention_arch == AttentionArch.MLA, "multi-head latent attention"),
-        (model.is_encoder_decoder, "encoder-decoder models"),
-        (runner.sliding_window_size is not None or runner.is_hybrid_swa, "sliding windows"),
-        (model.attention_chunk_size is not None, "chunked attention"),
-        (model.has_attention_sinks, "attention sinks"),
-    ):
-        if unsupported:
-            raise FeatherError(f"the pat backend does not support {what}, which this model has: {_ELSE}")
-    if runner.kv_cache_dtype != runner.dtype:
-        raise FeatherError(
-            f"the pat backend does not support a KV cache of {runner.kv_cache_dtype} under a model in {runner.dtype}: "
-            f"drop --kv-cache-dtype or {_ELSE}"
-        )
-    # Others hold latents or quantised values, several kinds of layers, or rows of ids that stand for slots.
-    layout = getattr(pool, "kv_cache_layout", "nhd")
-    if type(pool) is not MHATokenToKVPool or layout != "nhd":
-        raise FeatherError(f"the pat backend does not support the KV cache {type(pool).__name__} ({layout}): {_ELSE}")
-
-
-def _refuse_layer(layer: RadixAttention, reference: bool) -> None:
-    for unsupported, what in (
-        (layer.is_cross_attention, "cross attention"),
-        (layer.attn_type != AttentionType.DECODER, f"attention of type {layer.attn_type.value}"),
-        (layer.sliding_window_size > -1, "sliding windows"),
-        (layer.logit_cap and layer.logit_capping_method != "tanh", f"logit capping by {layer.logit_capping_method}"),
-        (layer.pos_encoding_mode != "NONE", f"positional encoding {layer.pos_encoding_mode} in attention"),
-        (layer.xai_temperature_len > 0, "attention temperature"),
-        (layer.v_head_dim != layer.head_dim, f"values of {layer.v_head_dim} beside keys of {layer.head_dim}"),
-        (layer.tp_q_head_num > MAX_GROUP * layer.tp_k_head_num, f"more than {MAX_GROUP} query heads to a KV head"),
-    ):
-        if unsupported:
-            raise FeatherError(f"the pat backend does not support {what}, which this model has: {_ELSE}")
-    if not reference and layer.head_dim not in HEAD_DIMS:
-        known = ", ".join(map(str, HEAD_DIMS))
-        raise FeatherError(f"the pat backend does not support head_dim {layer.head_dim} (only {known}): {_ELSE}")
+def refuse_capability(major: int, minor: int) -> None:
+    """Raise ``FeatherError`` for a GPU that is too old."""
+    if major < MIN_CAPABILITY:
+        raise FeatherError(f"the pat backend needs compute capability 8.0 or 9.0, this GPU has {major}.{minor}")

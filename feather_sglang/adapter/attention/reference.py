@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -17,33 +15,33 @@ class ReferenceEngine:
 
     Parameters
     ----------
-    num_qo_heads, num_kv_heads, head_dim, max_requests, sm_scale, logit_soft_cap
+    num_qo_heads, num_kv_heads, head_dim, max_requests
         As for the wrapper.
     """
 
-    def __init__(
-        self,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        max_requests: int,
-        sm_scale: float,
-        logit_soft_cap: float,
-    ) -> None:
+    def __init__(self, num_qo_heads: int, num_kv_heads: int, head_dim: int, *, max_requests: int) -> None:
         self.planner = Planner(num_qo_heads, num_kv_heads, head_dim, max_requests=max_requests, n_sm=4)
-        self._options: dict[str, Any] = {"sm_scale": sm_scale, "logit_soft_cap": logit_soft_cap}
 
     def plan(self, forest: Forest, table: torch.Tensor, seq_lens: torch.Tensor) -> PackPlan:
         """Pack a batch; ``table`` and ``seq_lens`` are read by every `run`."""
         self._plan, self._table, self._lens = self.planner.plan(forest), table, seq_lens
         return self._plan
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        sm_scale: float,
+        logit_soft_cap: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Attend with the last plan."""
         values, _ = reference_decode(
-            self._plan, to_numpy(q), to_numpy(k_cache), to_numpy(v_cache), self._table.view(-1).numpy(), 1,
-            seq_lens=self._lens.numpy(), **self._options,
+            self._plan, to_numpy(q), to_numpy(k_cache), to_numpy(v_cache), self._table.view(-1).numpy(), 1, sm_scale,
+            logit_soft_cap, self._lens.numpy(), None if sinks is None else to_numpy(sinks.detach()),
         )  # fmt: skip
         return out.copy_(torch.from_numpy(values))
 

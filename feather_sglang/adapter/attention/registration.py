@@ -6,13 +6,13 @@ import importlib.util
 import logging
 from typing import Any
 
+from feather_sglang.adapter.attention.beside import PAT, resolve_beside
 from feather_sglang.adapter.failures import end_start_up
 from feather_sglang.adapter.hooks import installed_version, require_fit, untested
 from feather_sglang.errors import FeatherError
 
 logger = logging.getLogger(__name__)
 
-PAT = "pat"
 FLAGS = ("attention_backend", "decode_attention_backend")
 
 
@@ -23,14 +23,20 @@ def offer_backend(parser: Any) -> None:
             action.choices = [*action.choices, PAT]
 
 
-def decode_only(args: Any) -> None:
-    """Turn ``--attention-backend pat`` into the decode backend, before SGLang chooses the one for prefill."""
+def resolve(original: Any, args: Any) -> Any:
+    """Let SGLang resolve its flags, and choose the backends for prefill and beside pat (around the method)."""
     try:
         _refuse_contradictions(args)
+        if args.attention_backend == PAT:
+            args.attention_backend, args.decode_attention_backend = None, PAT
+        return resolve_beside(original, args)
     except FeatherError as error:
         end_start_up(error)
-    if args.attention_backend == PAT:
-        args.attention_backend, args.decode_attention_backend = None, PAT
+
+
+def construct(original: Any, args: Any) -> Any:
+    """The same where arguments are resolved as they are made (around ``__post_init__``)."""
+    return original(args) if hasattr(type(args), "resolve_once") else resolve(original, args)
 
 
 def _refuse_contradictions(args: Any) -> None:

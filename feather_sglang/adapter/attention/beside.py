@@ -1,0 +1,70 @@
+"""The backend beside pat: SGLang's own for the layers that pat does not pack, in the same step.
+
+Which one is SGLang's own choice: its flags are resolved as if pat had not been asked for (`resolve_beside`), and what
+it would decode with then is remembered in them. ``--feather-pat-beside`` names another.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from feather_sglang.adapter.options import FeatherOptions
+from feather_sglang.errors import FeatherError
+
+logger = logging.getLogger(__name__)
+
+PAT = "pat"
+CHOICE = "_feather_beside"  # on SGLang's arguments, which take it along to other processes
+
+
+def resolve_beside(original: Callable[..., Any], args: Any) -> Any:
+    """Resolve SGLang's flags with the backend beside pat in pat's place, then put pat back (around the method)."""
+    if args.decode_attention_backend != PAT or hasattr(args, CHOICE):
+        return original(args)
+    write = super(type(args), args).__setattr__  # arguments are sealed by their class once they are resolved
+    write("decode_attention_backend", _named())
+    try:
+        result = original(args)
+        if chosen := resolved(args, "decode_attention_backend") or resolved(args, "attention_backend"):
+            setattr(args, CHOICE, chosen)
+    finally:
+        write("decode_attention_backend", PAT)
+    declarations = getattr(args, "_resolved_overrides", None)
+    if declarations is not None:  # where these are read instead of the fields
+        declarations.append(("feather", {"decode_attention_backend": PAT}))
+    return result
+
+
+def resolved(args: Any, name: str) -> Any:
+    """A flag as SGLang has resolved it: its last declaration, or else the field."""
+    for _, declared in reversed(getattr(args, "_resolved_overrides", None) or ()):
+        if name in declared:
+            return declared[name]
+    return getattr(args, name)
+
+
+def _named() -> str | None:
+    """``--feather-pat-beside``, if SGLang knows it."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    name = FeatherOptions.from_environment().pat_beside
+    if name is not None and (name == PAT or name not in ATTENTION_BACKENDS):
+        known = ", ".join(sorted(set(ATTENTION_BACKENDS) - {PAT}))
+        raise FeatherError(f"--feather-pat-beside {name}: SGLang has no such backend for decoding; it has {known}")
+    return name
+
+
+def create_beside(runner: Any, layers: int) -> Any:
+    """SGLang's decode backend for the ``layers`` layers that pat does not pack."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    name = getattr(runner.server_args, CHOICE, None)
+    if name is None:
+        raise FeatherError(
+            "SGLang's flags were resolved before feather was loaded, so nobody knows what is to run beside pat: "
+            "name it with --feather-pat-beside, or use another --decode-attention-backend"
+        )
+    logger.info("feather: %s decodes %d layers beside pat", name, layers)
+    return ATTENTION_BACKENDS[name](runner)

@@ -1,0 +1,98 @@
+"""The packed kernel for every shape of heads that a model's layers have: one engine and one plan a shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from feather_kernels import BuildError
+from feather_kernels.forest import Forest
+from feather_kernels.plan import PackPlan
+from feather_sglang.adapter.attention.limits import LayerFacts
+from feather_sglang.errors import FeatherError
+
+
+class _Served(NamedTuple):
+    """A layer's engine, and how its scores differ from those of others in the same plan."""
+
+    engine: Any
+    sm_scale: float
+    logit_soft_cap: float
+
+
+class Engines:
+    """Engines for the packed layers of a model; a step is planned once a shape and run once a layer.
+
+    Parameters
+    ----------
+    layers : sequence of LayerFacts
+        Those to pack, at least one.
+    dtype, device
+        Of queries and caches.
+    max_requests : int
+        Rows of the largest batch.
+    sinks : bool
+        Whether layers will come with attention sinks.
+    reference : bool
+        The NumPy reference instead of the kernel.
+
+    Raises
+    ------
+    FeatherError
+        The kernel cannot be built or loaded here.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerFacts], dtype: Any, device: Any, max_requests: int, sinks: bool, reference: bool
+    ) -> None:
+        engines: dict[tuple[int, int, int], Any] = {}
+        try:
+            for layer in layers:
+                if layer.shape not in engines:
+                    engines[layer.shape] = _engine(layer.shape, dtype, device, max_requests, reference)
+                if not reference:  # compiled now, and not while a graph is captured
+                    engines[layer.shape].load(layer.logit_soft_cap > 0, sinks)
+        except (BuildError, ValueError) as error:
+            raise FeatherError(f"the pat backend cannot start: {error}") from None
+        self._engines = list(engines.values())
+        self._served = {
+            layer.layer_id: _Served(engines[layer.shape], layer.sm_scale, layer.logit_soft_cap) for layer in layers
+        }
+        self._shapes = {layer.layer_id: layer.shape for layer in layers}
+        self.plans: list[PackPlan] = []
+
+    def __contains__(self, layer_id: int) -> bool:
+        return layer_id in self._served
+
+    def shape(self, layer_id: int) -> tuple[int, int, int]:
+        """Query heads, KV heads and head_dim of a layer."""
+        return self._shapes[layer_id]
+
+    def plan(self, forest: Forest, table: torch.Tensor, lens: torch.Tensor) -> None:
+        """Plan a batch for every shape; raises ``PlanError`` where one does not fit."""
+        self.plans = []
+        self.plans = [engine.plan(forest, table, lens) for engine in self._engines]
+
+    def valid_for(self, lens: np.ndarray) -> bool:
+        """Whether there are plans, and they hold for these lengths."""
+        return bool(self.plans) and all(plan.valid_for(lens)[0] for plan in self.plans)
+
+    def run(
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, sinks: Any
+    ) -> None:
+        """Attend with the last plan: q and out (rows, heads, head_dim), k and v (slots, kv_heads, head_dim)."""
+        engine, scale, cap = self._served[layer_id]
+        engine.run(q, k, v, out=out, sm_scale=scale, logit_soft_cap=cap, sinks=sinks)
+
+
+def _engine(shape: tuple[int, int, int], dtype: Any, device: Any, max_requests: int, reference: bool) -> Any:
+    if reference:
+        from feather_sglang.adapter.attention.reference import ReferenceEngine
+
+        return ReferenceEngine(*shape, max_requests=max_requests)
+    from feather_kernels import PackedDecodeWrapper
+
+    return PackedDecodeWrapper(*shape, page_size=1, dtype=dtype, device=device, max_requests=max_requests)

@@ -1,0 +1,76 @@
+"""What SGLang's model runner is asked to serve, as the plain facts that `limits` judges."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.runtime_context import get_parallel
+
+from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts, refuse_capability
+from feather_sglang.adapter.refusals import ANOTHER_BACKEND, REFERENCE
+from feather_sglang.errors import FeatherError
+
+
+def uses_reference(runner: Any) -> bool:
+    """Whether the runner is on a CPU, with the NumPy reference asked for; raises where neither engine can run."""
+    device = torch.device(runner.device).type
+    if device == "cpu" and os.environ.get(REFERENCE) == "1":
+        return True
+    if device != "cuda" or torch.version.cuda is None:
+        where = "the CPU" if device == "cpu" else str(runner.device)
+        raise FeatherError(f"the pat backend needs an NVIDIA GPU, this server runs on {where}: {ANOTHER_BACKEND}")
+    refuse_capability(*torch.cuda.get_device_capability(torch.cuda.current_device()))
+    return False
+
+
+def facts_of(runner: Any, reference: bool) -> ModelFacts:
+    """The facts of a model runner whose model and memory pools exist."""
+    model, pool, parallel = runner.model_config, runner.token_to_kv_pool, get_parallel()
+    full_pool = getattr(pool, "full_kv_pool", pool)
+    in_window_pool = {
+        layer for layer, (_, in_window) in getattr(pool, "layers_mapping", {}).items() if in_window
+    }  # of a pool with slots of its own for windows
+    chunks = model.attention_chunk_size is not None
+    layers = {
+        layer.layer_id: _layer_facts(layer, chunks, layer.layer_id in in_window_pool, reference)
+        for layer in runner.model.modules()
+        if isinstance(layer, RadixAttention)
+    }
+    return ModelFacts(
+        layers=tuple(layers.values()),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        kv_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
+        pool=type(pool).__name__,
+        full_pool=type(full_pool).__name__,
+        layout=getattr(full_pool, "kv_cache_layout", "nhd"),
+        latent=model.attention_arch == AttentionArch.MLA,
+        encoder_decoder=model.is_encoder_decoder,
+        sinks=model.has_attention_sinks,
+        attn_dp_size=parallel.attn_dp_size,
+        attn_cp_size=max(parallel.attn_cp_size, parallel.attn_dcp_size),
+    )
+
+
+def _layer_facts(layer: RadixAttention, chunks: bool, in_window_pool: bool, reference: bool) -> LayerFacts:
+    return LayerFacts(
+        layer_id=layer.layer_id,
+        q_heads=layer.tp_q_head_num,
+        kv_heads=layer.tp_k_head_num,
+        head_dim=layer.head_dim,
+        v_head_dim=layer.v_head_dim,
+        sm_scale=layer.scaling,
+        logit_soft_cap=layer.logit_cap or 0.0,
+        capping=layer.logit_capping_method,
+        attention=layer.attn_type.value,
+        cross=layer.is_cross_attention,
+        window=layer.sliding_window_size,
+        chunked=chunks and layer.use_irope,
+        positions=layer.pos_encoding_mode,
+        temperature=layer.xai_temperature_len,
+        in_window_pool=in_window_pool,
+        reference=reference,
+    )
