@@ -1,0 +1,291 @@
+"""Whether pat serves models of every kind of attention as SGLang's own backends do, and how fast, on one GPU.
+
+    PYTHONPATH=.:kernels python benchmarks/checks/check_models.py --json models.json
+    PYTHONPATH=.:kernels python benchmarks/checks/check_models.py --shapes gpt-oss-20b,gemma-3-4b --repeat 3
+
+For each shape of `model_shapes`, with weights that are random but not negligible (`spread_weights`): one server for
+each of its stock backends and one of pat, up together. All answer prompts that share prefixes, greedily and all at
+once; pat's tokens and logprobs must be the first stock backend's within twice the spread that rounding causes between
+two stock backends (`pat_compare`), or where there is one only, between its answers at once and one by one. Then each
+decodes a steady batch whose requests share prefixes, and one whose requests share nothing.
+
+Exit status: 0 if every shape is right; 1 if one is wrong, or slower without sharing than ``--slack`` allows; 3 if
+nothing is wrong but a server did not come up or time ran out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pat_compare
+from check_pat_server import FAILURES, read_answer, read_metrics
+from model_shapes import SHAPES, VOCABULARY, Shape
+from pat_compare import Answers, Tolerance
+from sending import body
+
+from feather_sglang.compare.server.cases import Case, parse_case
+from feather_sglang.compare.server.client import allow_open_files, call
+from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS, ServerConfig
+from feather_sglang.compare.server.machine import machine
+from feather_sglang.compare.server.measure import measure
+from feather_sglang.compare.server.process import Server, environment_with
+from feather_sglang.report.tables import grid
+
+HERE = Path(__file__).resolve().parent
+SHARED, PRIVATE = "decode:64,2,3000,256", "decode:64,0,1000,256"
+COMMON = (
+    "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --enable-metrics --log-level-http warning "
+    "--dtype bfloat16 --context-length 16384 --max-running-requests 64 --cuda-graph-max-bs-decode 64 "
+    f"--max-total-tokens 100000 --mem-fraction-static 0.9 --random-seed 1 {NO_PREFILL_GRAPHS}"
+)
+PAT = "pat"
+TOP = 8  # most likely tokens that the reference names at each position
+FLOOR = 0.01  # accepted of a logprob in any case: a spread may be small by chance
+SHARES = 0.6  # of the attended KV tokens, at most, are read for the prompts
+LEAST = 60.0  # seconds that must be left for another shape
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="with commas (default: all)")
+    parser.add_argument("--new-tokens", type=int, default=32, help="of each answer (default: %(default)s)")
+    parser.add_argument("--shared", default=SHARED, help="a steady case (default: %(default)s)")
+    parser.add_argument("--private", default=PRIVATE, help="a steady case without sharing (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=2, help="times of each case, A B B A (default: %(default)s)")
+    parser.add_argument("--slack", type=float, default=0.02, help="share that pat may be slower without sharing")
+    parser.add_argument("--flags", default="", help="further flags of all servers; they overrule the others")
+    parser.add_argument("--start-timeout", type=float, default=180.0, help="seconds (default: %(default)g)")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds for everything")
+    parser.add_argument("--json", type=Path, help="write all results there, anew after each shape")
+    parser.add_argument("--logs", type=Path, help="folder for the servers' output (default: a temporary one)")
+    options = parser.parse_args(argv)
+    options.names = [name for name in options.shapes.split(",") if name]
+    if unknown := [name for name in options.names if name not in SHAPES]:
+        parser.error(f"--shapes: {', '.join(unknown)} is not among {', '.join(SHAPES)}")
+    try:
+        options.cases = {"shared": parse_case(options.shared), "private": parse_case(options.private)}
+    except ValueError as error:
+        parser.error(str(error))
+    if not all(case.steady for case in options.cases.values()):
+        parser.error("--shared and --private: give cases named decode:...")
+    if not any(point.name == "feather" for point in metadata.entry_points(group="sglang.srt.plugins")):
+        parser.error("feather-sglang is not installed here: pip install --no-deps .")
+    return options
+
+
+def prompts(count: int = 24, seed: int = 0) -> dict[str, list[int]]:
+    """Prompts by name in four groups; a group's share some 700 tokens, and its first half 300 more."""
+    draw = random.Random(seed)
+
+    def tokens(number: int) -> list[int]:
+        return [draw.randrange(16, VOCABULARY) for _ in range(number)]
+
+    groups = [(tokens(701), tokens(301)) for _ in range(4)]
+    made = {}
+    for i in range(count):
+        prefix, branch = groups[i % 4]
+        made[f"p{i:02}"] = [*prefix, *(branch if i % 8 < 4 else []), *tokens(5 + 37 * i % 150)]
+    return made
+
+
+class ShapeCheck:
+    """One shape: its servers, and the row that is found out about it."""
+
+    def __init__(self, name: str, shape: Shape, options: argparse.Namespace, logs: Path, limit: float) -> None:
+        self.name, self.shape, self.options, self.logs = name, shape, options, logs
+        self.deadline = time.monotonic() + limit
+        self.prompts = prompts()
+        self.row: dict[str, Any] = {
+            "shape": name, "kind": shape.kind, "cut": shape.cut, "problems": [], "left_out": {}, "tok_s": {},
+            "start_seconds": {},
+        }  # fmt: skip
+
+    def run(self) -> dict[str, Any]:
+        """The row, whatever comes of it."""
+        begun = time.monotonic()
+        folder = self.shape.write(self.logs / f"config-{self.name}")
+        servers = {backend: self.launch(backend, folder) for backend in (*self.shape.stock, PAT)}
+        try:
+            up = self.wait(servers)
+            if PAT in up and len(up) > 1:
+                self.compare(up)
+                self.time(up)
+        except FAILURES as problem:
+            self.row["problems"].append(f"{type(problem).__name__}: {problem}"[:300])
+        finally:
+            for server in servers.values():
+                server.stop()
+        return self.row | {"seconds": round(time.monotonic() - begun, 1)}
+
+    def launch(self, backend: str, folder: Path) -> Server:
+        """Start a server; pat prefills with the first stock backend."""
+        chosen = self.shape.stock[0] if backend == PAT else backend
+        flags = [*shlex.split(COMMON), *shlex.split(self.shape.flags), "--attention-backend", chosen]
+        flags += ["--decode-attention-backend", PAT] if backend == PAT else []
+        flags += shlex.split(self.options.flags)
+        command = [sys.executable, str(HERE / "spread_weights.py"), "--model-path", str(folder)]
+        log = self.logs / f"{self.name}-{backend}.log"
+        return Server(ServerConfig(backend, tuple(flags)), command, log, environment=environment_with({}))
+
+    def wait(self, servers: dict[str, Server]) -> dict[str, Server]:
+        """Those that come up."""
+        up = {}
+        deadline = min(time.monotonic() + self.options.start_timeout, self.deadline)
+        for backend, server in servers.items():
+            try:
+                server.wait(deadline)
+                self.row["start_seconds"][backend] = server.start_seconds
+                up[backend] = server
+            except FAILURES as problem:
+                self.row["left_out"][backend] = f"{problem}"[:200]
+                print(f"{self.name}: {backend} is left out: {problem}", *server.tail(12), sep="\n    ", flush=True)
+                server.stop()
+        return up
+
+    # Answers ---------------------------------------------------------------------------------------------------
+
+    def ask(self, server: Server, together: bool = True) -> Answers:
+        """Answers to all prompts, sent at once or one after the other."""
+        return asyncio.run(self._ask(server, together))
+
+    async def _ask(self, server: Server, together: bool) -> Answers:
+        count, limit = self.options.new_tokens, max(10.0, self.deadline - time.monotonic())
+
+        async def one(tokens: list[int]) -> pat_compare.Answer:
+            return read_answer(await call(server.address, "/generate", body(tokens, count, logprobs=TOP), limit))
+
+        if together:
+            answers = await asyncio.gather(*map(one, self.prompts.values()))
+        else:
+            answers = [await one(tokens) for tokens in self.prompts.values()]
+        return dict(zip(self.prompts, answers, strict=True))
+
+    def compare(self, up: dict[str, Server]) -> None:
+        """Ask all servers; judge pat by the spread of the stock ones."""
+        stock = [backend for backend in self.shape.stock if backend in up]
+        got = {}
+        for backend in (*stock, PAT):
+            self.ask(up[backend])  # what is compiled at first use is compiled now
+            up[backend].flush()
+            got[backend] = self.ask(up[backend])
+        reference = got[stock[0]]
+        if len(stock) > 1:
+            spread, between = pat_compare.spread(got[stock[1]], reference), " and ".join(stock[:2])
+        else:
+            alone = self.ask(up[stock[0]], together=False)
+            spread, between = pat_compare.spread(alone, reference), f"{stock[0]} at once and one by one"
+        verdict = pat_compare.judge(got[PAT], reference, Tolerance(spread, FLOOR))
+        different = len({answer.tokens for answer in reference.values()})
+        if different < len(reference) // 2:
+            verdict.wrong.append(f"the reference has {different} answers to {len(reference)} prompts: nothing is shown")
+        counts = read_metrics(up[PAT])
+        share = counts.get("read_tokens", 0.0) / (counts.get("attended_tokens") or math.nan)
+        if not 0 < share < SHARES:
+            verdict.wrong.append(f"{share:.2f} of the attended KV tokens were read, at most {SHARES} expected")
+        self.row |= {
+            "reference": stock[0], "between": between, "spread": spread._asdict(), "read": share,
+            "answers": verdict.as_json(),
+        }  # fmt: skip
+        self.row["problems"] += verdict.wrong
+
+    # Times -----------------------------------------------------------------------------------------------------
+
+    def time(self, up: dict[str, Server]) -> None:
+        """Decode both steady batches on all servers in turn, every other time backwards."""
+        for which, case in self.options.cases.items():
+            found: dict[str, list[float]] = {backend: [] for backend in up}
+            for number in range(self.options.repeat):
+                for backend in list(up)[:: -1 if number % 2 else 1]:
+                    found[backend] += self.measured(up[backend], backend, case)
+            self.row["tok_s"][which] = {backend: max(rates) for backend, rates in found.items() if rates}
+            self.row.setdefault("all_tok_s", {})[which] = found
+
+    def measured(self, server: Server, backend: str, case: Case) -> list[float]:
+        """Tokens/s while all requests of the case run; empty where that never was."""
+        server.flush()
+        limit = max(10.0, self.deadline - time.monotonic())
+        requests = case.requests(VOCABULARY, 8), case.warm_up(VOCABULARY)
+        result = measure(server, backend, case, *requests, limit, admission=False)
+        return [result.steady["tok_s"]] if result.steady else []
+
+
+def ratio(row: dict[str, Any], which: str) -> float:
+    """pat's tokens/s over the best stock backend's; NaN where either is missing."""
+    rates = row["tok_s"].get(which, {})
+    stock = [rate for backend, rate in rates.items() if backend != PAT]
+    return rates[PAT] / max(stock) if PAT in rates and stock else math.nan
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The verdicts."""
+    lines = [["shape", "answers", "equal", "largest", "allowed", "KV read", "shared tok/s", "", "private tok/s", ""]]
+    for row in rows:
+        if "answers" not in row:
+            lines.append([row["shape"], "not run"])
+            continue
+        spread = row["answers"]["spread"]
+        cells = [
+            row["shape"], "wrong" if row["answers"]["wrong"] else "right", f"{spread['equal']}/{spread['answers']}",
+            f"{spread['largest']:.3f}", f"{max(FLOOR, pat_compare.FACTOR * row['spread']['largest']):.3f}",
+            f"{row['read']:.2f}",
+        ]  # fmt: skip
+        for which in ("shared", "private"):
+            rates = row["tok_s"].get(which, {})
+            shown = " ".join(f"{backend} {rate:,.0f}" for backend, rate in rates.items())
+            cells += [shown or "-", f"{ratio(row, which):.3f}x" if shown else "-"]
+        lines.append(cells)
+    return grid(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the shapes that time allows."""
+    options = arguments(argv)
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="check_models_"))
+    logs.mkdir(parents=True, exist_ok=True)
+    allow_open_files(400)
+    begun = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    for name in options.names:
+        remaining = options.time_limit - (time.monotonic() - begun)
+        if remaining < LEAST:
+            break
+        print(f"[{time.monotonic() - begun:4.0f} s] {name} {SHAPES[name].cut}".rstrip(), flush=True)
+        row = ShapeCheck(name, SHAPES[name], options, logs, remaining).run()
+        rows.append(row)
+        if ratio(row, "private") < 1 - options.slack:
+            row["problems"].append(f"without sharing {ratio(row, 'private'):.3f} of the best stock backend's tokens/s")
+        print(table([row]), flush=True)
+        if options.json:
+            content = {
+                "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "machine": machine(sys.executable),
+                "when": time.strftime("%Y-%m-%d %H:%M:%S"), "common": COMMON, "rows": rows,
+            }  # fmt: skip
+            options.json.write_text(json.dumps(content, indent=1))
+    print("", table(rows), sep="\n")
+    for row in rows:
+        for words in row["problems"][:12]:
+            print(f"WRONG {row['shape']}: {words}")
+        for backend, why in row["left_out"].items():
+            print(f"left out {row['shape']}: {backend} ({why})")
+    missing = [name for name in options.names if name not in {row["shape"] for row in rows if "answers" in row}]
+    print(
+        f"{len(rows)} shapes in {time.monotonic() - begun:.0f} s; not run: {', '.join(missing) or 'none'}; logs: {logs}"
+    )
+    return 1 if any(row["problems"] for row in rows) else 3 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""The models of ``check_models.py``: real shapes of attention, with fewer layers and experts where memory is short."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 8192  # of all, as logits are not what is measured
+SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model to serve.
+
+    Attributes
+    ----------
+    kind : what is particular about its attention, as the support matrix calls it.
+    config : of its ``config.json``.
+    cut : what of the real model is left out.
+    stock : backends to compare with, the first of which pat prefills with.
+    """
+
+    kind: str
+    config: dict[str, Any]
+    cut: str = ""
+    stock: tuple[str, ...] = ("fa3", "triton")
+    flags: str = ""
+    layers: int = field(init=False, default=0)
+
+    def write(self, folder: Path) -> Path:
+        """Write the configuration into a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        common = {"vocab_size": VOCABULARY, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, **SPECIAL}
+        content = {**common, "max_position_embeddings": 32768, "tie_word_embeddings": False, **self.config}
+        (folder / "config.json").write_text(json.dumps(content, indent=1))
+        return folder
+
+
+def _every(number: int, layers: int, usual: str, other: str) -> list[str]:
+    """Layer types: the last of every ``number`` is another."""
+    return [other if (layer + 1) % number == 0 else usual for layer in range(layers)]
+
+
+SHAPES = {
+    "llama-3.2-1b": Shape(
+        "dense",
+        {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048,
+            "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "head_dim": 64, "hidden_act": "silu", "rope_theta": 500000.0,
+        },
+    ),
+    "qwen2.5-7b": Shape(
+        "dense",
+        {
+            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584,
+            "intermediate_size": 18944, "num_hidden_layers": 14, "num_attention_heads": 28, "num_key_value_heads": 4,
+            "hidden_act": "silu", "rope_theta": 1000000.0, "use_sliding_window": False,
+        },
+        "14 of 28 layers",
+        ("fa3", "flashinfer"),
+    ),
+    "qwen3-30b-a3b": Shape(
+        "dense",
+        {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+            "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 16,
+            "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "hidden_act": "silu",
+            "num_experts": 16, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
+            "mlp_only_layers": [], "rope_theta": 1000000.0,
+        },
+        "16 of 48 layers, 16 of 128 experts",
+        ("fa3", "flashinfer"),
+    ),
+    "gpt-oss-20b": Shape(
+        "windows with a pool of their own, and sinks",
+        {
+            "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880,
+            "intermediate_size": 2880, "num_hidden_layers": 12, "num_attention_heads": 64, "num_key_value_heads": 8,
+            "head_dim": 64, "hidden_act": "silu", "sliding_window": 128,
+            "layer_types": _every(2, 12, "sliding_attention", "full_attention"), "num_local_experts": 8,
+            "num_experts_per_tok": 4, "swiglu_limit": 7.0, "rope_theta": 150000.0, "attention_bias": True,
+        },
+        "12 of 24 layers, 8 of 32 experts",
+    ),
+    "gemma-3-4b": Shape(
+        "windows",
+        {
+            "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 2560,
+            "intermediate_size": 10240, "num_hidden_layers": 18, "num_attention_heads": 8, "num_key_value_heads": 4,
+            "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 1024,
+            "layer_types": _every(6, 18, "sliding_attention", "full_attention"), "sliding_window_pattern": 6,
+            "query_pre_attn_scalar": 256, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+            "tie_word_embeddings": True,
+        },
+        "18 of 34 layers",
+        ("triton",),
+    ),
+    "qwen3-next-80b-a3b": Shape(
+        "linear attention",
+        {
+            "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
+            "intermediate_size": 5120, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+            "num_hidden_layers": 12, "full_attention_interval": 4, "num_attention_heads": 16,
+            "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "hidden_act": "silu",
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 16, "num_experts_per_tok": 10,
+            "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "rope_theta": 10000000.0,
+        },
+        "12 of 48 layers, 16 of 512 experts",
+        ("triton",),
+        "--max-mamba-cache-size 256",
+    ),
+}  # fmt: skip

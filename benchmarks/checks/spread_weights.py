@@ -1,0 +1,42 @@
+"""``sglang.launch_server`` whose dummy weights let a model tell prompts apart.
+
+    python benchmarks/checks/spread_weights.py --model-path CONFIG_FOLDER --load-format dummy ...
+
+SGLang's own dummy weights are so small that attention leaves no trace in the logits: a wrong backend would answer as a
+right one. These are normal and scaled by their fan-in, from a seed of each parameter's name, so that every server of a
+model has the same ones.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import zlib
+from typing import Any
+
+import torch
+from sglang.srt.model_loader import loader
+
+SHARP = ("qkv", "q_proj", "k_proj", "v_proj", "o_proj", "lm_head")  # scores and logits that differ
+
+
+def spread_weights(model: torch.nn.Module, *_: Any, **__: Any) -> None:
+    """Fill all parameters in place."""
+    for name, weights in model.state_dict().items():
+        if not torch.is_floating_point(weights):
+            continue
+        draw = torch.Generator(weights.device).manual_seed(zlib.crc32(name.encode()))
+        if "norm" in name and weights.dim() == 1:
+            weights.fill_(1)
+        elif weights.dim() == 1:
+            weights.normal_(generator=draw)
+        else:
+            gain = 2.0 if any(part in name for part in SHARP) else 1.0
+            weights.normal_(generator=draw).mul_(gain * weights.shape[-1] ** -0.5)
+
+
+loader.initialize_dummy_weights = spread_weights  # in the scheduler's process too, which runs this file anew
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    runpy.run_module("sglang.launch_server", run_name="__main__")
