@@ -83,6 +83,7 @@ SHAPES = {
             "head_dim": 64, "hidden_act": "silu", "sliding_window": 128,
             "layer_types": _every(2, 12, "sliding_attention", "full_attention"), "num_local_experts": 8,
             "num_experts_per_tok": 4, "swiglu_limit": 7.0, "rope_theta": 150000.0, "attention_bias": True,
+            "max_position_embeddings": 131072,
         },
         "12 of 24 layers, 8 of 32 experts",
     ),
