@@ -1,0 +1,247 @@
+"""Models whose layers differ, tiny and in the real scheduler: pat packs what it can, and the rest runs beside it."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from harness import CONFIG, OverlapServer, Server
+from plain_attention import PlainAttention
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.mem_cache import allocation
+from sglang.srt.model_executor import forward_batch_info
+from sglang.srt.models.qwen3_next import Qwen3GatedDeltaNet
+from sglang.srt.runtime_context import get_resources
+
+from feather_sglang.adapter.attention import backend as pat_backend
+from feather_sglang.adapter.attention.metrics import pat_metrics
+from feather_sglang.adapter.options import VARIABLE
+from feather_sglang.errors import FeatherError
+
+WINDOW = CHUNK = 32
+STAND_IN = "triton"  # the name of `PlainAttention`: SGLang accepts it for every kind of model
+_LLAMA = {**CONFIG, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+_GATED = {"mlp_only_layers": [], "norm_topk_prob": True}
+_SLIDING = ["sliding_attention", "full_attention"]
+
+
+class Kind(SimpleNamespace):
+    """A model: its configuration, the layers that pat packs, and what is set on layers once it is loaded."""
+
+    def __init__(self, config, packed, pool="MHATokenToKVPool", layers=None, **config_fields):
+        super().__init__(config={**config, **config_fields}, packed=packed, pool=pool, layers=layers or {})
+
+
+KINDS = {
+    "dense": Kind(_LLAMA, [0, 1, 2]),
+    "experts": Kind(
+        {**_LLAMA, **_EXPERTS, **_GATED}, [0, 1, 2], architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe"
+    ),
+    "windows": Kind(
+        {**_LLAMA, "num_hidden_layers": 4}, [1, 3], architectures=["Gemma3ForCausalLM"], model_type="gemma3_text",
+        sliding_window=WINDOW, sliding_window_pattern=2, layer_types=_SLIDING * 2, query_pre_attn_scalar=16,
+        hidden_activation="gelu_pytorch_tanh", pad_token_id=0,
+    ),
+    "windows of their own": Kind(
+        _LLAMA, [1], "SWAKVPool", {0: {"sliding_window_size": WINDOW - 1}, 2: {"sliding_window_size": WINDOW - 1}},
+        is_hybrid_swa=True, hybrid_layer_pattern=[1, 0, 1], sliding_window=WINDOW,
+    ),
+    "sinks": Kind(
+        {**_LLAMA, "num_hidden_layers": 4}, [1, 3], "SWAKVPool", architectures=["GptOssForCausalLM"],
+        model_type="gpt_oss", sliding_window=WINDOW, layer_types=_SLIDING * 2, num_local_experts=4,
+        num_experts_per_tok=2, swiglu_limit=7.0,
+    ),
+    "chunks": Kind(
+        _LLAMA, [1], layers={0: {"use_irope": True}, 2: {"use_irope": True}}, attention_chunk_size=CHUNK
+    ),
+    "scores": Kind(_LLAMA, [0, 1, 2], layers={0: {"scaling": 0.1}, 1: {"logit_cap": 2.0}, 2: {"logit_cap": 9.0}}),
+    "linear": Kind(
+        {**_LLAMA, **_EXPERTS, **_GATED, "num_hidden_layers": 4}, [1, 3], "HybridLinearKVPool",
+        architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", full_attention_interval=2,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+        linear_conv_kernel_dim=4, shared_expert_intermediate_size=0, partial_rotary_factor=0.25,
+    ),
+}  # fmt: skip
+
+
+def remember(layer, hidden, forward_batch):
+    """A recurrence that needs no GPU in place of the gated delta rule: a decaying sum, kept in SGLang's state slots."""
+    pool = forward_batch.req_to_token_pool if hasattr(forward_batch, "req_to_token_pool") else remember.pool
+    states = pool.mamba2_layer_cache(layer.layer_id).temporal
+    slots = pool.get_mamba_indices(forward_batch.req_pool_indices).tolist()
+    decodes = forward_batch.forward_mode.is_decode()
+    counts = [1] * len(slots) if decodes else forward_batch.extend_seq_lens.tolist()
+    begun = [True] * len(slots) if decodes else (forward_batch.extend_prefix_lens > 0).tolist()
+    out, place, width = torch.empty_like(hidden), 0, hidden.shape[1]
+    for slot, count, goes_on in zip(slots, counts, begun, strict=True):
+        kept = states[slot].view(-1)[:width]
+        state = kept.clone() if goes_on else torch.zeros(width)
+        for token in range(place, place + count):
+            state = 0.8 * state + hidden[token]
+            out[token] = torch.tanh(state)
+        kept.copy_(state)
+        place += count
+    return out
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """The reference instead of the kernel, a look at the slots after every step, and backends for a CPU."""
+    monkeypatch.setenv("FEATHER_PAT_REFERENCE", "1")
+    monkeypatch.setenv("FEATHER_DEBUG_CHECK", "1")
+    monkeypatch.setenv(pat_backend.COARSE_BARRIER, "0")
+    monkeypatch.setitem(ATTENTION_BACKENDS, STAND_IN, PlainAttention)
+    for module in (allocation, forward_batch_info):  # which think that its kernels can run, by its name
+        monkeypatch.setattr(module, "support_triton", lambda name: False)
+    monkeypatch.setattr(Qwen3GatedDeltaNet, "forward", remember)
+
+
+@pytest.fixture
+def server(tmp_path, environment, monkeypatch):
+    made = []
+
+    def make(name, backend=None, kind=Server, stock=STAND_IN, policy="fcfs", **overrides):
+        get_resources().expert_location_metadata = None  # which SGLang keeps once per process
+        flags = {"attention_backend": stock, "decode_attention_backend": backend, **overrides}
+        with monkeypatch.context() as patch:
+            change_layers(patch, KINDS[name].layers)
+            one = kind(tmp_path, policy, config=KINDS[name].config, **flags)
+        made.append(one)
+        remember.pool = runner_of(one).req_to_token_pool
+        spread_weights(runner_of(one).model)
+        return one
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def change_layers(patch, layers):
+    """Let a model's layers come into being with other values, by layer."""
+    original = RadixAttention.__init__
+
+    def init(layer, *args, **kwargs):
+        original(layer, *args, **kwargs)
+        for key, value in layers.get(layer.layer_id, {}).items():
+            setattr(layer, key, value)
+
+    patch.setattr(RadixAttention, "__init__", init)
+
+
+def runner_of(server):
+    return server.scheduler.tp_worker.model_runner
+
+
+def attention_layers(server):
+    layers = [layer for layer in runner_of(server).model.modules() if isinstance(layer, RadixAttention)]
+    return {layer.layer_id: layer for layer in layers}
+
+
+def spread_weights(model):
+    """Weights with which tokens depend on the whole prompt, which they hardly do with SGLang's dummy weights."""
+    generator = torch.Generator().manual_seed(5)
+    for name, weights in model.named_parameters():
+        drawn = torch.randn(weights.shape, generator=generator)
+        if weights.dim() == 1:
+            weights.data.copy_(torch.ones(weights.shape) if "norm" in name else drawn)
+        else:
+            weights.data.copy_(drawn * 2 * weights.shape[-1] ** -0.5)
+
+
+def serve(server):
+    """Tokens and logprobs of requests in three groups that arrive and end at different times."""
+    rng = np.random.default_rng(0)
+    prefixes = rng.integers(2, 500, (3, 130)).tolist()
+    prompts = [prefixes[i % 3] + rng.integers(2, 500, 5 + i % 7).tolist() for i in range(10)]
+    prompts += [prompts[4], prompts[4], prompts[4][:100], [5, 6, 7]]
+    for i, prompt in enumerate(prompts):
+        assert server.submit(f"r{i:02}", prompt, max_new_tokens=8 + (5 * i) % 23, logprobs=1)
+        if i % 4 == 3:
+            server.step()
+    server.drain()
+    return {
+        rid: (list(req.output_ids), list(getattr(req, "logprob", req).output_token_logprobs_val))
+        for rid, req in server.requests.items()
+    }
+
+
+def assert_same(got, expected):
+    assert {rid: tokens for rid, (tokens, _) in got.items()} == {rid: tokens for rid, (tokens, _) in expected.items()}
+    assert len({tuple(tokens) for tokens, _ in expected.values()}) >= len(expected) - 3
+    for rid, (_, logprobs) in got.items():
+        assert logprobs == pytest.approx(expected[rid][1], abs=1e-3)
+
+
+def tokens_read():
+    metrics = pat_metrics()
+    return np.array([metrics.attended._value.get(), metrics.read._value.get()])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_tokens_of_sglangs_own_backend(server, name):
+    kind = KINDS[name]
+    expected = serve(server(name))
+    before = tokens_read()
+    one = server(name, "pat")
+    backend = runner_of(one).feather_pat
+    assert type(runner_of(one).token_to_kv_pool).__name__ == kind.pool
+    assert_same(serve(one), expected)
+    attended, read = tokens_read() - before
+    assert 0 < read < 0.8 * attended
+    others = sorted(set(attention_layers(one)) - set(kind.packed))
+    assert [layer for layer in attention_layers(one) if layer in backend._engines] == kind.packed
+    assert sorted(backend.beside.calls if backend.beside else []) == others
+    assert len(backend._engines.plans) == 1  # for layers that differ in scores only
+
+
+@pytest.mark.parametrize("name", ["dense", "experts", "windows"])
+def test_what_stands_in_for_gpu_backends_is_right(server, name):
+    """SGLang's backend for CPUs can serve these, too."""
+    assert_same(serve(server(name)), serve(server(name, stock="torch_native")))
+    assert_same(serve(server(name, "pat", stock="torch_native")), serve(server(name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("sinks", {"kind": OverlapServer}),  # which SGLang has for linear attention on a GPU only
+        ("sinks", {"policy": "feather"}),
+        ("linear", {"policy": "feather"}),
+    ],
+    ids=["sinks-overlap", "sinks-feather", "linear-feather"],
+)
+def test_under_overlap_and_a_policy(server, name, overrides):
+    assert_same(serve(server(name, "pat", **overrides)), serve(server(name)))
+
+
+def test_where_windows_are_evicted_and_requests_retracted(server, monkeypatch):
+    """Now and then the pool looks full."""
+    fits, answers = ScheduleBatch.check_decode_mem, {}
+    for backend in ("pat", None):
+        one, calls = server("sinks", backend, swa_full_tokens_ratio=0.1), itertools.count()
+        with monkeypatch.context() as patch:
+            patch.setattr(ScheduleBatch, "check_decode_mem", lambda *a, n=calls, **k: next(n) % 4 and fits(*a, **k))
+            answers[backend] = serve(one)
+        assert sum(req.retraction_count for req in one.requests.values()) > 3
+    assert_same(answers["pat"], answers[None])
+
+
+def test_the_backend_beside_can_be_named(server, monkeypatch):
+    monkeypatch.setitem(ATTENTION_BACKENDS, "fa4", PlainAttention)
+    monkeypatch.setenv(VARIABLE, '{"pat_beside": "fa4"}')
+    one = server("windows", "pat")
+    assert runner_of(one).server_args._feather_beside == "fa4"
+    monkeypatch.setenv(VARIABLE, '{"pat_beside": "nothing"}')
+    with pytest.raises(FeatherError, match=r"^--feather-pat-beside nothing: SGLang has no such backend .* has .*fa3"):
+        server("windows", "pat")
+
+
+def test_a_model_with_windows_only_is_refused(server, monkeypatch):
+    windows = {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 1, 1], "sliding_window": WINDOW}
+    monkeypatch.setitem(KINDS, "windows only", Kind(_LLAMA, [], **windows))
+    with pytest.raises(FeatherError, match=r"can pack no layer of this model \(KV in the pool for windows\): choose"):
+        server("windows only", "pat")
