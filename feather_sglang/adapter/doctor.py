@@ -35,6 +35,7 @@ from feather_sglang.scheduling.policies import load_policy
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``feather doctor``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--matrix", action="store_true", help="print what pat serves, by model, mode, GPU and release")
 
 
 def _torch() -> tuple[str, str]:
@@ -198,6 +199,8 @@ def _print_features(console: Console, features: dict[str, str | None]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; the exit status is 0 if a server here could run feather, 1 if not."""
+    if args.matrix:
+        return _print_matrix(args.json)
     report = examine()
     if args.json:
         print(json.dumps(report, indent=2))
@@ -216,3 +219,20 @@ def run(args: argparse.Namespace) -> int:
         problems = ", ".join(notes.get(name, name) for name in report["problems"])
         console.print(f"[red]not ready[/red], because of {problems}: see above", soft_wrap=True, highlight=False)
     return 0 if report["healthy"] else 1
+
+
+def _print_matrix(as_json: bool) -> int:
+    from feather_sglang.adapter.attention.matrix import tables
+
+    if as_json:
+        print(
+            json.dumps({title: [dict(zip(heads, row, strict=True)) for row in rows] for title, heads, rows in tables()})
+        )
+        return 0
+    console = Console()
+    for title, heads, rows in tables():
+        shown = Table(*heads, title=title, title_justify="left", box=None)
+        for row in rows:
+            shown.add_row(*map(escape, row))
+        console.print(shown, soft_wrap=True)
+    return 0

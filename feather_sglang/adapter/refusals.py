@@ -15,13 +15,19 @@ ANOTHER_BACKEND = "choose another --decode-attention-backend"
 
 
 class Limit(NamedTuple):
-    """Something that is not served: what it is, and whether it is there.
+    """Something that is not served: what it is, whether it is there, and what it is called in the support matrix.
 
     ``what`` may have fields of the subject in braces.
     """
 
     what: str
     holds: Callable[[Any], bool]
+    name: str = ""
+
+    @property
+    def title(self) -> str:
+        """Its name in the support matrix."""
+        return self.name or self.what
 
 
 def first_limit(limits: Iterable[Limit], subject: Any) -> str | None:

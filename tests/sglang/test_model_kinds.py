@@ -17,6 +17,9 @@ from sglang.srt.models.qwen3_next import Qwen3GatedDeltaNet
 from sglang.srt.runtime_context import get_resources
 
 from feather_sglang.adapter.attention import backend as pat_backend
+from feather_sglang.adapter.attention import matrix
+from feather_sglang.adapter.attention.facts import facts_of
+from feather_sglang.adapter.attention.limits import left_to_another
 from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.options import VARIABLE
 from feather_sglang.errors import FeatherError
@@ -196,6 +199,13 @@ def test_the_tokens_of_sglangs_own_backend(server, name):
     assert [layer for layer in attention_layers(one) if layer in backend._engines] == kind.packed
     assert sorted(backend.beside.calls if backend.beside else []) == others
     assert len(backend._engines.plans) == 1  # for layers that differ in scores only
+    facts, line = facts_of(runner_of(one), True), next(line.model for line in matrix.KINDS if line.name == name)
+    assert [left_to_another(layer) for layer in facts.layers] == [left_to_another(layer) for layer in line.layers]
+    assert (facts.pool, facts.full_pool, facts.sinks) == (line.pool, line.full_pool, line.sinks)
+
+
+def test_the_matrix_has_these_kinds():
+    assert [line.name for line in matrix.KINDS] == list(KINDS)
 
 
 @pytest.mark.parametrize("name", ["dense", "experts", "windows"])

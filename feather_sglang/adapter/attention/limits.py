@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from feather_kernels.build import HEAD_DIMS
+from feather_kernels.build import ARCHITECTURES, HEAD_DIMS
 from feather_sglang.adapter.refusals import ANOTHER_BACKEND, Limit, first_limit
 from feather_sglang.errors import FeatherError
 
 MAX_GROUP = 16
 POOLS = ("MHATokenToKVPool", "SWAKVPool", "HybridLinearKVPool")
-MIN_CAPABILITY = 8
 
 
 @dataclass(frozen=True)
@@ -64,36 +63,52 @@ class ModelFacts:
 MODEL_LIMITS = (
     Limit("data-parallel attention", lambda model: model.attn_dp_size > 1),
     Limit("context parallelism", lambda model: model.attn_cp_size > 1),
-    Limit("multi-head latent attention, which this model has", lambda model: model.latent),
-    Limit("encoder-decoder models, which this is", lambda model: model.encoder_decoder),
+    Limit("multi-head latent attention, which this model has", lambda model: model.latent, "latent attention (MLA)"),
+    Limit("encoder-decoder models, which this is", lambda model: model.encoder_decoder, "encoder-decoder models"),
     Limit(
         "a KV cache of {0.kv_dtype} under a model in {0.dtype} (drop --kv-cache-dtype)",
         lambda model: model.kv_dtype != model.dtype,
+        "KV in another dtype than the model (fp8, fp4)",
     ),
     # Others hold latents or quantised values, or rows of ids that stand for slots.
-    Limit("the KV cache {0.pool}", lambda model: model.pool not in POOLS),
+    Limit(
+        "the KV cache {0.pool}",
+        lambda model: model.pool not in POOLS,
+        f"KV pools other than {', '.join(POOLS)}",
+    ),
     Limit(
         "the KV cache {0.full_pool} ({0.layout})",
         lambda model: (model.full_pool, model.layout) != ("MHATokenToKVPool", "nhd"),
+        "other layouts of a slot",
     ),
 )
 LAYER_LIMITS = (
     Limit("cross attention", lambda layer: layer.cross),
-    Limit("attention of type {0.attention}", lambda layer: layer.attention != "decoder"),
+    Limit("attention of type {0.attention}", lambda layer: layer.attention != "decoder", "encoder attention"),
     Limit("sliding windows", lambda layer: layer.window > -1),
     Limit("chunked attention", lambda layer: layer.chunked),
     Limit("KV in the pool for windows", lambda layer: layer.in_window_pool),
-    Limit("logit capping by {0.capping}", lambda layer: layer.logit_soft_cap > 0 and layer.capping != "tanh"),
-    Limit("positional encoding {0.positions} in attention", lambda layer: layer.positions != "NONE"),
+    Limit(
+        "logit capping by {0.capping}",
+        lambda layer: layer.logit_soft_cap > 0 and layer.capping != "tanh",
+        "logit capping by other means than tanh",
+    ),
+    Limit(
+        "positional encoding {0.positions} in attention",
+        lambda layer: layer.positions != "NONE",
+        "positional encoding in attention",
+    ),
     Limit("attention temperature", lambda layer: layer.temperature > 0),
     Limit(
         "values of {0.v_head_dim} beside keys of {0.head_dim}",
         lambda layer: layer.v_head_dim != layer.head_dim,
+        "values of another size than keys",
     ),
     Limit(f"more than {MAX_GROUP} query heads to a KV head", lambda layer: layer.q_heads > MAX_GROUP * layer.kv_heads),
     Limit(
         f"head_dim {{0.head_dim}} (only {', '.join(map(str, HEAD_DIMS))})",
         lambda layer: not layer.reference and layer.head_dim not in HEAD_DIMS,
+        f"head_dim other than {', '.join(map(str, HEAD_DIMS))}",
     ),
 )
 
@@ -110,7 +125,7 @@ def packed_layers(model: ModelFacts) -> tuple[LayerFacts, ...]:
         raise FeatherError(f"the pat backend does not support {what}: {ANOTHER_BACKEND}")
     if not model.layers:
         raise FeatherError(f"the pat backend finds no attention layer in this model: {ANOTHER_BACKEND}")
-    found = {layer: first_limit(LAYER_LIMITS, layer) for layer in model.layers}
+    found = {layer: left_to_another(layer) for layer in model.layers}
     packed = tuple(layer for layer, limit in found.items() if limit is None)
     if not packed:
         why = ", ".join(dict.fromkeys(limit for limit in found.values() if limit))
@@ -118,7 +133,13 @@ def packed_layers(model: ModelFacts) -> tuple[LayerFacts, ...]:
     return packed
 
 
+def left_to_another(layer: LayerFacts) -> str | None:
+    """Why a layer is left to the backend beside pat; None if it is packed."""
+    return first_limit(LAYER_LIMITS, layer)
+
+
 def refuse_capability(major: int, minor: int) -> None:
-    """Raise ``FeatherError`` for a GPU that is too old."""
-    if major < MIN_CAPABILITY:
-        raise FeatherError(f"the pat backend needs compute capability 8.0 or 9.0, this GPU has {major}.{minor}")
+    """Raise ``FeatherError`` for a GPU that the kernels are not built for."""
+    if 10 * major + minor not in ARCHITECTURES:
+        known = " or ".join(f"{capability / 10:.1f}" for capability in ARCHITECTURES)
+        raise FeatherError(f"the pat backend needs compute capability {known}, this GPU has {major}.{minor}")

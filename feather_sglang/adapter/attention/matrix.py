@@ -1,0 +1,156 @@
+"""What pat serves, from the very checks that refuse: model kinds, modes of a server, GPUs and SGLang releases.
+
+A server is served if its model's kind, its mode, its GPU and its SGLang each are. A "yes" comes from running the check
+on such a case, and names the test that shows it; a "no" is a row of the checks' own tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from feather_sglang.adapter.attention.limits import (
+    LAYER_LIMITS,
+    MODEL_LIMITS,
+    LayerFacts,
+    ModelFacts,
+    left_to_another,
+    packed_layers,
+    refuse_capability,
+)
+from feather_sglang.adapter.hooks import SUPPORTED
+from feather_sglang.adapter.refusals import PAT_FLAGS, first_limit
+from feather_sglang.errors import FeatherError
+
+KIND_TEST = "tests/sglang/test_model_kinds.py::test_the_tokens_of_sglangs_own_backend"
+PAT_TEST = "tests/sglang/test_pat_backend.py::test_"
+_FULL = LayerFacts(0, 32, 8, 128, 128, 0.088)
+_WINDOW = replace(_FULL, window=127)
+_POOL_WINDOW = replace(_WINDOW, in_window_pool=True)
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """A kind of model that is served: examples, and the layers of its tiny stand-in in the test that shows it."""
+
+    name: str
+    examples: str
+    layers: tuple[LayerFacts, ...]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> ModelFacts:
+        """The facts that the checks judge."""
+        layers = tuple(replace(layer, layer_id=number) for number, layer in enumerate(self.layers))
+        return ModelFacts(layers=layers, **self.facts)
+
+    @property
+    def shown_by(self) -> str:
+        """The test, by its id."""
+        return f"{KIND_TEST}[{self.name}]"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A mode of a server: the arguments that make it, and what shows that it is served."""
+
+    name: str
+    shown_by: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+KINDS = (
+    ModelKind("dense", "Llama, Qwen2.5, Qwen3", (_FULL,) * 3),
+    ModelKind("experts", "Qwen3-MoE, Mixtral", (_FULL,) * 3),
+    ModelKind("windows", "Gemma 2 and 3", (_WINDOW, _FULL) * 2),
+    ModelKind("windows of their own", "hybrid SWA pools", (_POOL_WINDOW, _FULL, _POOL_WINDOW), {"pool": "SWAKVPool"}),
+    ModelKind("sinks", "gpt-oss", (_POOL_WINDOW, _FULL) * 2, {"pool": "SWAKVPool", "sinks": True}),
+    ModelKind("chunks", "Llama 4", (replace(_FULL, chunked=True), _FULL, replace(_FULL, chunked=True))),
+    ModelKind(
+        "scores",
+        "scales and soft caps that differ",
+        (replace(_FULL, sm_scale=0.1), replace(_FULL, logit_soft_cap=2.0), replace(_FULL, logit_soft_cap=9.0)),
+    ),
+    ModelKind("linear", "Qwen3-Next, Qwen3.5 (attention layers)", (_FULL,) * 2, {"pool": "HybridLinearKVPool"}),
+)
+_SERVER = {
+    "pp_size": 1, "disaggregation_mode": "null", "speculative_algorithm": None, "dllm_algorithm": None,
+    "enable_dp_attention": False, "enable_two_batch_overlap": False, "enable_pdmux": False, "enable_hisparse": False,
+    "enable_deterministic_inference": False, "enable_unified_memory": False,
+}  # fmt: skip
+_TOKENS = f"{PAT_TEST}the_tokens_of_torch_native_from_fewer_reads"
+MODES = (
+    Mode("overlap scheduler", f"{PAT_TEST}in_the_overlap_schedulers_order"),
+    Mode("CUDA graphs", f"{PAT_TEST}a_replay_with_padding_after_a_capture"),
+    Mode("pages of 16 and more", f"{_TOKENS}[page_size]", {"page_size": 16}),
+    Mode("chunked and mixed prefill", f"{_TOKENS}[chunked_prefill_size-enable_mixed_chunk]"),
+    Mode("a feather policy", f"{_TOKENS}[policy]", {"schedule_policy": "feather-order"}),
+    Mode("no prefix cache", f"{_TOKENS}[disable_radix_cache]", {"disable_radix_cache": True}),
+    Mode("retraction and abortion", f"{PAT_TEST}retractions_and_aborts"),
+    Mode("tensor parallelism", "benchmarks/checks/check_pat_server.py --variants tp2", {"tp_size": 2}),
+)
+CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+GPU_TESTS = {90: "tests/gpu/test_decode_kernel.py"}  # what has run on a GPU of that architecture
+TESTED_RELEASES = ("0.5.17", "0.5.21", "0.5.22", "0.5.23")  # those with pins in requirements/
+RELEASE_TEST = "python3 dev.py test --releases="
+
+
+def kind_rows() -> list[tuple[str, str, str, str]]:
+    """(kind, examples, what pat does, what shows it) of every kind that is served, then of all that is not."""
+    rows = []
+    for kind in KINDS:
+        packed = packed_layers(kind.model)
+        others = [limit for layer in kind.model.layers if (limit := left_to_another(layer))]
+        does = "all packed" if not others else f"{len(packed)} of {len(kind.layers)} packed, beside: {others[0]}"
+        rows.append((kind.name, kind.examples, does, kind.shown_by))
+    return rows
+
+
+def mode_rows() -> list[tuple[str, str, str]]:
+    """(mode, yes or no, what shows it) of a server."""
+    rows = []
+    for mode in MODES:
+        if limit := first_limit(PAT_FLAGS, SimpleNamespace(**_SERVER | mode.arguments)):
+            raise FeatherError(f"the matrix says that {mode.name} is served, and the checks refuse {limit}")
+        rows.append((mode.name, "yes", mode.shown_by))
+    return rows + [(limit.title, "no", "") for limit in PAT_FLAGS]
+
+
+def gpu_rows() -> list[tuple[str, str, str]]:
+    """(compute capability, yes, no, or untested where the checks let it pass and nothing has shown it; what has)."""
+    rows = []
+    for major, minor in CAPABILITIES:
+        try:
+            refuse_capability(major, minor)
+        except FeatherError:
+            rows.append((f"{major}.{minor}", "no", ""))
+        else:
+            test = GPU_TESTS.get(10 * major + minor, "")
+            rows.append((f"{major}.{minor}", "yes" if test else "untested", test))
+    return rows
+
+
+def limit_rows() -> list[tuple[str, str]]:
+    """(what, what becomes of it) of every limit of a model and of a layer."""
+    return [(limit.title, "refused") for limit in MODEL_LIMITS] + [
+        (limit.title, "left to the backend beside pat") for limit in LAYER_LIMITS
+    ]
+
+
+def release_rows() -> list[tuple[str, str, str]]:
+    """(SGLang release, yes or untested, what shows it) of every release that is not refused."""
+    return [
+        (name, "yes", RELEASE_TEST + name) if name in TESTED_RELEASES else (name, "untested", "") for name in SUPPORTED
+    ]
+
+
+def tables() -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """(title, heads, rows) of each part of the matrix."""
+    return [
+        ("Model kinds", ("kind", "such as", "layers", "shown by"), list(kind_rows())),
+        ("Models and layers that it does not pack", ("what", "then"), list(limit_rows())),
+        ("Modes of a server", ("mode", "served", "shown by"), list(mode_rows())),
+        ("GPUs", ("compute capability", "served", "shown by"), list(gpu_rows())),
+        ("SGLang", ("release", "served", "shown by"), list(release_rows())),
+    ]

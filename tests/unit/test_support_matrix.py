@@ -1,0 +1,83 @@
+"""The support matrix says what the checks do, and what it names exists."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from feather_sglang.adapter.attention import limits, matrix
+from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts
+from feather_sglang.adapter.refusals import PAT_FLAGS, Limit
+from feather_sglang.cli import main
+from feather_sglang.errors import FeatherError
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYER = LayerFacts(0, 32, 8, 128, 128, 0.088)
+
+
+def test_every_test_that_is_named_exists():
+    shown = [row[-1] for title, heads, rows in matrix.tables() if heads[-1] == "shown by" for row in rows if row[-1]]
+    assert len(shown) > 20
+    for text in shown:
+        file, _, function = text.partition("[")[0].partition("::")
+        if function:
+            tree = ast.parse((ROOT / file).read_text())
+            assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, text
+        else:
+            assert (ROOT / re.search(r"\S+\.py", text)[0]).is_file(), text
+    assert set(matrix.TESTED_RELEASES) == {
+        file.stem.removeprefix("cpu-") for file in (ROOT / "requirements").glob("cpu-*.txt")
+    }
+
+
+def test_a_limit_that_is_added_is_in_the_matrix(monkeypatch):
+    limit = Limit("layers of {0.head_dim} on Mondays", lambda layer: layer.head_dim == 128, "Mondays")
+    monkeypatch.setattr(matrix, "LAYER_LIMITS", (*matrix.LAYER_LIMITS, limit))
+    assert ("Mondays", "left to the backend beside pat") in matrix.limit_rows()
+    monkeypatch.setattr(limits, "LAYER_LIMITS", (limit,))
+    with pytest.raises(FeatherError, match=r"can pack no layer of this model \(layers of 128 on Mondays\)"):
+        matrix.kind_rows()
+
+
+def test_a_mode_that_the_checks_refuse_is_not_called_served(monkeypatch):
+    monkeypatch.setattr(matrix, "PAT_FLAGS", (*PAT_FLAGS, Limit("--tp", lambda args: getattr(args, "tp_size", 1) > 1)))
+    with pytest.raises(FeatherError, match="says that tensor parallelism is served, and the checks refuse --tp"):
+        matrix.mode_rows()
+
+
+def test_a_gpu_that_nothing_has_run_on_is_not_called_served():
+    rows = {capability: served for capability, served, _ in matrix.gpu_rows()}
+    assert rows["9.0"] == "yes" and rows["8.0"] == "untested" and {rows["7.5"], rows["8.9"], rows["10.0"]} == {"no"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"pool": "MLATokenToKVPool"}, "the KV cache MLATokenToKVPool: choose another"),
+        ({"full_pool": "UnifiedMHATokenToKVPool"}, r"the KV cache UnifiedMHATokenToKVPool \(nhd\)"),
+        ({"layout": "hnd"}, r"the KV cache MHATokenToKVPool \(hnd\)"),
+        ({"kv_dtype": "float8_e4m3fn"}, r"a KV cache of float8_e4m3fn under a model in bfloat16 \(drop --kv-cache-dt"),
+        ({"attn_dp_size": 2}, "data-parallel attention"),
+        ({"attn_cp_size": 2}, "context parallelism"),
+        ({"latent": True}, "multi-head latent attention"),
+        ({"encoder_decoder": True}, "encoder-decoder models"),
+        ({"layers": ()}, "no attention layer"),
+    ],
+)
+def test_models_that_are_refused(changed, says):
+    assert limits.packed_layers(ModelFacts((LAYER,))) == (LAYER,)
+    with pytest.raises(FeatherError, match=says):
+        limits.packed_layers(ModelFacts(**{"layers": (LAYER,), **changed}))
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_doctor_prints_it(capsys, as_json):
+    assert main(["doctor", "--matrix", *["--json"] * as_json]) == 0
+    out = capsys.readouterr().out
+    if as_json:
+        kinds = json.loads(out)["Model kinds"]
+        assert {kind["kind"] for kind in kinds} == {kind.name for kind in matrix.KINDS}
+    else:
+        assert "gpt-oss" in out and "--enable-pdmux" in out
