@@ -117,10 +117,10 @@ class ShapeCheck:
         """The row, whatever comes of it."""
         begun = time.monotonic()
         folder = self.shape.write(self.logs / f"config-{self.name}")
-        servers = {backend: self.launch(backend, folder) for backend in (*self.shape.stock, PAT)}
+        servers = {backend: self.launch(backend, folder) for backend in (*self.shape.stock, *self.shape.spread, PAT)}
         try:
             up = self.wait(servers)
-            if PAT in up and len(up) > 1:
+            if PAT in up and self.shape.stock[0] in up:
                 self.compare(up)
                 self.time(up)
         except FAILURES as problem:
@@ -175,7 +175,7 @@ class ShapeCheck:
 
     def compare(self, up: dict[str, Server]) -> None:
         """Ask all servers; judge pat by the spread of the stock ones."""
-        stock = [backend for backend in self.shape.stock if backend in up]
+        stock = [backend for backend in (*self.shape.stock, *self.shape.spread) if backend in up]
         got = {}
         for backend in (*stock, PAT):
             self.ask(up[backend])  # what is compiled at first use is compiled now
@@ -200,12 +200,13 @@ class ShapeCheck:
     # Times -----------------------------------------------------------------------------------------------------
 
     def time(self, up: dict[str, Server]) -> None:
-        """Decode both steady batches on all servers in turn, every other time backwards."""
+        """Decode both steady batches on the servers in turn, every other time backwards."""
+        timed = [backend for backend in up if backend not in self.shape.spread]
         for which, case in self.options.cases.items():
             before = read_metrics(up[PAT])
-            found: dict[str, list[float]] = {backend: [] for backend in up}
+            found: dict[str, list[float]] = {backend: [] for backend in timed}
             for number in range(self.options.repeat):
-                for backend in list(up)[:: -1 if number % 2 else 1]:
+                for backend in timed[:: -1 if number % 2 else 1]:
                     found[backend] += self.measured(up[backend], backend, case)
             self.row["tok_s"][which] = {backend: max(rates) for backend, rates in found.items() if rates}
             self.row.setdefault("all_tok_s", {})[which] = found

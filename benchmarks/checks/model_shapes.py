@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,19 @@ class Shape:
 
     Attributes
     ----------
-    kind : what is particular about its attention, as the support matrix calls it.
+    kind : as the support matrix calls it.
     config : of its ``config.json``.
     cut : what of the real model is left out.
     stock : backends to compare with, the first of which pat prefills with.
+    spread : one more, for the spread alone: too slow to compare times with.
     """
 
     kind: str
     config: dict[str, Any]
     cut: str = ""
     stock: tuple[str, ...] = ("fa3", "triton")
+    spread: tuple[str, ...] = ()
     flags: str = ""
-    layers: int = field(init=False, default=0)
 
     def write(self, folder: Path) -> Path:
         """Write the configuration into a folder."""
@@ -64,7 +65,7 @@ SHAPES = {
         ("fa3", "flashinfer"),
     ),
     "qwen3-30b-a3b": Shape(
-        "dense",
+        "experts",
         {
             "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
             "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 16,
@@ -76,7 +77,7 @@ SHAPES = {
         ("fa3", "flashinfer"),
     ),
     "gpt-oss-20b": Shape(
-        "windows with a pool of their own, and sinks",
+        "sinks",
         {
             "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880,
             "intermediate_size": 2880, "num_hidden_layers": 12, "num_attention_heads": 64, "num_key_value_heads": 8,
@@ -99,9 +100,10 @@ SHAPES = {
         },
         "18 of 34 layers",
         ("triton",),
+        ("torch_native",),
     ),
     "qwen3-next-80b-a3b": Shape(
-        "linear attention",
+        "linear",
         {
             "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
             "intermediate_size": 5120, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
@@ -113,6 +115,7 @@ SHAPES = {
         },
         "12 of 48 layers, 16 of 512 experts",
         ("triton",),
+        ("torch_native",),
         "--max-mamba-cache-size 256",
     ),
 }  # fmt: skip

@@ -13,11 +13,12 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache import allocation
 from sglang.srt.model_executor import forward_batch_info
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.qwen3_next import Qwen3GatedDeltaNet
 from sglang.srt.runtime_context import get_resources
 
 from feather_sglang.adapter.attention import backend as pat_backend
-from feather_sglang.adapter.attention import matrix
+from feather_sglang.adapter.attention import beside, matrix
 from feather_sglang.adapter.attention.facts import facts_of
 from feather_sglang.adapter.attention.limits import left_to_another
 from feather_sglang.adapter.attention.metrics import pat_metrics
@@ -255,3 +256,54 @@ def test_a_model_with_windows_only_is_refused(server, monkeypatch):
     monkeypatch.setitem(KINDS, "windows only", Kind(_LLAMA, [], **windows))
     with pytest.raises(FeatherError, match=r"can pack no layer of this model \(KV in the pool for windows\): choose"):
         server("windows only", "pat")
+
+
+class Recorder:
+    """Notes every call, by name."""
+
+    def __init__(self):
+        self.called = []
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self.called.append((name, kwargs))
+
+
+def test_the_backend_beside_is_told_of_every_step(server):
+    """As SGLang calls a backend: with the graph around a capture, with the graph around a replay, and without one."""
+    one = server("windows", "pat")
+    backend, rows = runner_of(one).feather_pat, torch.zeros(2, dtype=torch.int64)
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE, seq_lens=torch.ones(2, dtype=torch.int64), req_pool_indices=rows
+    )
+    backend.beside = recorder = Recorder()
+    backend.init_cuda_graph_state(4, 4)
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    backend.on_after_cuda_graph_warmup()
+    backend.init_forward_metadata_in_graph(batch)
+    backend.init_forward_metadata_out_graph(batch)
+    backend.init_forward_metadata(batch)
+    assert [name for name, _ in recorder.called] == [
+        "init_cuda_graph_state", "init_forward_metadata_out_graph", "on_after_cuda_graph_warmup",
+        "init_forward_metadata_in_graph", "init_forward_metadata_out_graph", "init_forward_metadata",
+    ]  # fmt: skip
+    assert recorder.called[1][1] == {"in_capture": True} and recorder.called[4][1] == {"in_capture": False}
+    backend.forward_decode(None, None, None, attention_layers(one)[0], batch, sinks=1)
+    assert recorder.called[-1] == ("forward_decode", {"sinks": 1})
+
+
+def test_what_sglang_would_decode_with_is_beside():
+    """Its own choice for decoding counts before its choice for both, and is remembered once."""
+    args = SimpleNamespace(decode_attention_backend="pat", attention_backend=None, prefill_attention_backend=None)
+    seen = []
+
+    def resolve(args):
+        seen.append(args.decode_attention_backend)
+        args._resolved_overrides = [("a", {"attention_backend": "fa3"}), ("b", {"decode_attention_backend": "triton"})]
+
+    beside.resolve_beside(resolve, args)
+    assert seen == [None] and args._feather_beside == "triton" and args.decode_attention_backend == "pat"
+    assert beside.resolved(args, "decode_attention_backend") == "pat"
+    beside.resolve_beside(lambda args: seen.append(args.decode_attention_backend), args)  # in the scheduler's process
+    assert seen == [None, "pat"] and args._feather_beside == "triton"
+    with pytest.raises(FeatherError, match="resolved before feather was loaded"):
+        beside.create_beside(SimpleNamespace(server_args=SimpleNamespace()), 3)

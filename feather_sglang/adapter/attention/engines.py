@@ -85,6 +85,8 @@ class Engines:
     ) -> None:
         """Attend with the last plan: q and out (rows, heads, head_dim), k and v (slots, kv_heads, head_dim)."""
         engine, scale, cap = self._served[layer_id]
+        if sinks is not None and sinks.dtype != q.dtype:  # SGLang has them in bfloat16 under a model in float16, too
+            sinks = sinks.float()
         engine.run(q, k, v, out=out, sm_scale=scale, logit_soft_cap=cap, sinks=sinks)
 
 

@@ -1,0 +1,122 @@
+"""The GPU check of models without a server: its shapes, its prompts, and when it says that something is wrong."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "checks"))
+
+import check_models as check
+import model_shapes
+import pat_compare
+from pat_compare import Answer
+
+from feather_sglang.adapter.attention import matrix
+from feather_sglang.compare.server.process import ServerFailed
+
+
+def test_shapes_are_of_kinds_that_the_matrix_knows(tmp_path):
+    assert {shape.kind for shape in model_shapes.SHAPES.values()} <= {kind.name for kind in matrix.KINDS}
+    for name, shape in model_shapes.SHAPES.items():
+        config = json.loads((shape.write(tmp_path / name) / "config.json").read_text())
+        assert config["vocab_size"] == model_shapes.VOCABULARY
+        heads = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        assert heads in (64, 128, 256) and shape.stock[0] in ("fa3", "triton")
+        assert len(config.get("layer_types", [])) in (0, config["num_hidden_layers"])
+
+
+def test_prompts_share_prefixes_of_two_lengths():
+    made = list(check.prompts().values())
+    shared = {pat_compare.common(a, b) for a in made for b in made if a is not b}
+    assert {0, 701, 1002} <= shared and len({tuple(prompt) for prompt in made}) == 24
+
+
+class Servers(check.ShapeCheck):
+    """Servers that answer and decode as they are told."""
+
+    def __init__(self, options, logs, rates, answers, down=()):
+        super().__init__("llama-3.2-1b", model_shapes.SHAPES["llama-3.2-1b"], options, logs, 100.0)
+        self.rates, self.answers, self.down = rates, answers, down
+
+    def launch(self, backend, folder):
+        return FakeServer(backend, backend in self.down)
+
+    def ask(self, server, together=True):
+        return self.answers[server.name]
+
+    def measured(self, server, backend, case):
+        server.counted(case)
+        return [self.rates[backend]]
+
+
+class FakeServer:
+    start_seconds = 1.0
+
+    def __init__(self, name, down):
+        self.name, self.down, self.metrics = name, down, {"attended_tokens": 0.0, "read_tokens": 0.0}
+
+    def wait(self, deadline):
+        if self.down:
+            raise ServerFailed("the server ended with status 1")
+
+    def counted(self, case):
+        self.metrics = {"attended_tokens": self.metrics["attended_tokens"] + 100, "read_tokens": 20.0}
+
+    def flush(self): ...
+
+    def stop(self): ...
+
+    def tail(self, lines):
+        return ["out of memory"]
+
+
+def answers(shift=0.0, token=5):
+    return {
+        name: Answer((token, i), (-0.5 + shift, -0.5), ({token: -0.5, 9: -2.0}, {i: -0.5, 9: -2.0}))
+        for i, name in enumerate(check.prompts())
+    }
+
+
+GOOD = {"fa3": answers(), "triton": answers(0.05), "pat": answers(0.06)}
+RATES = {"fa3": 100.0, "triton": 90.0, "pat": 99.0}
+
+
+@pytest.fixture
+def row(tmp_path, monkeypatch):
+    monkeypatch.setattr(check.metadata, "entry_points", lambda group: [type("Point", (), {"name": "feather"})])
+    monkeypatch.setattr(check, "read_metrics", lambda server: server.metrics)
+    options = check.arguments(["--repeat", "1"])
+
+    def make(rates=RATES, given=GOOD, down=()):
+        return Servers(options, tmp_path, rates, given, down).run()
+
+    return make
+
+
+def test_a_right_backend_is_right(row):
+    found = row()
+    assert not found["problems"] and not found["left_out"] and found["between"] == "fa3 and triton"
+    assert check.ratio(found, "private") == pytest.approx(0.99) and found["read"]["shared"] == pytest.approx(0.2)
+    assert "right" in check.table([found]) and "0.990x" in check.table([found])
+
+
+def test_other_tokens_and_logprobs_are_wrong(row):
+    assert any("another token" in problem for problem in row(given={**GOOD, "pat": answers(token=6)})["problems"])
+    assert any("largest difference 0.2" in problem for problem in row(given={**GOOD, "pat": answers(0.2)})["problems"])
+
+
+def test_answers_that_are_all_the_same_show_nothing(row):
+    same = {name: dict.fromkeys(answers(), next(iter(answers().values()))) for name in GOOD}
+    assert any("nothing is shown" in problem for problem in row(given=same)["problems"])
+
+
+def test_a_server_that_does_not_come_up_is_left_out(row, capsys):
+    found = row(given=GOOD | {"pat": answers()}, down=("triton",))
+    assert not found["problems"] and found["left_out"] == {"triton": "the server ended with status 1"}
+    assert found["between"] == "fa3 at once and one by one" and "out of memory" in capsys.readouterr().out
+    found = row(down=("pat",))
+    assert "answers" not in found and math.isnan(check.ratio(found, "private"))
+    assert "not run" in check.table([found])
