@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ def test_a_gpu_that_nothing_has_run_on_is_not_called_served():
         ({"latent": True}, "multi-head latent attention"),
         ({"encoder_decoder": True}, "encoder-decoder models"),
         ({"layers": ()}, "no attention layer"),
+        ({"layers": (LAYER, replace(LAYER, window=9))}, "attention of several kinds on the KV of one layer"),
     ],
 )
 def test_models_that_are_refused(changed, says):

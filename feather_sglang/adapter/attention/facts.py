@@ -35,13 +35,13 @@ def facts_of(runner: Any, reference: bool) -> ModelFacts:
         layer for layer, (_, in_window) in getattr(pool, "layers_mapping", {}).items() if in_window
     }  # of a pool with slots of its own for windows
     chunks = model.attention_chunk_size is not None
-    layers = {
-        layer.layer_id: _layer_facts(layer, chunks, layer.layer_id in in_window_pool, reference)
+    layers = dict.fromkeys(  # several may read the KV of one
+        _layer_facts(layer, chunks, layer.layer_id in in_window_pool, reference)
         for layer in runner.model.modules()
         if isinstance(layer, RadixAttention)
-    }
+    )
     return ModelFacts(
-        layers=tuple(layers.values()),
+        layers=tuple(layers),
         dtype=str(runner.dtype).removeprefix("torch."),
         kv_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
         pool=type(pool).__name__,

@@ -61,6 +61,10 @@ class ModelFacts:
 
 
 MODEL_LIMITS = (
+    Limit(
+        "attention of several kinds on the KV of one layer",
+        lambda model: len({layer.layer_id for layer in model.layers}) < len(set(model.layers)),
+    ),
     Limit("data-parallel attention", lambda model: model.attn_dp_size > 1),
     Limit("context parallelism", lambda model: model.attn_cp_size > 1),
     Limit("multi-head latent attention, which this model has", lambda model: model.latent, "latent attention (MLA)"),
