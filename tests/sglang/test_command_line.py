@@ -79,6 +79,8 @@ def test_backends_that_contradict_each_other_end_start_up_with_one_line(flags, s
         ("feather-record-plan: null", "record_plan", None),
         ("feather-record-plan: FOLDER", "record_plan", "FOLDER"),
         ("feather-policy-file:", "policy_file", None),
+        ("feather-pat-beside: triton", "pat_beside", "triton"),
+        ("feather-pat-beside:", "pat_beside", None),
     ],
 )
 def test_every_flag_works_from_a_config_file(monkeypatch, tmp_path, line, name, value):
