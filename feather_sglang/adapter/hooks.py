@@ -175,6 +175,22 @@ HOOKS = (
         ("SGLANG_FORCE_COARSE_WAR_BARRIER",),
         part="pat",
     ),
+    Hook(
+        "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.set_kv_buffer",
+        "calls",
+        ("self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale"),
+        "the same where windows have a pool of their own",
+        ("layers_mapping", "full_kv_pool"),
+        part="pat",
+    ),
+    Hook(
+        _MEMORY + "HybridLinearKVPool.set_kv_buffer",
+        "calls",
+        ("self", "layer"),
+        "the same beside linear attention",
+        ("full_kv_pool",),
+        part="pat",
+    ),
 )
 
 

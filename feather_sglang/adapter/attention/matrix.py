@@ -38,6 +38,7 @@ class ModelKind:
     examples: str
     layers: tuple[LayerFacts, ...]
     facts: dict[str, Any] = field(default_factory=dict)
+    gpu_shapes: tuple[str, ...] = ()  # of benchmarks/checks/check_models.py
 
     @property
     def model(self) -> ModelFacts:
@@ -61,18 +62,24 @@ class Mode:
 
 
 KINDS = (
-    ModelKind("dense", "Llama, Qwen2.5, Qwen3", (_FULL,) * 3),
-    ModelKind("experts", "Qwen3-MoE, Mixtral", (_FULL,) * 3),
-    ModelKind("windows", "Gemma 2 and 3", (_WINDOW, _FULL) * 2),
+    ModelKind("dense", "Llama, Qwen2.5, Qwen3", (_FULL,) * 3, gpu_shapes=("llama-3.2-1b", "qwen2.5-7b")),
+    ModelKind("experts", "Qwen3-MoE, Mixtral", (_FULL,) * 3, gpu_shapes=("qwen3-30b-a3b",)),
+    ModelKind("windows", "Gemma 2 and 3", (_WINDOW, _FULL) * 2, gpu_shapes=("gemma-3-4b",)),
     ModelKind("windows of their own", "hybrid SWA pools", (_POOL_WINDOW, _FULL, _POOL_WINDOW), {"pool": "SWAKVPool"}),
-    ModelKind("sinks", "gpt-oss", (_POOL_WINDOW, _FULL) * 2, {"pool": "SWAKVPool", "sinks": True}),
+    ModelKind("sinks", "gpt-oss", (_POOL_WINDOW, _FULL) * 2, {"pool": "SWAKVPool", "sinks": True}, ("gpt-oss-20b",)),
     ModelKind("chunks", "Llama 4", (replace(_FULL, chunked=True), _FULL, replace(_FULL, chunked=True))),
     ModelKind(
         "scores",
         "scales and soft caps that differ",
         (replace(_FULL, sm_scale=0.1), replace(_FULL, logit_soft_cap=2.0), replace(_FULL, logit_soft_cap=9.0)),
     ),
-    ModelKind("linear", "Qwen3-Next, Qwen3.5 (attention layers)", (_FULL,) * 2, {"pool": "HybridLinearKVPool"}),
+    ModelKind(
+        "linear",
+        "Qwen3-Next, Qwen3.5 (attention layers)",
+        (_FULL,) * 2,
+        {"pool": "HybridLinearKVPool"},
+        ("qwen3-next-80b-a3b",),
+    ),
 )
 _SERVER = {
     "pp_size": 1, "disaggregation_mode": "null", "speculative_algorithm": None, "dllm_algorithm": None,
@@ -96,14 +103,14 @@ TESTED_RELEASES = ("0.5.17", "0.5.21", "0.5.22", "0.5.23")  # those with pins in
 RELEASE_TEST = "python3 dev.py test --releases="
 
 
-def kind_rows() -> list[tuple[str, str, str, str]]:
-    """(kind, examples, what pat does, what shows it) of every kind that is served, then of all that is not."""
+def kind_rows() -> list[tuple[str, str, str, str, str]]:
+    """(kind, examples, what pat does, shapes for the check on a GPU, what shows it) of every kind that is served."""
     rows = []
     for kind in KINDS:
         packed = packed_layers(kind.model)
         others = [limit for layer in kind.model.layers if (limit := left_to_another(layer))]
         does = "all packed" if not others else f"{len(packed)} of {len(kind.layers)} packed, beside: {others[0]}"
-        rows.append((kind.name, kind.examples, does, kind.shown_by))
+        rows.append((kind.name, kind.examples, does, ",".join(kind.gpu_shapes), kind.shown_by))
     return rows
 
 
@@ -148,7 +155,7 @@ def release_rows() -> list[tuple[str, str, str]]:
 def tables() -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """(title, heads, rows) of each part of the matrix."""
     return [
-        ("Model kinds", ("kind", "such as", "layers", "shown by"), list(kind_rows())),
+        ("Model kinds", ("kind", "such as", "layers", "check_models.py --shapes", "shown by"), list(kind_rows())),
         ("Models and layers that it does not pack", ("what", "then"), list(limit_rows())),
         ("Modes of a server", ("mode", "served", "shown by"), list(mode_rows())),
         ("GPUs", ("compute capability", "served", "shown by"), list(gpu_rows())),
