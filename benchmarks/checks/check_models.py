@@ -44,11 +44,11 @@ from feather_sglang.compare.server.process import Server, environment_with
 from feather_sglang.report.tables import grid
 
 HERE = Path(__file__).resolve().parent
-SHARED, PRIVATE = "decode:64,2,3000,256", "decode:64,0,1000,256"
+SHARED, PRIVATE = "decode:64,2,3000,192", "decode:64,0,800,192"
 COMMON = (
     "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --enable-metrics --log-level-http warning "
     "--dtype bfloat16 --context-length 16384 --max-running-requests 64 --cuda-graph-max-bs-decode 64 "
-    f"--max-total-tokens 100000 --mem-fraction-static 0.9 --random-seed 1 {NO_PREFILL_GRAPHS}"
+    f"--max-total-tokens 100000 --mem-fraction-static 0.9 --random-seed 1 --sleep-on-idle {NO_PREFILL_GRAPHS}"
 )
 PAT = "pat"
 TOP = 8  # most likely tokens that the reference names at each position
@@ -65,6 +65,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shared", default=SHARED, help="a steady case (default: %(default)s)")
     parser.add_argument("--private", default=PRIVATE, help="a steady case without sharing (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=2, help="times of each case, A B B A (default: %(default)s)")
+    parser.add_argument("--together", type=int, default=2, help="shapes whose servers start and stay up together, if "
+                        "the GPU's memory holds them (default: %(default)s)")  # fmt: skip
     parser.add_argument("--slack", type=float, default=0.02, help="share that pat may be slower without sharing")
     parser.add_argument("--flags", default="", help="further flags of all servers; they overrule the others")
     parser.add_argument("--start-timeout", type=float, default=180.0, help="seconds (default: %(default)g)")
@@ -108,27 +110,36 @@ class ShapeCheck:
         self.name, self.shape, self.options, self.logs = name, shape, options, logs
         self.deadline = time.monotonic() + limit
         self.prompts = prompts()
+        self.servers: dict[str, Server] = {}
+        self.up: dict[str, Server] = {}
         self.row: dict[str, Any] = {
             "shape": name, "kind": shape.kind, "cut": shape.cut, "problems": [], "left_out": {}, "tok_s": {},
             "start_seconds": {},
         }  # fmt: skip
 
-    def run(self) -> dict[str, Any]:
-        """The row, whatever comes of it."""
-        begun = time.monotonic()
+    def start(self) -> None:
+        """Start all servers."""
         folder = self.shape.write(self.logs / f"config-{self.name}")
-        servers = {backend: self.launch(backend, folder) for backend in (*self.shape.stock, *self.shape.spread, PAT)}
+        for backend in (*self.shape.stock, *self.shape.spread, PAT):
+            self.servers[backend] = self.launch(backend, folder)
+
+    def run(self) -> dict[str, Any]:
+        """The row, whatever comes of it; the servers have been waited for."""
+        begun = time.monotonic()
         try:
-            up = self.wait(servers)
-            if PAT in up and self.shape.stock[0] in up:
-                self.compare(up)
-                self.time(up)
+            if PAT in self.up and self.shape.stock[0] in self.up:
+                self.compare(self.up)
+                self.time(self.up)
         except FAILURES as problem:
             self.row["problems"].append(f"{type(problem).__name__}: {problem}"[:300])
         finally:
-            for server in servers.values():
-                server.stop()
+            self.stop()
         return self.row | {"seconds": round(time.monotonic() - begun, 1)}
+
+    def stop(self) -> None:
+        """End all servers."""
+        for server in self.servers.values():
+            server.stop()
 
     def launch(self, backend: str, folder: Path) -> Server:
         """Start a server; pat prefills with the first stock backend."""
@@ -140,20 +151,18 @@ class ShapeCheck:
         log = self.logs / f"{self.name}-{backend}.log"
         return Server(ServerConfig(backend, tuple(flags)), command, log, environment=environment_with({}))
 
-    def wait(self, servers: dict[str, Server]) -> dict[str, Server]:
-        """Those that come up."""
-        up = {}
+    def wait(self) -> None:
+        """Find out which servers come up."""
         deadline = min(time.monotonic() + self.options.start_timeout, self.deadline)
-        for backend, server in servers.items():
+        for backend, server in self.servers.items():
             try:
                 server.wait(deadline)
                 self.row["start_seconds"][backend] = server.start_seconds
-                up[backend] = server
+                self.up[backend] = server
             except FAILURES as problem:
                 self.row["left_out"][backend] = f"{problem}"[:200]
                 print(f"{self.name}: {backend} is left out: {problem}", *server.tail(12), sep="\n    ", flush=True)
                 server.stop()
-        return up
 
     # Answers ---------------------------------------------------------------------------------------------------
 
@@ -210,6 +219,9 @@ class ShapeCheck:
                     found[backend] += self.measured(up[backend], backend, case)
             self.row["tok_s"][which] = {backend: max(rates) for backend, rates in found.items() if rates}
             self.row.setdefault("all_tok_s", {})[which] = found
+            self.row["problems"] += [
+                f"{which}: {backend} never ran all requests at once" for backend, rates in found.items() if not rates
+            ]
             self.row.setdefault("read", {})[which] = read = share_read(before, read_metrics(up[PAT]))
             if which == "shared" and not 0 < read < SHARES:
                 self.row["problems"].append(f"{read:.2f} of the shared case's KV tokens were read, at most {SHARES}")
@@ -257,6 +269,24 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return grid(lines)
 
 
+def judged(row: dict[str, Any], slack: float) -> dict[str, Any]:
+    """The row, with what is to be said of its times."""
+    if ratio(row, "private") < 1 - slack:
+        row["problems"].append(f"without sharing {ratio(row, 'private'):.3f} of the best stock backend's tokens/s")
+    return row
+
+
+def write(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+    """Keep what is known so far."""
+    if options.json is None:
+        return
+    content = {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "machine": machine(sys.executable),
+        "when": time.strftime("%Y-%m-%d %H:%M:%S"), "common": COMMON, "rows": rows,
+    }  # fmt: skip
+    options.json.write_text(json.dumps(content, indent=1))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the shapes that time allows."""
     options = arguments(argv)
@@ -265,22 +295,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     allow_open_files(400)
     begun = time.monotonic()
     rows: list[dict[str, Any]] = []
-    for name in options.names:
+    for first in range(0, len(options.names), options.together):
         remaining = options.time_limit - (time.monotonic() - begun)
         if remaining < LEAST:
             break
-        print(f"[{time.monotonic() - begun:4.0f} s] {name} {SHAPES[name].cut}".rstrip(), flush=True)
-        row = ShapeCheck(name, SHAPES[name], options, logs, remaining).run()
-        rows.append(row)
-        if ratio(row, "private") < 1 - options.slack:
-            row["problems"].append(f"without sharing {ratio(row, 'private'):.3f} of the best stock backend's tokens/s")
-        print(table([row]), flush=True)
-        if options.json:
-            content = {
-                "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "machine": machine(sys.executable),
-                "when": time.strftime("%Y-%m-%d %H:%M:%S"), "common": COMMON, "rows": rows,
-            }  # fmt: skip
-            options.json.write_text(json.dumps(content, indent=1))
+        names = options.names[first : first + options.together]
+        print(f"[{time.monotonic() - begun:4.0f} s] starting the servers of {', '.join(names)}", flush=True)
+        checks = [ShapeCheck(name, SHAPES[name], options, logs, remaining) for name in names]
+        try:
+            for check in checks:
+                check.start()
+            for check in checks:
+                check.wait()
+            for check in checks:
+                print(f"[{time.monotonic() - begun:4.0f} s] {check.name} {check.shape.cut}".rstrip(), flush=True)
+                rows.append(judged(check.run(), options.slack))
+                print(table(rows[-1:]), flush=True)
+                write(options, rows)
+        finally:
+            for check in checks:
+                check.stop()
     print("", table(rows), sep="\n")
     for row in rows:
         for words in row["problems"][:12]:

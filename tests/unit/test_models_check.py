@@ -93,7 +93,10 @@ def row(tmp_path, monkeypatch):
     options = check.arguments(["--repeat", "1"])
 
     def make(rates=RATES, given=GOOD, down=()):
-        return Servers(options, tmp_path, rates, given, down).run()
+        one = Servers(options, tmp_path, rates, given, down)
+        one.start()
+        one.wait()
+        return check.judged(one.run(), 0.02)
 
     return make
 
@@ -108,6 +111,10 @@ def test_a_right_backend_is_right(row):
 def test_other_tokens_and_logprobs_are_wrong(row):
     assert any("another token" in problem for problem in row(given={**GOOD, "pat": answers(token=6)})["problems"])
     assert any("largest difference 0.2" in problem for problem in row(given={**GOOD, "pat": answers(0.2)})["problems"])
+
+
+def test_a_slow_backend_is_wrong(row):
+    assert row(RATES | {"pat": 97.0})["problems"] == ["without sharing 0.970 of the best stock backend's tokens/s"]
 
 
 def test_answers_that_are_all_the_same_show_nothing(row):
