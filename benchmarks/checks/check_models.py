@@ -44,7 +44,7 @@ from feather_sglang.compare.server.process import Server, environment_with
 from feather_sglang.report.tables import grid
 
 HERE = Path(__file__).resolve().parent
-SHARED, PRIVATE = "decode:64,2,3000,192", "decode:64,0,800,192"
+SHARED, PRIVATE = "decode:{},2,3000,192", "decode:{},0,800,192"
 COMMON = (
     "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --enable-metrics --log-level-http warning "
     "--dtype bfloat16 --context-length 16384 --max-running-requests 64 --cuda-graph-max-bs-decode 64 "
@@ -62,7 +62,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help="with commas (default: all)")
     parser.add_argument("--new-tokens", type=int, default=32, help="of each answer (default: %(default)s)")
-    parser.add_argument("--shared", default=SHARED, help="a steady case (default: %(default)s)")
+    parser.add_argument("--shared", default=SHARED, help="a steady case; {} stands for a shape's requests "
+                        "(default: %(default)s)")  # fmt: skip
     parser.add_argument("--private", default=PRIVATE, help="a steady case without sharing (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=2, help="times of each case, A B B A (default: %(default)s)")
     parser.add_argument("--together", type=int, default=2, help="shapes whose servers start and stay up together, if "
@@ -78,14 +79,19 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown := [name for name in options.names if name not in SHAPES]:
         parser.error(f"--shapes: {', '.join(unknown)} is not among {', '.join(SHAPES)}")
     try:
-        options.cases = {"shared": parse_case(options.shared), "private": parse_case(options.private)}
-    except ValueError as error:
-        parser.error(str(error))
-    if not all(case.steady for case in options.cases.values()):
-        parser.error("--shared and --private: give cases named decode:...")
+        if not all(case.steady for shape in SHAPES.values() for case in cases_of(options, shape).values()):
+            parser.error("--shared and --private: give cases named decode:...")
+    except (ValueError, IndexError, KeyError) as error:
+        parser.error(f"--shared and --private: {error}")
     if not any(point.name == "feather" for point in metadata.entry_points(group="sglang.srt.plugins")):
         parser.error("feather-sglang is not installed here: pip install --no-deps .")
     return options
+
+
+def cases_of(options: argparse.Namespace, shape: Shape) -> dict[str, Case]:
+    """The steady cases of a shape."""
+    texts = {"shared": options.shared, "private": options.private}
+    return {which: parse_case(text.format(shape.requests)) for which, text in texts.items()}
 
 
 def prompts(count: int = 24, seed: int = 0) -> dict[str, list[int]]:
@@ -211,7 +217,7 @@ class ShapeCheck:
     def time(self, up: dict[str, Server]) -> None:
         """Decode both steady batches on the servers in turn, every other time backwards."""
         timed = [backend for backend in up if backend not in self.shape.spread]
-        for which, case in self.options.cases.items():
+        for which, case in cases_of(self.options, self.shape).items():
             before = read_metrics(up[PAT])
             found: dict[str, list[float]] = {backend: [] for backend in timed}
             for number in range(self.options.repeat):
@@ -220,7 +226,10 @@ class ShapeCheck:
             self.row["tok_s"][which] = {backend: max(rates) for backend, rates in found.items() if rates}
             self.row.setdefault("all_tok_s", {})[which] = found
             self.row["problems"] += [
-                f"{which}: {backend} never ran all requests at once" for backend, rates in found.items() if not rates
+                f"{which}: {backend} never ran all {case.batch} requests at once; it says that it runs "
+                f"{up[backend].max_running}, with {up[backend].kv_tokens} KV tokens"
+                for backend, rates in found.items()
+                if not rates
             ]
             self.row.setdefault("read", {})[which] = read = share_read(before, read_metrics(up[PAT]))
             if which == "shared" and not 0 < read < SHARES:
@@ -250,7 +259,21 @@ def ratio(row: dict[str, Any], which: str) -> float:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The verdicts."""
-    lines = [["shape", "answers", "equal", "largest", "allowed", "KV read", "shared tok/s", "", "private tok/s", ""]]
+    lines = [
+        [
+            "shape",
+            "answers",
+            "equal",
+            "compared",
+            "largest",
+            "allowed",
+            "KV read",
+            "shared tok/s",
+            "",
+            "private tok/s",
+            "",
+        ]
+    ]
     for row in rows:
         if "answers" not in row:
             lines.append([row["shape"], "not run"])
@@ -258,6 +281,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         spread = row["answers"]["spread"]
         cells = [
             row["shape"], "wrong" if row["answers"]["wrong"] else "right", f"{spread['equal']}/{spread['answers']}",
+            str(spread["positions"]),
             f"{spread['largest']:.3f}", f"{max(FLOOR, pat_compare.FACTOR * row['spread']['largest']):.3f}",
             f"{row.get('read', {}).get('shared', math.nan):.2f}",
         ]  # fmt: skip

@@ -26,6 +26,7 @@ class Shape:
     cut : what of the real model is left out.
     stock : backends to compare with, the first of which pat prefills with.
     spread : one more, for the spread alone: too slow to compare times with.
+    requests : of the steady batches; states of linear attention take much memory, and cached prefixes hold some, too.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Shape:
     stock: tuple[str, ...] = ("fa3", "triton")
     spread: tuple[str, ...] = ()
     flags: str = ""
+    requests: int = 64
 
     def write(self, folder: Path) -> Path:
         """Write the configuration into a folder."""
@@ -122,5 +124,6 @@ SHAPES = {
         ("triton",),
         ("torch_native",),
         "--max-mamba-cache-size 256",
+        requests=32,
     ),
 }  # fmt: skip

@@ -51,7 +51,7 @@ class Servers(check.ShapeCheck):
 
     def measured(self, server, backend, case):
         server.counted(case)
-        return [self.rates[backend]]
+        return [self.rates[backend]] if backend in self.rates else []
 
 
 class FakeServer:
@@ -66,6 +66,8 @@ class FakeServer:
 
     def counted(self, case):
         self.metrics = {"attended_tokens": self.metrics["attended_tokens"] + 100, "read_tokens": 20.0}
+
+    max_running, kv_tokens = 40, 9000
 
     def flush(self): ...
 
@@ -115,6 +117,11 @@ def test_other_tokens_and_logprobs_are_wrong(row):
 
 def test_a_slow_backend_is_wrong(row):
     assert row(RATES | {"pat": 97.0})["problems"] == ["without sharing 0.970 of the best stock backend's tokens/s"]
+
+
+def test_a_batch_that_never_ran_is_said(row):
+    problems = row({"fa3": 100.0, "triton": 90.0})["problems"]
+    assert "private: pat never ran all 64 requests at once; it says that it runs 40, with 9000 KV tokens" in problems
 
 
 def test_answers_that_are_all_the_same_show_nothing(row):
