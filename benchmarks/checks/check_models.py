@@ -48,7 +48,7 @@ SHARED, PRIVATE = "decode:{},2,3000,192", "decode:{},0,800,192"
 COMMON = (
     "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --enable-metrics --log-level-http warning "
     "--dtype bfloat16 --context-length 16384 --max-running-requests 64 --cuda-graph-max-bs-decode 64 "
-    f"--max-total-tokens 100000 --mem-fraction-static 0.9 --random-seed 1 --sleep-on-idle {NO_PREFILL_GRAPHS}"
+    f"--max-total-tokens 76000 --mem-fraction-static 0.9 --random-seed 1 --sleep-on-idle {NO_PREFILL_GRAPHS}"
 )
 PAT = "pat"
 TOP = 8  # most likely tokens that the reference names at each position
@@ -66,7 +66,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
                         "(default: %(default)s)")  # fmt: skip
     parser.add_argument("--private", default=PRIVATE, help="a steady case without sharing (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=2, help="times of each case, A B B A (default: %(default)s)")
-    parser.add_argument("--together", type=int, default=2, help="shapes whose servers start and stay up together, if "
+    parser.add_argument("--together", type=int, default=1, help="shapes whose servers start and stay up together, if "
                         "the GPU's memory holds them (default: %(default)s)")  # fmt: skip
     parser.add_argument("--slack", type=float, default=0.02, help="share that pat may be slower without sharing")
     parser.add_argument("--flags", default="", help="further flags of all servers; they overrule the others")
