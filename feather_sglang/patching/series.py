@@ -49,7 +49,7 @@ class Series:
 
     def subjects(self) -> list[str]:
         """What each patch does, in the order in which they apply."""
-        texts = [path.read_text() for path in self.files]
+        texts = [path.read_text("utf-8") for path in self.files]
         return [
             re.sub(r"^Subject: (\[PATCH[^]]*\] )?", "", re.findall(r"^Subject: .*", text, re.M)[0]) for text in texts
         ]
@@ -68,7 +68,7 @@ class Series:
         """
         made: dict[str, bytes] = {}
         for path in self.files:
-            for change in PatchSet(path.read_text()):
+            for change in PatchSet(path.read_text("utf-8")):
                 if not change.path.startswith(PREFIX):
                     continue
                 name = change.path.removeprefix(PREFIX)
@@ -77,10 +77,10 @@ class Series:
                     before = ""
                 else:
                     try:
-                        before = (made[name] if name in made else read(name)).decode()
+                        before = (made[name] if name in made else read(name)).decode(errors="surrogateescape")
                     except FileNotFoundError:
                         raise FeatherError(f"{name}: not there, {self._advice()}") from None
-                made[name] = self._change(name, before, change).encode()
+                made[name] = self._change(name, before, change).encode(errors="surrogateescape")
         return made
 
     def _refuse_existing(self, name: str, read: Callable[[str], bytes], made: dict[str, bytes]) -> None:
@@ -105,9 +105,7 @@ class Series:
                     continue
                 found = lines[taken] if taken < len(lines) else "the end of the file"
                 if found != value:
-                    raise FeatherError(
-                        f"{name}:{taken + 1}: has {found.strip()!r} for {value.strip()!r}, {self._advice()}"
-                    )
+                    raise FeatherError(f"{name}:{taken + 1}: has {found!a} for {value!a}, {self._advice()}")
                 if line.is_context:
                     done.append(value)
                 taken += 1

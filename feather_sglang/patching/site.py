@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -56,7 +57,8 @@ class Site:
             place = "this Python" if folder is None else folder
             raise FeatherError(f"no sglang is installed in {place}: name the folder that holds it with --site")
         root = Path(str(found.locate_file("")))
-        if not (root / "sglang" / "srt").is_dir():
+        # A checkout is elsewhere, or has an .egg-info beside the package.
+        if not (root / "sglang" / "srt").is_dir() or found.read_text("METADATA") is None:
             raise FeatherError(
                 f"sglang {found.version} is installed from a checkout: apply the series there, git am patches/RELEASE/*"
             )
@@ -77,8 +79,10 @@ class Site:
     def state(self) -> str:
         """In words."""
         if self.is_patched:
-            changed = self._changed()
-            return f"patched, and changed since: {', '.join(changed)}" if changed else "patched"
+            if changed := self._changed():
+                return f"patched, and changed since: {', '.join(changed)}"
+            whole = all(self._now(name) == was["after"] for name, was in self._manifest().items())
+            return "patched" if whole else "patched in part"
         return "has extension points of its own" if (self.root / REGISTRY).is_file() else "not patched"
 
     def _manifest(self) -> dict[str, dict[str, str | None]]:
@@ -108,19 +112,25 @@ class Site:
         Raises
         ------
         FeatherError
-            The series does not fit; nothing was written.
+            The series does not fit, or somebody else patches; nothing was written.
         """
+        with self._alone():
+            return self._apply()
+
+    def _apply(self) -> list[str]:
         made = self.plan()
         record = self._info / "RECORD"
         changed = sorted(made)
         if record.is_file():
             made[self._name(record)] = self._extended(record, made)
         self._back_up(made)
+        # What others import comes last: an SGLang that is patched in part does not start, rather than run without it.
+        added = [name for name in made if not (self.root / name).exists()]
         try:
-            for name, content in made.items():
-                self._write(name, content)
+            for name in [*(name for name in made if name not in added), *added]:
+                self._write(name, made[name])
         except BaseException:
-            self.revert()
+            self._revert()
             raise
         return changed
 
@@ -130,8 +140,12 @@ class Site:
         Raises
         ------
         FeatherError
-            There is no backup, or a file was changed after it was patched; nothing was written.
+            There is no backup, a file was changed after it was patched, or somebody else patches; nothing was written.
         """
+        with self._alone():
+            return self._revert()
+
+    def _revert(self) -> list[str]:
         if not self.is_patched:
             raise FeatherError(f"sglang {self.release} in {self.root} is {self.state()}: there is nothing to revert")
         if changed := self._changed():
@@ -139,16 +153,34 @@ class Site:
                 f"{', '.join(changed)}: changed since it was patched; undo that, or reinstall sglang {self.release}"
             )
         files = self._manifest()
-        for name, was in files.items():
+        for name, was in sorted(files.items(), key=lambda item: item[1]["before"] is not None):
             path = self.root / name
+            _scratch(path).unlink(missing_ok=True)  # of one that was killed
             if was["before"] is None:
                 path.unlink(missing_ok=True)
                 for stale in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
                     stale.unlink()
-            else:
+            elif self._now(name) != was["before"]:
                 self._put_back(name)
-        shutil.rmtree(self._backup)
+        # The backup is there whole or not at all.
+        with tempfile.TemporaryDirectory(dir=self._info, prefix=f".{BACKUP}-") as scratch:
+            os.replace(self._backup, Path(scratch, BACKUP))
         return sorted(name for name in files if not name.endswith("/RECORD"))
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep others out, and clear away what one that was killed has left."""
+        handle = os.open(self.root, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise FeatherError(f"{self.root} is being patched by another process: wait for it") from None
+            for left in self._info.glob(f".{BACKUP}-*"):
+                shutil.rmtree(left)
+            yield
+        finally:
+            os.close(handle)
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
@@ -163,7 +195,7 @@ class Site:
         ]
         kept = [name for name in [*made, self._name(record)] if name not in added]
         lines += [f"{self._name(self._backup / name)},," for name in [MANIFEST, *kept]]
-        text = record.read_text()
+        text = record.read_bytes().decode()
         return (text + ("" if text.endswith("\n") else "\n") + "".join(f"{line}\n" for line in lines)).encode()
 
     def _back_up(self, made: dict[str, bytes]) -> None:
@@ -177,7 +209,7 @@ class Site:
                 if files[name]["before"] is not None:
                     kept = backup / name
                     kept.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy2(self.root / name, kept)
+                    shutil.copy2(self.root / name, kept, follow_symlinks=False)
             (backup / MANIFEST).write_text(json.dumps({"release": self.release, "files": files}, indent=1) + "\n")
             os.replace(backup, self._backup)
 
@@ -190,14 +222,20 @@ class Site:
 
     def _put_back(self, name: str) -> None:
         with self._replacing(self.root / name) as scratch:
-            shutil.copy2(self._backup / name, scratch)  # with its time: Python's compiled files are kept by it
+            # With its time: Python's compiled files are kept by it.
+            shutil.copy2(self._backup / name, scratch, follow_symlinks=False)
 
     @contextlib.contextmanager
     def _replacing(self, path: Path) -> Iterator[Path]:
         """A file to write that then takes the place of ``path``, or is gone."""
-        scratch = path.with_name(f".feather-{path.name}")
+        scratch = _scratch(path)
+        scratch.unlink(missing_ok=True)
         try:
             yield scratch
             os.replace(scratch, path)
         finally:
             scratch.unlink(missing_ok=True)
+
+
+def _scratch(path: Path) -> Path:
+    return path.with_name(f".feather-{path.name}")

@@ -3,6 +3,8 @@
 import difflib
 import os
 import re
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,104 @@ def test_a_failure_on_the_way_leaves_everything_as_it_was(patches, root, monkeyp
     assert content(root) == before
 
 
+def killed_at(site, action, moment):
+    """Run an action in a process that is killed at its n-th change of the disk; whether it came so far."""
+    changes = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.utime")
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def kill(event, arguments):
+            nonlocal count
+            if event in changes or (event == "open" and (arguments[2] or 0) & os.O_CREAT):
+                count += 1
+                if count == moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.addaudithook(kill)
+            getattr(site, action)()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("action", ["apply", "revert"])
+def test_killed_at_any_moment_it_is_whole_or_said_to_be_in_part_and_the_next_command_mends_it(patches, root, action):
+    before, folders = content(root), set(root.rglob("*"))
+    site = Site.find(root)
+    site.apply()
+    patched = content(root)
+    site.revert()
+    moment = 1
+    while True:
+        if action == "revert":
+            site.apply()
+        if not killed_at(site, action, moment):
+            break
+        state, now = site.state(), {name: text for name, text in content(root).items() if ".feather" not in name}
+        assert (state == "patched") <= (now == patched), (moment, state)
+        assert (state == "not patched") <= (now == before), (moment, state)
+        if site.is_patched:
+            site.revert()
+        site.apply()
+        assert content(root) == patched, moment
+        site.revert()
+        assert content(root) == before and folders >= set(root.rglob("*")) - {(root / REGISTRY).parent}, moment
+        moment += 1
+    assert moment > 10
+
+
+def test_what_is_added_comes_last_so_that_nothing_starts_in_part(patches, root, monkeypatch):
+    order, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: (order.append(Path(new).name), replace(old, new)))
+    Site.find(root).apply()
+    assert order[-1] == Path(REGISTRY).name
+
+
+def test_a_file_that_cannot_be_replaced_does_not_keep_the_others_from_being_put_back(patches, root, monkeypatch):
+    before, replace = content(root), os.replace
+
+    def breaks(source, target):
+        if Path(target).name == Path(TWO).name:
+            raise PermissionError("read-only")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", breaks)
+    with pytest.raises(PermissionError, match="read-only"):
+        Site.find(root).apply()
+    assert content(root) == before
+
+
+def test_two_at_once_are_kept_apart(patches, root):
+    before = content(root)
+    with Site.find(root)._alone():
+        for action in ("apply", "revert"):
+            with pytest.raises(FeatherError, match="is being patched by another process"):
+                getattr(Site.find(root), action)()
+    assert content(root) == before
+
+
+def test_a_file_that_is_a_link_is_one_again(patches, root, tmp_path):
+    cache = tmp_path / "cache.py"
+    (root / ONE).rename(cache)
+    (root / ONE).symlink_to(cache)
+    site = Site.find(root)
+    site.apply()
+    assert cache.read_text() == BEFORE[ONE] and (root / ONE).read_text() == AFTER[ONE]
+    site.revert()
+    assert (root / ONE).readlink() == cache
+
+
+def test_other_line_ends_and_other_encodings_are_refused_visibly(patches, root):
+    write(root, {ONE: BEFORE[ONE].replace("\n", "\r\n")})
+    with pytest.raises(FeatherError, match=r"one.py:1: has 'line 0\\r' for 'line 0'"):
+        Site.find(root).apply()
+    (root / ONE).write_bytes(BEFORE[ONE].replace("line 1\n", "Gr\xfc\xdfe\n").encode("latin-1"))
+    with pytest.raises(FeatherError, match=r"one.py:2: has 'Gr.*' for 'line 1'"):
+        Site.find(root).apply()
+
+
 def test_an_apply_that_was_killed_half_way_can_be_reverted(patches, root):
     before = content(root)
     site = Site.find(root)
@@ -224,6 +324,10 @@ def test_a_release_without_patches_a_folder_without_sglang_and_a_checkout(patche
     write(root, {f"{INFO}/METADATA": "Metadata-Version: 2.1\nName: sglang\nVersion: 1.2.3\n"})
     assert main(["patch", "apply", "--site", str(root)]) == 2
     assert f"no patches for sglang 1.2.3: there are some for {RELEASE}" in capsys.readouterr().err
+    (root / INFO / "METADATA").rename(root / INFO / "PKG-INFO")
+    (root / INFO).rename(root / "sglang.egg-info")
+    assert main(["patch", "apply", "--site", str(root)]) == 2
+    assert "installed from a checkout" in capsys.readouterr().err
     (root / "sglang").rename(root / "elsewhere")
     assert main(["patch", "apply", "--site", str(root)]) == 2
     assert "installed from a checkout" in capsys.readouterr().err
