@@ -47,9 +47,9 @@ class FeatherPolicy(SchedulePolicy):
         """Enter a request that arrives, or comes back."""
         self.feather.life_cycle.queued(req)
 
-    def begin_admission(self, running_batch: Any) -> bool:
-        """Whether to look for a prefill batch; open a full batch again where somebody may fit by now."""
-        return self.feather.rounds.begin(running_batch)
+    def should_defer_prefill(self, running_batch: Any) -> bool:
+        """Whether decode goes first; else a full batch is open again where somebody may fit by now."""
+        return not self.feather.rounds.begin(running_batch)
 
     def calc_priority(self, waiting_queue: list[Any], running_batch: Any = None, **kwargs: Any) -> None:
         """Open a round; who leaves admission to SGLang lets it sort the queue, too."""
