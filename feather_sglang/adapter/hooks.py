@@ -91,7 +91,10 @@ HOOKS = (
         "scheduler",
         ("self", "prefill_delayer_single_pass", "running_batch"),
         "an admission round, request by request",
-        ("waiting_queue", "adder", "can_run_list", "calc_priority", "add_one_req", "get_num_allocatable_reqs"),
+        (
+            *("waiting_queue", "adder", "can_run_list", "calc_priority", "add_one_req", "get_num_allocatable_reqs"),
+            "running_loras",
+        ),
     ),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",

@@ -312,6 +312,17 @@ def test_a_prefix_under_another_key_is_another_prefix(server, lora_server, key):
     one.assert_nothing_left()
 
 
+def test_who_waits_keeps_no_other_adapter_out_of_the_batch(lora_server):
+    one = lora_server(at_a_time=2, max_total_tokens=2400)
+    run(one, "f0 f1 f2 f3", outputs=30)  # under none, which counts as one
+    submit(one, "a0x a1x", lora_id="x")
+    submit(one, "a1y a2y a3y a4y a5y", lora_id="y")
+    assert ran(one) == ["a1y"] and postponed(one) >= {"a0x"}
+    assert ran(one) == ["a2y", "a3y", "a4y", "a5y"] and waiting(one) == {"a0x", "a1x"}
+    one.drain()
+    one.assert_nothing_left()
+
+
 def test_nobody_waits_for_a_prefix_that_is_computed_under_another_key(server, lora_server, key):
     one = (lora_server if key == "lora_id" else server)(chunked_prefill_size=256, max_total_tokens=2400)
     run(one, "f0 f1 f2 f3", outputs=30)

@@ -33,22 +33,23 @@ class AdmissionQueue(list):
     Parameters
     ----------
     admissions
-        Gives the requests to the loop that admits them, of which it is handed the adder.
+        Gives the requests to the loop that admits them, of which it is handed the adder, and the LoRA adapters of the
+        batch, or None.
     loop_code
         Of that loop. Every other reader sees the plain list: SGLang also iterates over the queue for LoRA draining and
         load reports, and asks in no other way that tells them apart.
     """
 
-    def __init__(self, requests: list[Any], admissions: Callable[[Any], Iterator[Any]], loop_code: Any) -> None:
+    def __init__(self, requests: list[Any], admissions: Callable[..., Iterator[Any]], loop_code: Any) -> None:
         super().__init__(requests)
-        self._admissions: Callable[[Any], Iterator[Any]] | None = admissions
+        self._admissions: Callable[..., Iterator[Any]] | None = admissions
         self._loop_code = loop_code
 
     def __iter__(self) -> Iterator[Any]:
         caller = sys._getframe(1)
         if self._admissions is not None and caller.f_code is self._loop_code:
             admissions, self._admissions = self._admissions, None
-            return admissions(caller.f_locals["adder"])
+            return admissions(caller.f_locals["adder"], caller.f_locals.get("running_loras"))
         return super().__iter__()
 
 
@@ -108,9 +109,14 @@ class Hooks:
         if opened:
             self.feather.scheduler.waiting_queue = AdmissionQueue(waiting_queue, self._propose, self._loop_code)
 
-    def _propose(self, adder: Any) -> Iterator[Any]:
+    def _propose(self, adder: Any, adapters: set[Any] | None) -> Iterator[Any]:
         self._adder.wrap(adder, "add_one_req", functools.partial(self._add_one_req, adder))
-        return self.feather.rounds.propose(list.__iter__(self.feather.scheduler.waiting_queue), adder)
+        for req in self.feather.rounds.propose(list.__iter__(self.feather.scheduler.waiting_queue), adder):
+            before = set(adapters or ())
+            yield req
+            # SGLang's loop takes a deferred request for an admitted one, whose adapter others have to fit beside.
+            if adapters is not None and not (adder.can_run_list and adder.can_run_list[-1] is req):
+                adapters &= before
 
     def _add_one_req(self, adder: Any, original: Callable[..., Any], req: Any, *args: Any, **kwargs: Any) -> Any:
         result = self.feather.rounds.judge(req)
