@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from harness import Server
 
-from feather_sglang.adapter import hooks, plugin
+from feather_sglang.adapter import hooks, plugin, start_up
 from feather_sglang.adapter.attention import registration
 from feather_sglang.adapter.hooks import HOOKS, SUPPORTED, Hook, exists, installed_version, mismatch, mismatches
 from feather_sglang.errors import FeatherError
@@ -78,7 +78,7 @@ def test_other_releases_are_not_taken_for_newer_ones(version):
 
 def test_a_server_on_a_newer_release_says_so_once(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("FEATHER_OPTIONS", "")
-    for module in (hooks, plugin):
+    for module in (hooks, start_up):
         monkeypatch.setattr(module, "installed_version", lambda: "0.5.99")
     one = Server(tmp_path, "feather")
     try:
