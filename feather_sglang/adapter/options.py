@@ -41,6 +41,12 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
+def _milliseconds(value: Any) -> float:
+    if isinstance(value, bool) or not 0 < float(value) < float("inf"):
+        raise ValueError("expected milliseconds, more than 0")
+    return float(value)
+
+
 def _share(value: Any) -> float:
     if isinstance(value, bool) or not float(value) >= 0:
         raise ValueError("expected a number of at least 0, or inf")
@@ -134,6 +140,13 @@ class FeatherOptions:
         "SECONDS|auto",
         "Those who wait gather for up to so long where a prefill step costs the running ones more; 0: never; "
         f"auto: {BOUND}, and never under feather-order or --enable-mixed-chunk.",
+    )
+    tbt: float | None = _option(
+        None,
+        _milliseconds,
+        "MS",
+        "Running requests stand still for others' prefill, and the decode step after it, for so long at most; chunks "
+        "are cut to fit.",
     )
     features: str = _option(
         "paper", _features, "paper|headroom", "State the learner sees: the paper's, or with memory."

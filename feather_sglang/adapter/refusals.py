@@ -68,6 +68,16 @@ def refuse_policy_flags(args: Any, name: str, options: FeatherOptions) -> None:
         )
     if options.pace and mixes_chunks(args):
         raise FeatherError("--feather-pace saves nothing under --enable-mixed-chunk, where decode goes on; drop one")
+    if options.tbt is None:
+        return
+    if not admits(name):
+        raise FeatherError(
+            f"--schedule-policy {name} leaves admission to SGLang, so --feather-tbt cannot work; drop it"
+        )
+    if mixes_chunks(args):
+        raise FeatherError("--feather-tbt lets prefill and decode alternate, --enable-mixed-chunk mixes them; drop one")
+    if (args.chunked_prefill_size or 0) < 0:
+        raise FeatherError("--feather-tbt cuts prompts into chunks, --chunked-prefill-size -1 forbids it; drop one")
 
 
 def mixes_chunks(args: Any) -> bool:

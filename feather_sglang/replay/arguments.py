@@ -108,6 +108,12 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"let those who wait gather for a prefill step, for so long at most (0: never; auto: {BOUND}); "
         "not feather-order",
     )
+    policy.add_argument(
+        "--feather-tbt",
+        type=float,
+        metavar="MS",
+        help="bound how long running requests stand still for prefill; not feather-order",
+    )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for results and plots")
 
 
@@ -243,6 +249,7 @@ def common_options(args: argparse.Namespace) -> dict[str, Any]:
         "chunk_size": args.feather_chunk_size,
         "gather": args.feather_gather == "on",
         "pace": args.feather_pace,
+        "tbt": args.feather_tbt,
         "max_wait": args.feather_max_wait,
         "max_overtaking": "inf" if args.feather_max_overtaking == math.inf else args.feather_max_overtaking,
     }
@@ -251,5 +258,5 @@ def common_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def suited(policy: str, options: dict[str, Any]) -> dict[str, Any]:
-    """These options as that policy takes them: under feather-order SGLang admits, and nothing is paced."""
-    return {**options, "pace": 0.0} if policy == "feather-order" else dict(options)
+    """These options as that policy takes them: under feather-order SGLang admits, and nothing is paced or bounded."""
+    return {**options, "pace": 0.0, "tbt": None} if policy == "feather-order" else dict(options)

@@ -10,11 +10,14 @@ from sglang.srt.runtime_context import get_parallel
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.refusals import refuse_policy_flags
 from feather_sglang.adapter.scheduler.decision_log import log_file
+from feather_sglang.errors import FeatherError
 
 
 def refuse_unsupported(scheduler: Any, name: str, options: FeatherOptions) -> None:
     """Raise ``FeatherError`` for a server configuration that feather policies, or these options, do not support."""
     refuse_policy_flags(scheduler.server_args, name, options)
+    if options.tbt is not None and scheduler.chunked_prefill_size is None:
+        raise FeatherError("--feather-tbt cuts prompts into chunks, which this server does not do; drop it")
     decision_file(scheduler)  # before anything is changed
 
 

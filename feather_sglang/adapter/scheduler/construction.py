@@ -13,6 +13,7 @@ from feather_sglang.scheduling.admission.gate import BOUND, PrefillDelay
 from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
 from feather_sglang.scheduling.admission.overtaking import Overtaking
 from feather_sglang.scheduling.admission.prefix_batching import PrefixBatching
+from feather_sglang.scheduling.admission.stand_still import StandStill
 from feather_sglang.scheduling.admission.work import Work
 from feather_sglang.scheduling.policies import StopPolicy, load_policy, make_policy
 from feather_sglang.scheduling.policy_names import POLICY_NAMES, admits
@@ -88,6 +89,11 @@ def make_forecast(scheduler: Any) -> KVForecast | None:
         return None
     # Under overlap the next step is launched before the last one has told who ended in it.
     return KVForecast(scheduler.page_size, late_steps=int(scheduler.enable_overlap))
+
+
+def make_stand_still(options: FeatherOptions) -> StandStill | None:
+    """What bounds the time that running requests stand still; None where nobody asked for it."""
+    return StandStill(options.tbt / 1e3) if options.tbt is not None else None
 
 
 def prefill_delay_bound(server_args: Any, name: str, options: FeatherOptions) -> float:

@@ -25,13 +25,14 @@ from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.scheduler import debug_check
 from feather_sglang.adapter.scheduler.agreement import Agreement
 from feather_sglang.adapter.scheduler.checks import decision_file
-from feather_sglang.adapter.scheduler.construction import make_admission
+from feather_sglang.adapter.scheduler.construction import make_admission, make_stand_still
 from feather_sglang.adapter.scheduler.debug_check import DebugCheck
 from feather_sglang.adapter.scheduler.decision_log import DecisionLog
 from feather_sglang.adapter.scheduler.guard import Guard
 from feather_sglang.adapter.scheduler.hooked import Hooks
 from feather_sglang.adapter.scheduler.life_cycle import LifeCycle
 from feather_sglang.adapter.scheduler.meters import Meters
+from feather_sglang.adapter.scheduler.prefill_limit import PrefillLimit
 from feather_sglang.adapter.scheduler.rounds import AdmissionRounds
 from feather_sglang.adapter.scheduler.row_order import RowOrder
 from feather_sglang.scheduling.policies import StopPolicy
@@ -62,8 +63,10 @@ class FeatherScheduler:
             scheduler, name, options, policy, seed=agreement.secret(), outlook_of=self.life_cycle.outlook
         )
         self.life_cycle.admission = self.admission
-        self.meters = Meters(scheduler, agreement, self.guard, lambda: self.clock())
-        self.rounds = AdmissionRounds(scheduler, self.admission, self.life_cycle, self.meters, self.guard)
+        still = make_stand_still(options)
+        self.meters = Meters(scheduler, agreement, self.guard, lambda: self.clock(), still)
+        limit = PrefillLimit(scheduler, still) if still is not None else None
+        self.rounds = AdmissionRounds(scheduler, self.admission, self.life_cycle, self.meters, self.guard, limit)
         self.rows = RowOrder(self.admission, self.guard, options.row_order)
         self._check = DebugCheck(self) if os.environ.get(debug_check.VARIABLE) == "1" else None
         self._decisions: DecisionLog | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 from feather_sglang.adapter.scheduler.agreement import Agreement
 from feather_sglang.adapter.scheduler.guard import Guard
+from feather_sglang.scheduling.admission.stand_still import FLOOR_TOKENS, StandStill
 from feather_sglang.scheduling.meters.decode import DecodeMeter
 from feather_sglang.scheduling.meters.prefill import PrefillMeter
 from feather_sglang.scheduling.meters.readings import Readings
@@ -20,15 +21,26 @@ class Meters:
     ----------
     clock : callable
         Seconds.
+    still
+        Told of results where the time that running requests stand still is bounded.
     """
 
-    def __init__(self, scheduler: Any, agreement: Agreement, guard: Guard, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        agreement: Agreement,
+        guard: Guard,
+        clock: Callable[[], float],
+        still: StandStill | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.agreement = agreement
         self.guard = guard
         self.clock = clock
         self.decode = DecodeMeter()
-        self.prefill = PrefillMeter(scheduler.chunked_prefill_size)
+        self.still = still
+        # Chunks of the least size must tell what a token takes.
+        self.prefill = PrefillMeter(scheduler.chunked_prefill_size if still is None else 2 * FLOOR_TOKENS)
         self._step = False, 0  # whether the step that ends decodes, and its tokens
 
     def result_comes(self, batch: Any) -> None:
@@ -45,6 +57,8 @@ class Meters:
     def _note(self, batch: Any, is_decode: bool, tokens: int) -> None:
         now = self.clock()
         self.decode.step(now, tokens, is_decode)
+        if self.still is not None:
+            self.still.result(now, is_decode)
         lens = () if is_decode else batch.extend_lens or ()
         pairs = sum(new * (old + new / 2) for new, old in zip(lens, batch.prefix_lens or (), strict=False))
         self.prefill.step(now, sum(lens), pairs)
@@ -62,6 +76,8 @@ class Meters:
         """SGLang goes on after a pause, whose time is nobody's."""
         self.decode.restart()
         self.prefill.idle()
+        if self.still is not None:
+            self.still.restart()
 
     def readings(self) -> Readings:
         """Rank 0's, on every rank."""
@@ -73,5 +89,6 @@ class Meters:
             prefill.fixed_seconds,
             prefill.pair_seconds / bare if bare else None,
             step / bare if bare and step is not None else None,
+            *((bare, self.still.seconds, self.still.decode_seconds) if self.still is not None else ()),
         )
         return Readings(*self.agreement.readings(*mine))

@@ -15,8 +15,10 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from feather_sglang.adapter.scheduler.guard import Guard
 from feather_sglang.adapter.scheduler.life_cycle import LifeCycle, cached_tokens, total_tokens
 from feather_sglang.adapter.scheduler.meters import Meters
+from feather_sglang.adapter.scheduler.prefill_limit import PrefillLimit
 from feather_sglang.scheduling.admission.admission import Admission
 from feather_sglang.scheduling.admission.verdict import Batch, Proposal, Verdict
+from feather_sglang.scheduling.meters.readings import Readings
 
 # A deferred request leaves the loop to the next one; where memory is the reason SGLang ends it.
 _RESULTS = {Verdict.KV_BUDGET: AddReqResult.NO_TOKEN}
@@ -26,13 +28,21 @@ class AdmissionRounds:
     """Leads SGLang's admission loop."""
 
     def __init__(
-        self, scheduler: Any, admission: Admission, life_cycle: LifeCycle, meters: Meters, guard: Guard
+        self,
+        scheduler: Any,
+        admission: Admission,
+        life_cycle: LifeCycle,
+        meters: Meters,
+        guard: Guard,
+        limit: PrefillLimit | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.admission = admission
         self.life_cycle = life_cycle
         self.meters = meters
         self.guard = guard
+        self.limit = limit
+        self._readings: Readings | None = None  # where this round needed them before it opened
         self._running_rows = self._computed_tokens = 0
 
     def begin(self, running_batch: Any) -> bool:
@@ -44,6 +54,16 @@ class AdmissionRounds:
             # Else a batch that had no room for somebody else's prefix would be closed, until a request leaves it, to
             # those whose prefix has been computed since.
             running_batch.batch_is_full = False
+        return self.limit is None or self.guard.failed or self._begin(self.limit, running_batch)
+
+    def _begin(self, limit: PrefillLimit, running_batch: Any) -> bool:
+        self._readings = None
+        with self.guard("prefill could not be bounded"):
+            if not limit.wanted(running_batch):
+                return True
+            self._readings = self.meters.readings()
+            return limit.begin(running_batch, self._readings)
+        limit.restore()
         return True
 
     def open(self, running_batch: Any) -> bool:
@@ -60,7 +80,7 @@ class AdmissionRounds:
         self.life_cycle.note_computed()
         chunked = self.scheduler.chunked_req
         pending = 0 if chunked is None else max(1, total_tokens(chunked) - cached_tokens(chunked))
-        self.admission.open_round(self.meters.readings(), pending_tokens=pending)
+        self.admission.open_round(self._readings or self.meters.readings(), pending_tokens=pending)
         if not self.admission.round.delayed:
             self.meters.decode.take()
 
@@ -78,6 +98,9 @@ class AdmissionRounds:
             yield from queue
             return
         room = scheduler.get_num_allocatable_reqs(self._running_rows)
+        if self.limit is not None and not self.guard.failed:
+            with self.guard("prefill could not be bounded"):
+                self.limit.open(adder)
         while not self.guard.failed:
             with self.guard("no request could be proposed"):
                 # Of the KV pool: free or evictable, and not promised to running requests.
@@ -97,6 +120,8 @@ class AdmissionRounds:
                 verdict = self.check(req)
                 if verdict is not Verdict.ADMIT:
                     return _RESULTS.get(verdict, AddReqResult.CONTINUE)
+                if self.limit is not None and not self.limit.allow(req):
+                    return AddReqResult.OTHER
         return None
 
     def admitted(self, req: Any) -> None:
@@ -105,10 +130,17 @@ class AdmissionRounds:
             with self.guard("an admission could not be noted"):
                 self.admission.settle(req.rid, Verdict.ADMIT, cached_tokens(req))
                 self.life_cycle.admitted(req)
+                if self.limit is not None:
+                    self.limit.admitted(req)
                 self._computed_tokens += total_tokens(req) - cached_tokens(req)
 
     def end(self, new_batch: Any) -> None:
         """SGLang has looked, and found ``new_batch`` or None."""
+        if self.limit is not None:
+            self.limit.restore()
+            if not self.guard.failed:
+                with self.guard("prefill could not be bounded"):
+                    self.limit.end(new_batch)
         if new_batch is not None:
             self.meters.batch_changes()
         if not self.guard.failed:

@@ -20,6 +20,10 @@ class Readings(NamedTuple):
         What a prefill step takes however few its tokens.
     pair_tokens, step_tokens
         What attention from a new token to an earlier one and what a decode step takes, in tokens of prefill.
+    token_seconds
+        What a token of prefill takes without any context before it.
+    stood_seconds, decode_seconds
+        How long running requests have stood still for prefill, and what a decode step takes just now (``StandStill``).
     """
 
     now: float
@@ -28,3 +32,6 @@ class Readings(NamedTuple):
     fixed_seconds: float | None = None
     pair_tokens: float | None = None
     step_tokens: float | None = None
+    token_seconds: float | None = None
+    stood_seconds: float | None = None
+    decode_seconds: float | None = None

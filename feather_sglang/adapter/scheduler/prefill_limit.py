@@ -1,0 +1,129 @@
+"""``--feather-tbt``: SGLang's chunk size in a round, and whether the running batch decodes first.
+
+SGLang reads ``scheduler.chunked_prefill_size`` when it makes the round's ``PrefillAdder``, and the adder counts down
+what is left of it. The first is set for the round, the second lowered for a request with much context, whose tokens
+take longer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from feather_sglang.adapter.scheduler.life_cycle import cached_tokens
+from feather_sglang.scheduling.admission.stand_still import FLOOR_TOKENS, PrefillPrices, StandStill, chunk_tokens
+from feather_sglang.scheduling.meters.readings import Readings
+
+
+class PrefillLimit:
+    """The limit of one scheduler's prefill steps while requests decode.
+
+    Attributes
+    ----------
+    deferrals : int
+        Rounds in which the running batch decoded first.
+    """
+
+    def __init__(self, scheduler: Any, still: StandStill) -> None:
+        self.scheduler = scheduler
+        self.still = still
+        self.deferrals = 0
+        self._full = scheduler.chunked_prefill_size
+        page = scheduler.page_size
+        least = max(FLOOR_TOKENS, getattr(scheduler, "truncation_align_size", None) or 0)
+        # A smaller chunk than the operator's, and of whole pages, as SGLang cuts prompts there.
+        self._floor = min(self._full, -(-least // page) * page)
+        self._forget_round()
+
+    def _forget_round(self) -> None:
+        self._stands = False  # somebody decodes, and stands still during this round's prefill step
+        self._prices: PrefillPrices | None = None  # None: the step is not limited by time
+        self._room = 0.0  # seconds for this round's prefill tokens
+        self._spent = 0.0  # of them, by those who are in the batch
+        self._adder: Any = None
+        self._left = 0  # the adder's tokens before the request that it is asked about
+
+    def wanted(self, running_batch: Any) -> bool:
+        """Whether this round needs readings: somebody decodes, and somebody has a prompt to compute."""
+        self.still.forget(int(self.scheduler.enable_overlap))
+        self._forget_round()
+        self._stands = not running_batch.is_prefill_only and any(not req.finished() for req in running_batch.reqs)
+        if not self._stands:
+            return False
+        # Who joins the queue in the middle of a round is not passed a whole chunk.
+        self.scheduler.chunked_prefill_size = self._floor
+        return bool(self.scheduler.waiting_queue) or self.scheduler.chunked_req is not None
+
+    def begin(self, running_batch: Any, readings: Readings) -> bool:
+        """Set the round's chunk size; False lets the running batch decode first."""
+        chunked = self.scheduler.chunked_req
+        context = 0 if chunked is None else cached_tokens(chunked)
+        stood = readings.stood_seconds or 0.0
+        room = self.still.room(stood, readings.decode_seconds)
+        prices = prices_of(readings)
+        tokens = chunk_tokens(room, stood, prices, context, self._floor)
+        if not tokens and not self._last_resort(running_batch):
+            self.deferrals += 1
+            self.restore()
+            self.still.launch(None)
+            return False
+        tokens = max(tokens, self._floor)
+        if prices is not None:
+            self._prices = prices
+            self._room = max(room - prices.fixed, prices.seconds(self._floor, context))
+        page = self.scheduler.page_size
+        self.scheduler.chunked_prefill_size = min(self._full, tokens // page * page)
+        return True
+
+    def _last_resort(self, running_batch: Any) -> bool:
+        """Whether memory lets no decode step run while a prompt is half computed: SGLang goes on with the prompt.
+
+        It would throw out running requests for it, down to the last one, which it would abort.
+        """
+        return self.scheduler.chunked_req is not None and not running_batch.check_decode_mem()
+
+    def open(self, adder: Any) -> None:
+        """Note the round's adder, which may hold the next chunk of a prompt by now."""
+        self._adder, chunked = adder, self.scheduler.chunked_req
+        if self._prices is not None and adder.can_run_list:
+            tokens = self.scheduler.chunked_prefill_size - adder.rem_chunk_tokens
+            first = chunked if chunked is not None else adder.can_run_list[0]
+            self._spent = self._prices.seconds(tokens, cached_tokens(first))
+
+    def allow(self, req: Any) -> bool:
+        """Lower what is left of the chunk to what a proposed request may have in time; False: nothing."""
+        adder = self._adder
+        if self._prices is None or adder is None:
+            return True
+        tokens = self._prices.tokens(self._room - self._spent, cached_tokens(req))
+        if not adder.can_run_list:
+            tokens = max(tokens, self._floor)
+        page = self.scheduler.page_size
+        self._left = adder.rem_chunk_tokens = min(adder.rem_chunk_tokens, tokens // page * page)
+        return self._left > 0
+
+    def admitted(self, req: Any) -> None:
+        """Count what a request takes that is in the batch now."""
+        if self._prices is not None and self._adder is not None:
+            self._spent += self._prices.seconds(self._left - self._adder.rem_chunk_tokens, cached_tokens(req))
+
+    def end(self, new_batch: Any) -> None:
+        """The round is over, and ``new_batch`` is launched, or a decode step."""
+        if new_batch is None:
+            self.still.launch(None)
+        elif self._stands:
+            self.still.launch(self._spent + (self._prices.fixed if self._prices is not None else 0.0))
+        else:
+            self.still.launch(None)
+        self._forget_round()
+
+    def restore(self) -> None:
+        """Give SGLang its chunk size back."""
+        self.scheduler.chunked_prefill_size = self._full
+
+
+def prices_of(readings: Readings) -> PrefillPrices | None:
+    """What prefill takes by these readings; None: not known yet."""
+    token = readings.token_seconds
+    if not token:
+        return None
+    return PrefillPrices(readings.fixed_seconds or 0.0, token, (readings.pair_tokens or 0.0) * token)

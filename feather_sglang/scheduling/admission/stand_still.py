@@ -1,0 +1,146 @@
+"""How long running requests stand still for others' prefill, and how much of it may run before they decode.
+
+Between two tokens of a request lie the prefill steps of others and one decode step. An engine that prefills as long as
+anybody waits sets no bound to that, and no chunk size does, as one chunk follows the other. Here
+
+    (prefill since the last decode step) + (next prefill step) + (one decode step)  <=  bound
+
+decides how many tokens the next prefill step may have, from measured step times; where too few are left a decode step
+runs first. As a step has costs of its own the tokens are as many as fit. Where nobody decodes there is no bound.
+
+Ours. Sarathi-Serve (Agrawal et al., 2024) sets a token budget of mixed steps by profiling ahead, for the same end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+FLOOR_TOKENS = 512  # of a step: below, its own costs outweigh what it computes
+FIRST_TOKENS = 1024  # of a step before any was timed
+_WINDOW = 8  # decode steps that the mean follows: a batch grows by an admission, not slowly
+_UNKNOWN_DECODE = 0.25  # of the bound, before a decode step was timed
+
+
+class PrefillPrices(NamedTuple):
+    """What prefill takes, seconds.
+
+    Attributes
+    ----------
+    fixed : of a step, however few its tokens.
+    token : of a token without context.
+    pair : of attention from one token to one before it.
+    """
+
+    fixed: float
+    token: float
+    pair: float
+
+    def seconds(self, tokens: float, context: float) -> float:
+        """Of so many ``tokens`` of one prompt, after ``context`` earlier ones."""
+        return tokens * (self.token + self.pair * (context + tokens / 2))
+
+    def tokens(self, seconds: float, context: float) -> int:
+        """The most tokens after ``context`` earlier ones that take no more than ``seconds``."""
+        if seconds <= 0:
+            return 0
+        first = self.token + self.pair * context
+        return math.floor(2 * seconds / (first + math.sqrt(first * first + 2 * self.pair * seconds)))
+
+
+class StandStill:
+    """The time since running requests got their last tokens, and the rule.
+
+    It is told of every step when it is launched, and when its result comes. A result may come after the next step was
+    launched; so what was launched and has no result yet counts as long as it was said to take.
+
+    Parameters
+    ----------
+    bound : seconds, between two tokens of a request.
+
+    Attributes
+    ----------
+    decode_seconds : of a decode step, a moving mean; None: none was timed yet.
+    """
+
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+        self.decode_seconds: float | None = None
+        self._fresh: float | None = None  # when all who run had a new token; None: since then nothing has ended
+        self._latest: float | None = None  # when the latest result came
+        self._launched: deque[float | None] = deque()  # no result yet; None: after it all have a new token
+
+    def launch(self, seconds: float | None) -> None:
+        """Note a step.
+
+        Parameters
+        ----------
+        seconds : that a prefill step will take; None: a decode step, or a prefill step while nobody decodes.
+        """
+        if seconds is None:
+            self._fresh = None
+        self._launched.append(seconds)
+
+    def result(self, now: float, is_decode: bool) -> None:
+        """Note that a step's result came at ``now`` (seconds, any monotonic clock)."""
+        fresh = is_decode
+        # The engine may run decode steps that nobody announced.
+        if self._launched and (not is_decode or self._launched[0] is None):
+            fresh |= self._launched.popleft() is None
+        if is_decode and self._latest is not None and now > self._latest:
+            seconds, mean = now - self._latest, self.decode_seconds
+            self.decode_seconds = seconds if mean is None else mean + (seconds - mean) / _WINDOW
+        self._latest = now
+        if fresh:
+            self._fresh = now
+
+    def forget(self, in_flight: int = 0) -> None:
+        """Drop what was launched and never ran; all but the last ``in_flight`` steps have ended by now."""
+        while len(self._launched) > in_flight:
+            self._launched.popleft()
+
+    def restart(self) -> None:
+        """Nothing runs, or did for some time: no time until now counts."""
+        self._fresh = self._latest = None
+        self._launched.clear()
+
+    @property
+    def seconds(self) -> float:
+        """How long running requests will have stood still when all that was launched has ended."""
+        seconds = 0.0
+        for launched in reversed(self._launched):
+            if launched is None:
+                return seconds
+            seconds += launched
+        if self._fresh is None or self._latest is None:
+            return seconds
+        return seconds + max(0.0, self._latest - self._fresh)  # the clock may have been set back
+
+    def room(self, stood: float, decode_seconds: float | None) -> float:
+        """Seconds that prefill may still take, after it took ``stood``, so that one decode step ends in time."""
+        return self.bound - stood - (_UNKNOWN_DECODE * self.bound if decode_seconds is None else decode_seconds)
+
+
+def chunk_tokens(room: float, stood: float, prices: PrefillPrices | None, context: int, floor: int) -> int:
+    """Tokens that the next prefill step may have; 0: a decode step runs first.
+
+    A step that directly follows a decode step may always have ``floor`` tokens: where a decode step alone exceeds the
+    bound, prefill goes on in steps of that size, and the bound does not hold.
+
+    Parameters
+    ----------
+    room : from ``StandStill.room``.
+    stood : seconds, that running requests have stood still for prefill.
+    prices : None where none were measured yet.
+    context : tokens before those that are computed first.
+    floor : the fewest tokens that are worth a step.
+    """
+    tokens = 0
+    if prices is not None:
+        tokens = prices.tokens(room - prices.fixed, context)
+    elif not stood:
+        tokens = FIRST_TOKENS
+    if stood > 0:
+        return tokens if tokens >= floor else 0
+    return max(tokens, floor)
