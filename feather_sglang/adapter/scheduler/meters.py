@@ -39,8 +39,9 @@ class Meters:
         self.clock = clock
         self.decode = DecodeMeter()
         self.still = still
-        # Chunks of the least size must tell what a token takes.
-        self.prefill = PrefillMeter(scheduler.chunked_prefill_size if still is None else 2 * FLOOR_TOKENS)
+        chunk = scheduler.chunked_prefill_size
+        # Where chunks are cut, the smallest must tell what a token takes.
+        self.prefill = PrefillMeter(chunk if still is None else min(chunk, 2 * FLOOR_TOKENS))
         self._step = False, 0  # whether the step that ends decodes, and its tokens
 
     def result_comes(self, batch: Any) -> None:

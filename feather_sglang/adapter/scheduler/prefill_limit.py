@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from feather_sglang.adapter.scheduler.life_cycle import cached_tokens
+from feather_sglang.adapter.scheduler.life_cycle import cached_tokens, total_tokens
 from feather_sglang.scheduling.admission.stand_still import FLOOR_TOKENS, PrefillPrices, StandStill, chunk_tokens
 from feather_sglang.scheduling.meters.readings import Readings
 
@@ -61,7 +61,7 @@ class PrefillLimit:
         room = self.still.room(stood, readings.decode_seconds)
         prices = prices_of(readings)
         tokens = chunk_tokens(room, stood, prices, context, self._floor)
-        if not tokens and not self._last_resort(running_batch):
+        if not tokens and not self._must_go_on(running_batch):
             self.deferrals += 1
             self.restore()
             self.still.launch(None)
@@ -74,12 +74,18 @@ class PrefillLimit:
         self.scheduler.chunked_prefill_size = min(self._full, tokens // page * page)
         return True
 
-    def _last_resort(self, running_batch: Any) -> bool:
-        """Whether memory lets no decode step run while a prompt is half computed: SGLang goes on with the prompt.
+    def _must_go_on(self, running_batch: Any) -> bool:
+        """Whether a decode step would take memory that a half-computed prompt needs: SGLang made sure of it only once.
 
-        It would throw out running requests for it, down to the last one, which it would abort.
+        Without a bound no step comes between the chunks, and SGLang ends the server where a chunk finds no memory.
         """
-        return self.scheduler.chunked_req is not None and not running_batch.check_decode_mem()
+        scheduler, chunked = self.scheduler, self.scheduler.chunked_req
+        if chunked is None:
+            return False
+        page = scheduler.page_size
+        rest = (total_tokens(chunked) - cached_tokens(chunked) + page) // page * page
+        free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+        return bool(free - running_batch.new_tokens_required_next_decode() < rest)
 
     def open(self, adder: Any) -> None:
         """Note the round's adder, which may hold the next chunk of a prompt by now."""

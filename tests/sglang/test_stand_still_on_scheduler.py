@@ -1,0 +1,251 @@
+"""``--feather-tbt`` inside the installed SGLang: decode steps between the chunks of a prompt, and nothing else changes."""
+
+from collections import deque
+
+import pytest
+from harness import OverlapServer, Server
+
+from feather_sglang.adapter.scheduler import guard, meters, prefill_limit
+from feather_sglang.errors import FeatherError
+from feather_sglang.scheduling.admission import stand_still
+
+DECODE, FIXED, TOKEN = 0.01, 0.004, 1e-4  # seconds of a decode step; of a prefill step, and of each token in it
+BOUND = 0.05
+CHUNK = 1024
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """Checked after every step, on the clock of a machine that runs one step after the other."""
+    monkeypatch.setenv("FEATHER_DEBUG_CHECK", "1")
+    for module in (prefill_limit, meters):
+        monkeypatch.setattr(module, "FLOOR_TOKENS", 32)
+    monkeypatch.setattr(stand_still, "FIRST_TOKENS", 64)
+    made = []
+
+    def make(tbt=1e3 * BOUND, policy="feather-bandit", kind=Server, gather="on", **overrides):
+        monkeypatch.setenv("FEATHER_OPTIONS", f'{{"tbt": {tbt}, "pace": 0, "gather": "{gather}"}}')
+        one = kind(tmp_path, policy, **{"chunked_prefill_size": CHUNK, **overrides})
+        made.append(one)
+        run_on_clock(one)
+        return one
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def run_on_clock(one):
+    """A step begins when the one before has ended, and its result is seen then."""
+    one.now, one.ran, one.gaps = 0.0, [], []
+    one.feather.clock = lambda: one.now
+    scheduler = one.scheduler
+    forward, process, ends = scheduler.run_batch, scheduler.process_batch_result, deque()
+    end, tokened = 0.0, {}
+
+    def run_batch(batch, *args, **kwargs):
+        nonlocal end
+        decodes = batch.forward_mode.is_decode()
+        new = 0 if decodes else sum(batch.extend_lens)
+        one.ran.append(("decode", len(batch.reqs)) if decodes else ("prefill", new))
+        end = max(end, one.now) + (DECODE if decodes else FIXED + TOKEN * new)
+        ends.append(end)
+        assert scheduler.chunked_prefill_size == CHUNK  # given back before anything runs
+        return forward(batch, *args, **kwargs)
+
+    def process_batch_result(batch, *args, **kwargs):
+        one.now = max(one.now, ends.popleft())
+        before = {req.rid: len(req.output_ids) for req in batch.reqs}
+        result = process(batch, *args, **kwargs)
+        for req in batch.reqs:
+            if len(req.output_ids) > before[req.rid]:
+                if req.rid in tokened:
+                    one.gaps.append(one.now - tokened[req.rid])
+                tokened[req.rid] = one.now
+        return result
+
+    scheduler.run_batch, scheduler.process_batch_result = run_batch, process_batch_result
+
+
+def tail(number, length=4):
+    return [20 + number] * length
+
+
+def submit_some(one, count=4, outputs=150):
+    for i in range(count):
+        assert one.submit(f"r{i}", [7] * 60 + tail(i), max_new_tokens=outputs)
+    while not all(one.requests[f"r{i}"].output_ids for i in range(count)):
+        one.step()
+    for _ in range(3):  # their decode steps are timed
+        one.step()
+
+
+def serve_long_prompts(one):
+    """Long prompts and short ones arrive beside four that decode."""
+    submit_some(one)
+    one.gaps.clear()
+    ran = len(one.ran)
+    for i in range(4):
+        assert one.submit(f"long{i}", [9 + i] * 900 + tail(i), max_new_tokens=6)
+        assert one.submit(f"short{i}", [9 + i] * 40 + tail(50 + i, 20), max_new_tokens=6)
+        for _ in range(5):
+            one.step()
+    one.drain()
+    one.assert_nothing_left()
+    return one.ran[ran:]
+
+
+@pytest.mark.parametrize("kind", [Server, OverlapServer])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_decode_steps_run_between_the_chunks_of_a_prompt(server, kind, page_size):
+    one = server(kind=kind, page_size=page_size)
+    bounded = serve_long_prompts(one)
+    outputs, gaps = one.outputs(), one.gaps
+    assert one.feather.rounds.limit.deferrals > 5
+    assert max(gaps) <= BOUND * (1.35 if kind is OverlapServer else 1.15)
+    plain = server("null", kind=kind, page_size=page_size)
+    unbounded = serve_long_prompts(plain)
+    assert max(plain.gaps) > 2 * BOUND and plain.feather.rounds.limit is None
+    assert plain.outputs() == outputs  # computed by a real model from KV that is where it should be
+    prefill = [tokens for kind, tokens in bounded if kind == "prefill"]
+    assert max(prefill) < max(tokens for kind, tokens in unbounded if kind == "prefill")
+    # No more tokens are computed than without, but for what is cut to pages.
+    assert sum(prefill) <= sum(tokens for kind, tokens in unbounded if kind == "prefill") + 64 * page_size
+
+
+def test_a_prompt_alone_is_computed_in_full_chunks(server):
+    one = server()
+    assert one.submit("long", [9] * 2500, max_new_tokens=4)
+    one.drain()
+    assert one.ran[:3] == [("prefill", CHUNK), ("prefill", CHUNK), ("prefill", 2500 - 2 * CHUNK)]
+    one.assert_nothing_left()
+    assert one.feather.rounds.limit.deferrals == 0
+
+
+def test_chunks_grow_to_what_the_bound_has_room_for(server):
+    one = server()
+    submit_some(one)
+    ran = len(one.ran)
+    assert one.submit("long", [9] * 2500, max_new_tokens=1)
+    one.drain()
+    chunks = [tokens for kind, tokens in one.ran[ran:] if kind == "prefill"]
+    fit = (BOUND - DECODE - FIXED) / TOKEN
+    assert all(0.8 * fit <= tokens <= 1.1 * fit for tokens in chunks[2:-1]), chunks
+
+
+def test_where_a_decode_step_alone_is_too_long_prefill_goes_on_in_small_steps(server):
+    one = server(tbt=1e3 * DECODE / 2)
+    submit_some(one)
+    ran = len(one.ran)
+    assert one.submit("long", [9] * 500, max_new_tokens=1)
+    while one.requests["long"].output_ids == []:
+        one.step()
+    kinds = [kind for kind, _ in one.ran[ran:]]
+    assert kinds == ["prefill", "decode"] * (len(kinds) // 2) + ["prefill"] * (len(kinds) % 2)
+    assert {tokens for kind, tokens in one.ran[ran:] if kind == "prefill"} <= {32, 500 % 32}
+    one.drain()
+    one.assert_nothing_left()
+
+
+@pytest.mark.parametrize("kind", [Server, OverlapServer])
+def test_who_is_aborted_between_two_chunks_leaves_nothing(server, kind):
+    one = server(kind=kind)
+    submit_some(one, outputs=60)
+    assert one.submit("long", [9] * 3000, max_new_tokens=4)
+    deferrals = one.feather.rounds.limit.deferrals
+    while one.feather.rounds.limit.deferrals < deferrals + 2:
+        one.step()
+    assert one.scheduler.chunked_req.rid == "long"
+    one.abort("long")
+    one.drain()
+    one.assert_nothing_left()
+    assert all(len(tokens) == 60 for rid, tokens in one.outputs().items() if rid != "long")
+
+
+def count_on_no_output(one):
+    """Admission counts on next to no output, so that those who decode fill the pool and some are thrown out."""
+    if hasattr(one.scheduler, "new_token_ratio_tracker"):
+        one.scheduler.new_token_ratio_tracker.current = 0.01
+    else:  # earlier releases
+        one.scheduler.new_token_ratio = 0.01
+
+
+@pytest.mark.parametrize("kind", [Server, OverlapServer])
+@pytest.mark.parametrize("decoding", [1, 6])
+def test_where_memory_is_full_everybody_is_served(server, kind, decoding):
+    """Those who decode fill the pool while a prompt is half computed; nobody is aborted."""
+    one = server(tbt=5, kind=kind, max_total_tokens=1200, gather="off", schedule_conservativeness=0.01)
+    limit, asked = one.feather.rounds.limit, []
+    must_go_on = limit._must_go_on
+    limit._must_go_on = lambda batch: asked.append(must_go_on(batch)) or asked[-1]
+
+    def turns(count):
+        for _ in range(count):
+            count_on_no_output(one)
+            one.step()
+
+    for wave in range(2):
+        for i in range(decoding):
+            # SGLang keeps room for all tokens of those who ignore the end of a text.
+            assert one.submit(f"r{wave}{i}", [7 + wave] * 20 + tail(i), max_new_tokens=300, ignore_eos=False)
+        turns(12)
+        scheduler = one.scheduler
+        free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+        assert one.submit(f"long{wave}", [30 + wave] * (free - 15 * decoding - 20), max_new_tokens=20)
+        while scheduler.waiting_queue or not all(req.finished() for req in one.requests.values()):
+            turns(1)
+            assert one.steps < 20_000
+    one.assert_nothing_left()
+    assert {req.finished_reason.to_json()["type"] for req in one.requests.values()} <= {"length", "stop"}
+    assert any(asked) and not all(asked) and sum(req.retraction_count for req in one.requests.values())
+
+
+def test_the_readings_are_the_first_ranks(server, monkeypatch):
+    """Another rank, whose own figures say nothing, does what they say."""
+    one = server()
+    submit_some(one)
+    assert one.submit("long", [9] * 2500, max_new_tokens=1)
+    one.step()
+    stood, told = 0.0, []
+
+    def readings(now, *measured):
+        told.append(measured[-3:])
+        return now, *measured[:-3], TOKEN, stood, DECODE
+
+    monkeypatch.setattr(one.feather.meters.agreement, "readings", readings)
+    one.feather.meters.still.restart()
+    stood = BOUND
+    assert one.step().forward_mode.is_decode()
+    stood = 0.0
+    assert one.step().forward_mode.is_extend()
+    assert len(told) == 2  # one broadcast a round, deferred or not
+    one.drain()
+
+
+def test_a_failure_gives_the_chunk_size_back_and_goes_on_as_fcfs(server, monkeypatch):
+    one = server()
+    submit_some(one, outputs=30)
+    counter = guard.failure_counter()
+    before = counter._value.get()
+
+    def fail(*args):
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(prefill_limit, "chunk_tokens", fail)
+    monkeypatch.setenv("FEATHER_DEBUG_CHECK", "0")
+    one.scheduler.__dict__.pop("get_next_batch_to_run", None)  # its check would say that feather failed
+    ran = len(one.ran)
+    assert one.submit("long", [9] * 2500, max_new_tokens=4)
+    one.drain()
+    assert one.feather.failed and counter._value.get() == before + 1
+    assert [tokens for kind, tokens in one.ran[ran:] if kind == "prefill"] == [CHUNK, CHUNK, 2500 - 2 * CHUNK]
+    assert all(len(tokens) == (4 if rid == "long" else 30) for rid, tokens in one.outputs().items())
+
+
+def test_what_it_cannot_go_with_ends_start_up(server):
+    with pytest.raises(FeatherError, match=r"^--schedule-policy feather-order leaves admission to SGLang, .*drop it$"):
+        server(policy="feather-order")
+    with pytest.raises(FeatherError, match=r"^--feather-tbt lets prefill and decode alternate, .*drop one$"):
+        server(enable_mixed_chunk=True)
+    with pytest.raises(FeatherError, match=r"^--feather-tbt cuts prompts into chunks, .*drop one$"):
+        server(chunked_prefill_size=-1)

@@ -1,0 +1,174 @@
+"""How long running requests stand still for prefill: a machine whose steps take other times than was said."""
+
+import math
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from feather_sglang.scheduling.admission.stand_still import FIRST_TOKENS, PrefillPrices, StandStill, chunk_tokens
+
+prices_of_a_machine = st.builds(
+    PrefillPrices,
+    fixed=st.floats(0, 0.02),
+    token=st.floats(1e-6, 1e-3),
+    pair=st.one_of(st.just(0.0), st.floats(1e-10, 1e-7)),
+)
+
+
+@given(prices=prices_of_a_machine, seconds=st.floats(-1, 10), context=st.integers(0, 200_000))
+def test_the_tokens_are_the_most_that_fit(prices, seconds, context):
+    tokens = prices.tokens(seconds, context)
+    assert tokens >= 0
+    assert not tokens or prices.seconds(tokens, context) <= seconds * (1 + 1e-9)
+    assert prices.seconds(tokens + 1, context) > seconds * (1 - 1e-9)
+
+
+class Machine:
+    """Runs the rule step by step, results ``late`` steps after they are launched, and notes what really happens."""
+
+    def __init__(self, bound, floor, prices, late, decode_seconds):
+        self.still, self.floor, self.prices, self.late = StandStill(bound), floor, prices, late
+        self.decode_seconds = decode_seconds
+        self.launched = deque()  # (is a decode step, when it ends)
+        self.end = 0.0  # of the last step launched
+        self.fresh = 0.0  # when the last decode step ended
+        self.missed = []  # of the steps since then, seconds longer than was said
+        self.steps = 0  # prefill steps since then
+        self.expected = []  # of the decode step, whenever a prefill step was decided on since then
+        self.run(True, decode_seconds, decode_seconds)
+        self.fresh = self.end
+
+    def run(self, is_decode, said, takes):
+        self.still.launch(None if is_decode else said)
+        self.end += takes
+        self.launched.append((is_decode, self.end))
+        while len(self.launched) > self.late:
+            was_decode, end = self.launched.popleft()
+            self.still.result(end, was_decode)
+
+    def turn(self, wanted, context, prefill_factor, decode_factor):
+        """Prefill as far as the rule lets, else decode; returns what a decode step ended after, and what was said."""
+        self.still.forget(self.late)
+        stood = self.still.seconds
+        room = self.still.room(stood, self.still.decode_seconds)
+        tokens = min(wanted, chunk_tokens(room, stood, self.prices, context, self.floor)) if wanted else 0
+        if tokens:
+            self.expected.append(self.still.decode_seconds or 0.0)
+            said = self.prices.fixed + self.prices.seconds(tokens, context)
+            self.run(False, said, said * prefill_factor)
+            self.missed.append(said * (prefill_factor - 1))
+            self.steps += 1
+            return None
+        takes = self.decode_seconds * decode_factor
+        self.run(True, None, takes)
+        gap, self.fresh = self.end - self.fresh, self.end
+        # Earlier steps have been measured by the time that the last ones were decided on.
+        missed = sum(max(0.0, each) for each in self.missed[-1 - self.late :])
+        missed += max(0.0, takes - min(self.expected, default=0.0))
+        steps, self.missed, self.expected, self.steps = self.steps, [], [], 0
+        return gap, missed, steps
+
+
+factors = st.floats(0.5, 1.5)
+turns = st.lists(
+    st.tuples(st.sampled_from([0, 10, 600, 3000, 100_000]), st.integers(0, 60_000), factors, factors),
+    min_size=20,
+    max_size=80,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prices=prices_of_a_machine,
+    turns=turns,
+    bound=st.floats(0.02, 1.0),
+    decode_seconds=st.floats(1e-4, 0.5),
+    late=st.sampled_from([0, 1]),
+)
+def test_the_bound_is_exceeded_by_no_more_than_what_the_last_step_was_longer_than_said(
+    prices, turns, bound, decode_seconds, late
+):
+    """Where a step of the floor and a decode step fit into it; else a single prefill step of the floor."""
+    machine = Machine(bound, 512, prices, late, decode_seconds)
+    for turn in turns:
+        if (ended := machine.turn(*turn)) is None:
+            continue
+        gap, missed, steps = ended
+        slowest = 1.5 * (prices.fixed + prices.seconds(512, 60_000) + decode_seconds)
+        assert gap <= (bound + missed if steps > 1 else max(bound + missed, slowest)) + 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    prices=prices_of_a_machine,
+    bound=st.floats(0.02, 1.0),
+    decode_seconds=st.floats(1e-4, 2.0),
+    late=st.sampled_from([0, 1]),
+    context=st.integers(0, 200_000),
+)
+def test_prefill_is_never_starved_and_decode_neither(prices, bound, decode_seconds, late, context):
+    machine = Machine(bound, 512, prices, late, decode_seconds)
+    since_decode = since_prefill = 0
+    for _ in range(50):
+        decoded = machine.turn(100_000, context, 1.0, 1.0) is not None
+        since_decode, since_prefill = (0, since_prefill + 1) if decoded else (since_decode + 1, 0)
+        assert since_prefill <= 1
+        # Each further prefill step has at least the floor's tokens, so not many fit.
+        assert since_decode <= 1 + bound / prices.seconds(512, context)
+
+
+def test_chunks_are_as_large_as_fit():
+    prices = PrefillPrices(fixed=0.005, token=1e-4, pair=0.0)
+    still = StandStill(0.25)
+    still.launch(None)
+    still.result(1.0, True)
+    still.launch(None)
+    still.result(1.045, True)
+    assert still.decode_seconds == pytest.approx(0.045) and still.seconds == 0.0
+    room = still.room(still.seconds, still.decode_seconds)
+    assert chunk_tokens(room, 0.0, prices, 0, 512) == pytest.approx(2000, abs=1)
+    still.launch(0.105)
+    assert still.seconds == pytest.approx(0.105)
+    still.result(1.145, False)  # 0.1 s, as it turned out
+    assert still.seconds == pytest.approx(0.1)
+    room = still.room(still.seconds, still.decode_seconds)
+    assert chunk_tokens(room, still.seconds, prices, 0, 512) == pytest.approx(1000, abs=1)
+    assert chunk_tokens(room, still.seconds, prices, 0, 1024) == 0  # too few for a step: decode
+
+
+def test_before_anything_was_timed_a_small_step_runs_and_then_a_decode_step():
+    still = StandStill(0.25)
+    room = still.room(0.0, still.decode_seconds)
+    assert room == pytest.approx(0.1875)
+    assert chunk_tokens(room, 0.0, None, 0, 512) == FIRST_TOKENS
+    assert chunk_tokens(room, 0.01, None, 0, 512) == 0
+
+
+def test_decode_steps_that_never_ran_or_were_not_announced_do_no_harm():
+    still = StandStill(0.25)
+    still.launch(None)  # all it would have run were gone
+    still.forget()
+    assert still.seconds == 0.0
+    still.launch(0.1)
+    still.result(2.0, False)
+    still.result(2.2, True)  # the engine ran it on its own account
+    assert still.seconds == 0.0 and still.decode_seconds == pytest.approx(0.2)
+    still.launch(0.1)
+    still.result(2.3, False)
+    assert still.seconds == pytest.approx(0.1)
+    still.restart()
+    assert still.seconds == 0.0 and not math.isnan(still.room(0.0, None))
+    still.result(9.0, False)
+    assert still.decode_seconds == pytest.approx(0.2)  # no time over the pause
+
+
+def test_nobody_stands_still_for_prefill_that_ran_while_nobody_decoded():
+    still = StandStill(0.25)
+    still.launch(None)  # a long prompt, alone
+    still.result(5.0, False)
+    assert still.seconds == 0.0
+    still.launch(0.2)
+    still.result(5.2, False)
+    assert still.seconds == pytest.approx(0.2)
