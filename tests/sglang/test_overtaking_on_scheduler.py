@@ -9,6 +9,7 @@ from harness import Server
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from feather_sglang.adapter.scheduler import meters, prefill_limit
 from feather_sglang.scheduling.admission import deferrals, overtaking, prefix_batching, queue_state
 from oracles.overtaken import Witness
 
@@ -29,14 +30,17 @@ def small_figures(patch):
     """What the product takes for little is little here."""
     patch.setattr(overtaking, "ALLOWANCE", float(ALLOWANCE))
     patch.setattr(deferrals, "_WORTH_WAITING", 40)
+    patch.setattr(prefill_limit, "FLOOR_TOKENS", 16)
+    patch.setattr(meters, "FLOOR_TOKENS", 16)
     for module in (queue_state, prefix_batching, deferrals):
         patch.setattr(module, "LEAST_TOKENS", 64)
 
 
-def watched(folder, seed, share, gather, classes):
+def watched(folder, seed, share, gather, classes, tbt="null"):
     """A server with a pool for a few requests, in a time of its own, and a witness of its admission."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FEATHER_OPTIONS", f'{{"chunk_size": 16, "max_overtaking": {share}, "gather": "{gather}"}}')
+        options = f'"chunk_size": 16, "max_overtaking": {share}, "gather": "{gather}", "tbt": {tbt}'
+        patch.setenv("FEATHER_OPTIONS", f"{{{options}}}")
         patch.setattr(secrets, "randbits", random.Random(seed).getrandbits)
         flags = CLASSES if classes > 1 else {}
         sizes = {"max_total_tokens": 900, "chunked_prefill_size": 128, "max_running_requests": 10}
@@ -77,18 +81,19 @@ def step(server, witness):
 SEEN: Counter[str] = Counter()
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(
     seed=st.integers(0, 2**16),
     share=st.sampled_from([0.0, 0.5, 2.0]),
     gather=st.sampled_from(["on", "off"]),
     classes=st.sampled_from([1, 3]),
+    tbt=st.sampled_from(["null", 4, 8]),
 )
-def test_whatever_happens_nobody_is_passed_by_more_than_the_bounds(folder, seed, share, gather, classes):
+def test_whatever_happens_nobody_is_passed_by_more_than_the_bounds(folder, seed, share, gather, classes, tbt):
     rng, born, chunked = random.Random(seed), 0, 0
     with pytest.MonkeyPatch.context() as patch:
         small_figures(patch)
-        server, witness = watched(folder, seed, share, gather, classes)
+        server, witness = watched(folder, seed, share, gather, classes, tbt)
         try:
             for _ in range(200):
                 event = rng.random()
@@ -106,6 +111,8 @@ def test_whatever_happens_nobody_is_passed_by_more_than_the_bounds(folder, seed,
             while step(server, witness) is not None or server.scheduler.waiting_queue:
                 assert server.steps < 3000
             server.assert_nothing_left()
+            limit = server.feather.rounds.limit
+            SEEN.update(decoded_first=0 if limit is None else limit.deferrals)
             SEEN.update(chunked=chunked, passed=witness.passed, bounded=witness.bounded, retracted=witness.retracted)
         finally:
             server.close()
@@ -113,7 +120,7 @@ def test_whatever_happens_nobody_is_passed_by_more_than_the_bounds(folder, seed,
 
 def test_all_of_it_happened():
     if SEEN:  # else this test runs alone
-        assert min(SEEN[what] for what in ("chunked", "passed", "bounded", "retracted")) > 0, SEEN
+        assert min(SEEN[what] for what in ("decoded_first", "chunked", "passed", "bounded", "retracted")) > 0, SEEN
 
 
 def test_a_request_is_judged_by_what_it_will_take(folder):
