@@ -38,6 +38,7 @@ WORKLOADS = {
     "fills": f"--groups 20 --prefix-tokens 10000 --requests 240 --kv-tokens 200000 {QWEN}",
     "short": "--groups 40 --prefix-tokens 240 --requests 600 --rate 100000 --output-tokens 20",
     "unshared": "--no-sharing --requests 200 --rate 50 --kv-tokens 100000",
+    "bounded": f"--groups 40 --prefix-tokens 6000 --requests 200 --rate 20 --kv-tokens 400000 --feather-tbt 100 {QWEN}",
     "priorities": f"--groups 12 --requests 240 --kv-tokens 60000 {QWEN}",
 }
 TRACES = {

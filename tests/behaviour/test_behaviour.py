@@ -18,7 +18,7 @@ from record import FORESTS_AT_ONCE, REFERENCE, STRATEGIES, decisions, plans
 KNOWN = json.loads(REFERENCE.read_text())
 
 
-@pytest.mark.parametrize("workload", ("fits", "priorities"))
+@pytest.mark.parametrize("workload", ("fits", "priorities", "bounded"))
 def test_the_default_policy_decides_as_recorded(workload: str) -> None:
     pytest.importorskip("sglang", reason="SGLang is not installed")
     assert decisions(workload, "feather-bandit") == KNOWN[f"decisions {workload} feather-bandit"]

@@ -119,7 +119,7 @@ def test_nothing_is_wrapped_for_the_policies_and_the_doctor_says_so(on_patched: 
 
 @pytest.mark.parametrize(
     ("workload", "policy"),
-    [("priorities", "feather-bandit"), ("levels", "feather-order")],
+    [("priorities", "feather-bandit"), ("levels", "feather-order"), ("bounded", "feather-bandit")],
 )
 def test_decisions_are_those_of_the_hooks(
     workload: str, policy: str, patched: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest

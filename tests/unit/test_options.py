@@ -89,6 +89,13 @@ def test_prefill_is_paced_where_it_can_be_unless_told_otherwise():
     assert FeatherOptions(pace=3.0).updated({"pace": None}).pace is None
 
 
+def test_running_requests_stand_still_without_a_bound_unless_one_is_named():
+    assert FeatherOptions().tbt is None
+    parse("--feather-tbt", "250")
+    assert FeatherOptions.from_environment() == FeatherOptions(tbt=250.0)
+    assert FeatherOptions(tbt=250.0).updated({"tbt": None}).tbt is None  # may change while a server runs
+
+
 def test_without_flags_the_variable_is_left_alone(monkeypatch):
     monkeypatch.setenv(VARIABLE, '{"seed": 3}')
     parse()
@@ -104,6 +111,8 @@ def test_without_flags_the_variable_is_left_alone(monkeypatch):
         ("--feather-row-order", "yes", "expected on or off"),
         ("--feather-gather", "no", "expected on or off"),
         ("--feather-pace", "-1", "expected seconds, 0 or more"),
+        ("--feather-tbt", "0", "expected milliseconds, more than 0"),
+        ("--feather-tbt", "inf", "expected milliseconds, more than 0"),
         ("--feather-pace", "nan", "expected seconds, 0 or more"),
         ("--feather-pace", "soon", "could not convert"),
         ("--feather-record-plan", "/no/such/folder", "no such directory"),
