@@ -164,6 +164,7 @@ def test_the_log_tells_of_no_failure(feather_server: FeatherServer) -> None:
 
 
 @newest_only
+@pytest.mark.parametrize("more", [(), ("--feather-tbt", "40", "--chunked-prefill-size", "512")], ids=["", "tbt"])
 def test_two_ranks_form_the_same_batches(
     model: Path,
     logs: Path,
@@ -171,10 +172,11 @@ def test_two_ranks_form_the_same_batches(
     preloaded: Preloaded,
     requests: list[Request],
     fcfs: list[dict[str, Answer]],
+    more: tuple[str, ...],
 ) -> None:
     # Batches that differ between the ranks hang in the next collective operation, or mix the rows of the answers.
     chosen = requests[::3]  # of all groups; two ranks on few cores wait for each other in every layer of every step
-    flags = ("--tp", "2", "--schedule-policy", "feather-bandit", *ROOMY)
+    flags = ("--tp", "2", "--schedule-policy", "feather-bandit", *ROOMY, *more)
     environment = {
         "FEATHER_DEBUG_CHECK": "1", "FEATHER_DECISION_LOG": str(tmp_path), "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
     }  # fmt: skip
