@@ -145,8 +145,7 @@ class FeatherOptions:
         None,
         _milliseconds,
         "MS",
-        "Running requests stand still for others' prefill, and the decode step after it, for so long at most; chunks "
-        "are cut to fit.",
+        "Between two tokens of a request: others' prefill takes so long at most, the decode step included.",
     )
     features: str = _option(
         "paper", _features, "paper|headroom", "State the learner sees: the paper's, or with memory."

@@ -112,7 +112,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "--feather-tbt",
         type=float,
         metavar="MS",
-        help="bound how long running requests stand still for prefill; not feather-order",
+        help="between two tokens, others' prefill included; not feather-order",
     )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for results and plots")
 
