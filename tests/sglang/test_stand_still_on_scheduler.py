@@ -39,6 +39,7 @@ def server(tmp_path, monkeypatch):
 def run_on_clock(one):
     """A step begins when the one before has ended, and its result is seen then."""
     one.now, one.ran, one.gaps = 0.0, [], []
+    one.pair = 0.0  # seconds of attention from one token to one before it
     one.feather.clock = lambda: one.now
     scheduler = one.scheduler
     forward, process, ends = scheduler.run_batch, scheduler.process_batch_result, deque()
@@ -48,8 +49,10 @@ def run_on_clock(one):
         nonlocal end
         decodes = batch.forward_mode.is_decode()
         new = 0 if decodes else sum(batch.extend_lens)
+        lens = () if decodes else zip(batch.extend_lens, batch.prefix_lens, strict=True)
+        pairs = sum(tokens * (context + tokens / 2) for tokens, context in lens)
         one.ran.append(("decode", len(batch.reqs)) if decodes else ("prefill", new))
-        end = max(end, one.now) + (DECODE if decodes else FIXED + TOKEN * new)
+        end = max(end, one.now) + (DECODE if decodes else FIXED + TOKEN * new + one.pair * pairs)
         ends.append(end)
         assert scheduler.chunked_prefill_size == CHUNK  # given back before anything runs
         return forward(batch, *args, **kwargs)
@@ -134,6 +137,45 @@ def test_chunks_grow_to_what_the_bound_has_room_for(server):
     chunks = [tokens for kind, tokens in one.ran[ran:] if kind == "prefill"]
     fit = (BOUND - DECODE - FIXED) / TOKEN
     assert all(0.8 * fit <= tokens <= 1.1 * fit for tokens in chunks[2:-1]), chunks
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_tokens_after_a_long_context_take_longer_and_are_fewer(server, count):
+    """One prompt is cut by its own context, and several share the time that there is."""
+    one = server()
+    one.pair = 2e-7
+    assert one.submit("warm", [9] * 2000, max_new_tokens=1)
+    one.drain()
+    submit_some(one)
+    one.gaps.clear()
+    ran = len(one.ran)
+    for i in range(count):
+        assert one.submit(f"after{i}", [9] * 2000 + tail(i, 600 // count), max_new_tokens=2)
+    one.drain()
+    one.assert_nothing_left()
+    assert max(one.gaps) <= 1.15 * BOUND
+    chunks = [tokens for kind, tokens in one.ran[ran:] if kind == "prefill"]
+    fit = (BOUND - DECODE - FIXED) / (TOKEN + one.pair * 2000)
+    assert sum(chunks) >= 600 and max(chunks) <= 1.2 * fit < 120
+
+
+def test_prompts_of_unlike_context_share_the_time_that_there_is(server):
+    one = server()
+    one.pair = 2e-7
+    assert one.submit("warm", [9] * 2000, max_new_tokens=1)
+    one.drain()
+    submit_some(one)
+    one.gaps.clear()
+    assert one.submit("fresh", [11] * 900, max_new_tokens=2)
+    assert one.submit("after", [9] * 2000 + tail(1, 40), max_new_tokens=2)
+    one.step()
+    took = 40 * (TOKEN + one.pair * 2020)
+    fit = (BOUND - DECODE - FIXED - took) / (TOKEN + one.pair * 80)
+    assert 40 + 0.8 * fit <= one.ran[-1][1] <= 40 + 1.2 * fit
+    assert one.scheduler.chunked_req.rid == "fresh"
+    one.drain()
+    one.assert_nothing_left()
+    assert max(one.gaps) <= 1.15 * BOUND
 
 
 def test_where_a_decode_step_alone_is_too_long_prefill_goes_on_in_small_steps(server):

@@ -113,10 +113,11 @@ class FeatherScheduler:
                 self._decisions.note(batch, self.stats())
 
     def stats(self) -> dict[str, Any]:
-        """Counters of admission, the policy, the row order, and whether the policy failed."""
+        """Counters of admission, the policy, bounded prefill, the row order, and whether the policy failed."""
         return {
             **self.admission.stats(),
             "policy": None if self.policy is None else self.policy.stats(),
+            "decoded_first": self.rounds.limit.deferrals if self.rounds.limit is not None else 0,
             "permutations": self.rows.permutations,
             "permutation_seconds": self.rows.seconds,
             "failed": self.failed,

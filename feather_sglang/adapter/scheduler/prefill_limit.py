@@ -41,6 +41,7 @@ class PrefillLimit:
         self._spent = 0.0  # of them, by those who are in the batch
         self._adder: Any = None
         self._left = 0  # the adder's tokens before the request that it is asked about
+        self._withheld = 0  # tokens that this request may not have, and others may
 
     def wanted(self, running_batch: Any) -> bool:
         """Whether this round needs readings: somebody decodes, and somebody has a prompt to compute."""
@@ -104,13 +105,17 @@ class PrefillLimit:
         if not adder.can_run_list:
             tokens = max(tokens, self._floor)
         page = self.scheduler.page_size
-        self._left = adder.rem_chunk_tokens = min(adder.rem_chunk_tokens, tokens // page * page)
+        self._left = min(adder.rem_chunk_tokens, tokens // page * page)
+        self._withheld, adder.rem_chunk_tokens = adder.rem_chunk_tokens - self._left, self._left
         return self._left > 0
 
     def admitted(self, req: Any) -> None:
         """Count what a request takes that is in the batch now."""
-        if self._prices is not None and self._adder is not None:
-            self._spent += self._prices.seconds(self._left - self._adder.rem_chunk_tokens, cached_tokens(req))
+        adder = self._adder
+        if self._prices is not None and adder is not None:
+            self._spent += self._prices.seconds(self._left - adder.rem_chunk_tokens, cached_tokens(req))
+            if adder.new_chunked_req is None:  # else nobody may follow: SGLang knows one such request at a time
+                adder.rem_chunk_tokens += self._withheld
 
     def end(self, new_batch: Any) -> None:
         """The round is over, and ``new_batch`` is launched, or a decode step."""
