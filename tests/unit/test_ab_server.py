@@ -202,7 +202,7 @@ class TestCommandLine:
         assert fcfs.policy_options == {}
         # Null undoes the policy file of another policy; the chunk size is the user's on all servers.
         told = {"policy_file": None, "seed": 0, "max_wait": 9.0, "explore": True, "gather": True, "pace": None}
-        assert feather.policy_options == {**told, "max_overtaking": 2.0}
+        assert feather.policy_options == {**told, "max_overtaking": 2.0, "tbt": None}
 
     @pytest.mark.parametrize("word", ["on", "off"])
     def test_whether_prefixes_gather_reaches_servers_new_and_running(self, word):

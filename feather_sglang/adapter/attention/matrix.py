@@ -99,7 +99,7 @@ MODES = (
 )
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 GPU_TESTS = {90: "tests/gpu/test_decode_kernel.py"}  # what has run on a GPU of that architecture
-TESTED_RELEASES = ("0.5.17", "0.5.21", "0.5.22", "0.5.23")  # those with pins in requirements/
+TESTED_RELEASES = SUPPORTED  # those with pins in requirements/
 RELEASE_TEST = "python3 dev.py test --releases="
 
 
