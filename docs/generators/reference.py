@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+from feather_sglang.adapter.attention.matrix import tables
 from feather_sglang.adapter.options import FeatherOptions, add_flags
 from feather_sglang.cli import COMMANDS
 
@@ -149,7 +150,31 @@ def metrics_page() -> str:
     )
 
 
-PAGES = {"reference/flags.md": flags_page, "reference/metrics.md": metrics_page}
+def support_page() -> str:
+    """The page of what pat serves."""
+    parts = [
+        "# What does `pat` serve",
+        "",
+        "A server whose model, mode, GPU and SGLang are served each. Generated from the checks that refuse, as "
+        "`feather doctor --matrix` prints it.",
+    ]
+    for title, heads, rows in tables():
+        cells = [
+            tuple(
+                f"`{text}`" if head == "shown by" and text else cell(text)
+                for head, text in zip(heads, row, strict=True)
+            )
+            for row in rows
+        ]
+        parts += ["", f"## {title}", "", table(heads, cells)]
+    return "\n".join(parts) + "\n"
+
+
+PAGES = {
+    "reference/flags.md": flags_page,
+    "reference/metrics.md": metrics_page,
+    "reference/support.md": support_page,
+}
 
 
 def main() -> int:

@@ -72,6 +72,13 @@ def server(tmp_path, environment):
         one.close()
 
 
+@pytest.fixture
+def one_rank(monkeypatch):
+    """What ``started``'s process groups said while they lived: to 0.5.18 SGLang asks them each time."""
+    sizes = SimpleNamespace(attn_dp_size=1, attn_cp_size=1, attn_dcp_size=1)
+    monkeypatch.setattr(pat_facts, "get_parallel", lambda: sizes)
+
+
 @pytest.fixture(scope="module")
 def started(tmp_path_factory, environment):
     """One server for tests that leave it as it is."""
@@ -293,7 +300,7 @@ def test_batches_are_recorded_for_explain_plan(server, monkeypatch, tmp_path, ca
     assert said == [f"feather: batches are no longer recorded: {file}: No such file or directory"]
 
 
-def test_rows_of_padding_are_recorded_as_such(started, monkeypatch, tmp_path):
+def test_rows_of_padding_are_recorded_as_such(one_rank, started, monkeypatch, tmp_path):
     recorder = pat_record.PlanRecorder(tmp_path)
     backend = pat_of(started)
     plan = backend._engines._engines[0].planner.plan(
@@ -321,7 +328,7 @@ def test_a_folder_to_record_in_that_does_not_exist_ends_start_up(server, monkeyp
 # Graphs ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_replay_with_padding_after_a_capture(started):
+def test_a_replay_with_padding_after_a_capture(one_rank, started):
     """SGLang's calls around a CUDA graph: capture with dummy rows, then a replay of a smaller batch."""
     backend, runner = pat_of(started), runner_of(started)
     heads, _, dim = backend._engines.shape(0)
@@ -368,7 +375,7 @@ def test_a_replay_with_padding_after_a_capture(started):
         backend.sharing.forget()
 
 
-def test_the_table_is_read_until_the_replay_ends(started):
+def test_the_table_is_read_until_the_replay_ends(one_rank, started):
     if hasattr(pat_backend.base_attn_backend, "SharedReadEnds"):
         ends = runner_of(started).attn_backend.shared_read_ends(ForwardMode.DECODE)
         assert ends is pat_backend.base_attn_backend.SharedReadEnds.POST_REPLAY
@@ -744,7 +751,7 @@ def test_metrics_are_those_of_the_first_rank(server, monkeypatch):
     assert pat_metrics() is None
 
 
-def test_the_flags_offer_pat_for_decoding_only(started):
+def test_the_flags_offer_pat_for_decoding_only(one_rank, started):
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     choices = {action.dest: action.choices for action in parser._actions}
@@ -764,7 +771,7 @@ def test_an_sglang_that_does_not_fit_ends_start_up(server, monkeypatch):
         server()
 
 
-def test_a_hook_that_did_not_work_ends_start_up(started):
+def test_a_hook_that_did_not_work_ends_start_up(one_rank, started):
     runner = SimpleNamespace(server_args=SimpleNamespace(attention_backend="pat", prefill_attention_backend=None))
     with pytest.raises(FeatherError, match="SGLang would prefill with pat"):
         attention.create_backend(runner)
@@ -789,7 +796,7 @@ def test_a_hook_that_did_not_work_ends_start_up(started):
         ("server_args", "enable_dp_attention", True, "data-parallel attention"),
     ],
 )
-def test_what_it_cannot_serve_is_named(started, where, name, value, says):
+def test_what_it_cannot_serve_is_named(one_rank, started, where, name, value, says):
     runner = runner_of(started)
     fields = {
         field: getattr(runner, field)
@@ -816,7 +823,7 @@ def test_what_it_cannot_serve_is_named(started, where, name, value, says):
         ("pos_encoding_mode", "ALIBI", "positional encoding ALIBI in attention"),
     ],
 )
-def test_layers_that_it_cannot_pack_are_left_to_another(started, monkeypatch, name, value, says):
+def test_layers_that_it_cannot_pack_are_left_to_another(one_rank, started, monkeypatch, name, value, says):
     runner = runner_of(started)
     layers = [module for module in runner.model.modules() if isinstance(module, pat_facts.RadixAttention)]
     monkeypatch.setattr(layers[0], name, value)
@@ -838,12 +845,12 @@ class Changed:
         return getattr(self._original, name)
 
 
-def test_the_kernels_head_dims(started):
+def test_the_kernels_head_dims(one_rank, started):
     with pytest.raises(FeatherError, match=r"head_dim 16 \(only 64, 128, 256\)"):
         pat_limits.packed_layers(pat_facts.facts_of(runner_of(started), reference=False))
 
 
-def test_arguments_of_attention_that_it_does_not_know(started):
+def test_arguments_of_attention_that_it_does_not_know(one_rank, started):
     layer = SimpleNamespace(layer_id=0)
     with pytest.raises(FeatherError, match="does not support rotary in attention"):
         pat_of(started).forward_decode(None, None, None, layer, None, rotary=torch.ones(2))
