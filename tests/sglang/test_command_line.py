@@ -75,6 +75,8 @@ def test_backends_that_contradict_each_other_end_start_up_with_one_line(flags, s
         ("feather-pace: auto", "pace", None),
         ("feather-pace: null", "pace", None),
         ("feather-pace: 0", "pace", 0.0),
+        ("feather-tbt: 250", "tbt", 250.0),
+        ("feather-tbt: null", "tbt", None),
         ("feather-features: headroom", "features", "headroom"),
         ("feather-record-plan: null", "record_plan", None),
         ("feather-record-plan: FOLDER", "record_plan", "FOLDER"),

@@ -171,7 +171,8 @@ async def _stream(address: Address, body: bytes, stream: Stream, accepted: async
 
     `accepted` is set once the server has taken the request in, or nobody needs to wait for it any more.
     """
-    await asyncio.sleep(max(0.0, stream.due - time.monotonic()))
+    while (early := stream.due - time.monotonic()) > 0:  # the loop wakes up to a tick of its clock too soon
+        await asyncio.sleep(early)
     writer = None
     try:
         stream.sent = time.monotonic()
