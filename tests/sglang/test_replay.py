@@ -252,7 +252,11 @@ def test_training_under_a_pace(tmp_path):
         (["--policies", "fcfs,fcfs"], "a policy is named twice"),
         (["--kv-tokens", "0"], "--kv-tokens 0: must be at least 1"),
         (["--kv-tokens", "300"], "needs 436 tokens of KV, --kv-tokens is 300; raise it"),
-        (["--kv-tokens", "520", "--page-size", "64"], "needs 576 tokens of KV in pages of 64, --kv-tokens is 520"),
+        pytest.param(
+            ["--kv-tokens", "520", "--page-size", "64"],
+            "needs 576 tokens of KV in pages of 64, --kv-tokens is 520",
+            marks=pages_need_a_gpu,
+        ),
         (["--profile", "h100"], "unknown hardware profile 'h100'"),
         (["--requests", "0"], "--requests 0: must be at least 1"),
         (["--slo", "ttft=0"], "--slo ttft=0: expected ttft=SECONDS, tbt=MS"),
