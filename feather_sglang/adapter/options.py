@@ -18,7 +18,9 @@ from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.admission.fairness import MAX_WAIT, MAX_WAIT_ROUNDS
 from feather_sglang.scheduling.admission.gate import BOUND
 from feather_sglang.scheduling.admission.overtaking import SHARE_OF_OWN
+from feather_sglang.scheduling.modes.promise import Promise
 from feather_sglang.scheduling.tree.cht import CHUNK_TOKENS
+from feather_sglang.slo import parse
 
 VARIABLE = "FEATHER_OPTIONS"
 
@@ -51,6 +53,16 @@ def _share(value: Any) -> float:
     if isinstance(value, bool) or not float(value) >= 0:
         raise ValueError("expected a number of at least 0, or inf")
     return float(value)
+
+
+def _bounds(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("expected ttft=SECONDS,tbt=MS")
+    try:
+        Promise(parse(value))
+    except FeatherError as error:
+        raise ValueError(str(error).partition(": ")[2]) from None
+    return value
 
 
 def _seconds_or_auto(value: Any) -> float | None:
@@ -146,6 +158,16 @@ class FeatherOptions:
         _milliseconds,
         "MS",
         "Between two tokens of a request: others' prefill takes so long at most, the decode step included.",
+    )
+    slo: str | None = _option(
+        None,
+        _bounds,
+        "BOUNDS",
+        "What is promised: ttft=SECONDS,tbt=MS (10x: times an idle server's) or mooncake. Each round then ranks those "
+        "who wait, and bounds prefill, as a trained policy has it for that load.",
+    )
+    modes: str | None = _option(
+        None, _readable_file, "FILE", "Policy file of `feather learn` for --feather-slo, instead of the shipped one."
     )
     features: str = _option(
         "paper", _features, "paper|headroom", "State the learner sees: the paper's, or with memory."
@@ -258,6 +280,10 @@ class _SetOption(argparse._StoreAction):
                 from feather_sglang.scheduling.policies import load_policy
 
                 load_policy(current[name])
+            if name == "modes" and not unset:
+                from feather_sglang.scheduling.modes.mode_policy import ModePolicy
+
+                ModePolicy.load(current[name])
         except (TypeError, ValueError) as error:
             parser.error(f"argument {option}: {value!r}: {error}")
         except FeatherError as error:

@@ -68,16 +68,17 @@ def refuse_policy_flags(args: Any, name: str, options: FeatherOptions) -> None:
         )
     if options.pace and mixes_chunks(args):
         raise FeatherError("--feather-pace saves nothing under --enable-mixed-chunk, where decode goes on; drop one")
-    if options.tbt is None:
-        return
-    if not admits(name):
-        raise FeatherError(
-            f"--schedule-policy {name} leaves admission to SGLang, so --feather-tbt cannot work; drop it"
-        )
-    if mixes_chunks(args):
-        raise FeatherError("--feather-tbt lets prefill and decode alternate, --enable-mixed-chunk mixes them; drop one")
-    if (args.chunked_prefill_size or 0) < 0:
-        raise FeatherError("--feather-tbt cuts prompts into chunks, --chunked-prefill-size -1 forbids it; drop one")
+    if options.modes is not None and options.slo is None:
+        raise FeatherError("--feather-modes chooses what keeps a promise: give --feather-slo, too")
+    for flag, value in (("--feather-tbt", options.tbt), ("--feather-slo", options.slo)):
+        if value is None:
+            continue
+        if not admits(name):
+            raise FeatherError(f"--schedule-policy {name} leaves admission to SGLang, so {flag} cannot work; drop it")
+        if mixes_chunks(args):
+            raise FeatherError(f"{flag} lets prefill and decode alternate, --enable-mixed-chunk mixes them; drop one")
+        if (args.chunked_prefill_size or 0) < 0:
+            raise FeatherError(f"{flag} cuts prompts into chunks, --chunked-prefill-size -1 forbids it; drop one")
 
 
 def mixes_chunks(args: Any) -> bool:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # it is handed a trace and a model, and makes neither
     from feather_sglang.replay.traces import Trace, TraceRequest
 
 ANSWER = 3  # every token that is generated
+WARM_UP = 16  # tokens of the request that SGLang sends itself when it starts
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,10 @@ class Replay:
             self.feather.clock = lambda: self.clock
             # A fixed hash seed, where a server draws a secret one: the same replay permutes the same rows.
             self.feather.admission.tree.reseed(0)
+            if self.feather.meters.still is not None:  # a server has served its warm-up request
+                self.feather.meters.still.least_decode_seconds = model.decode(
+                    [WARM_UP], model.sharing([()], 1, [WARM_UP])
+                )
             if policy == ORACLE:
                 self.feather.admission.policy = make_policy("oracle")
                 self.feather.admission.order.group_of = lambda rid: self._paths[rid][:1]

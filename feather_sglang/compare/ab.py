@@ -28,9 +28,9 @@ from feather_sglang.replay.arguments import (
 )
 from feather_sglang.replay.jobs import RESULTS_VERSION, Job, make_folder, run_jobs, write_json
 from feather_sglang.report import plots
-from feather_sglang.report.slo import parse
 from feather_sglang.report.tables import comparison
 from feather_sglang.report.tables import sweep as sweep_table
+from feather_sglang.slo import parse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -32,11 +32,11 @@ from feather_sglang.replay.arguments import check_fits, check_sglang, check_size
 from feather_sglang.replay.jobs import RESULTS_VERSION, make_folder, write_json
 from feather_sglang.replay.traces import Trace
 from feather_sglang.report import plots
-from feather_sglang.report.slo import SLO, parse
 from feather_sglang.report.summary import RunSummary
 from feather_sglang.report.tables import SERVER_FIGURES, comparison
 from feather_sglang.report.tables import sweep as sweep_table
 from feather_sglang.scheduling.policy_names import FEATHER
+from feather_sglang.slo import SLO, parse
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -111,10 +111,12 @@ def configurations(args: argparse.Namespace, policies: Sequence[str]) -> list[Se
 
 
 def feather_flags(options: dict[str, Any]) -> list[str]:
-    """The flags by which a server takes these options."""
+    """The flags by which a server takes these options; what is None has no flag."""
     flags = []
     for name, value in options.items():
-        text = ("on" if value else "off") if isinstance(value, bool) else "auto" if value is None else str(value)
+        if value is None:
+            continue
+        text = ("on" if value else "off") if isinstance(value, bool) else str(value)
         flags += [f"--feather-{name.replace('_', '-')}", text]
     return flags
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from feather_sglang.replay.traces import Trace
-from feather_sglang.report.slo import SHARE, SLO, sustained
 from feather_sglang.report.summary import RunSummary
+from feather_sglang.slo import SHARE, SLO, sustained
 
 Shares = dict[str, list[tuple[float, float | None]]]  # policy -> (requests a second, share within the SLO)
 

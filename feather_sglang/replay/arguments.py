@@ -24,9 +24,9 @@ from feather_sglang.replay.model_shape import DEFAULT_MODEL, MODELS, load_model
 from feather_sglang.replay.profiles import list_profiles, load_profile
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace, load_trace
-from feather_sglang.report.slo import NAMED
 from feather_sglang.scheduling.admission.gate import BOUND
 from feather_sglang.scheduling.policy_names import SINCE
+from feather_sglang.slo import NAMED
 
 DEFAULT_OUT = Path("feather-ab-results")
 REPLAY_ONLY = {"profile": "h200", "prefill_graphs": "on", "scheduler_cost": "on", "jobs": 2}
@@ -114,6 +114,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="between two tokens, others' prefill included; not feather-order",
     )
+    policy.add_argument("--feather-slo", metavar="BOUNDS", help="what is promised, as in --slo; not feather-order")
+    policy.add_argument("--feather-modes", metavar="FILE", help="of `feather learn`, for --feather-slo")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for results and plots")
 
 
@@ -250,6 +252,8 @@ def common_options(args: argparse.Namespace) -> dict[str, Any]:
         "gather": args.feather_gather == "on",
         "pace": args.feather_pace,
         "tbt": args.feather_tbt,
+        "slo": args.feather_slo,
+        "modes": args.feather_modes,
         "max_wait": args.feather_max_wait,
         "max_overtaking": "inf" if args.feather_max_overtaking == math.inf else args.feather_max_overtaking,
     }
@@ -259,4 +263,8 @@ def common_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def suited(policy: str, options: dict[str, Any]) -> dict[str, Any]:
     """These options as that policy takes them: under feather-order SGLang admits, and nothing is paced or bounded."""
-    return {**options, "pace": 0.0, "tbt": None} if policy == "feather-order" else dict(options)
+    return (
+        {**options, "pace": 0.0, "tbt": None, "slo": None, "modes": None}
+        if policy == "feather-order"
+        else dict(options)
+    )

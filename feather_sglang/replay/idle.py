@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace, TraceRequest
-from feather_sglang.report.slo import Timing
+from feather_sglang.slo import Timing
 
 
 class IdleServer:

@@ -24,8 +24,8 @@ from feather_sglang.file_writing import check_target, replace_text
 from feather_sglang.replay.idle import IdleServer
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace
-from feather_sglang.report.slo import SLO, Timing, judge
 from feather_sglang.report.summary import RunSummary
+from feather_sglang.slo import SLO, Timing, judge
 
 RESULTS_VERSION = 1
 

@@ -27,10 +27,10 @@ from feather_sglang.replay.arguments import (
 )
 from feather_sglang.replay.jobs import RESULTS_VERSION, Job, make_folder, run_jobs, write_json
 from feather_sglang.report import plots
-from feather_sglang.report.slo import parse
 from feather_sglang.report.tables import comparison
 from feather_sglang.scheduling.policies.rehearsal import FIRST_RULES, NEVER, Rehearsal, Rule, neighbours
 from feather_sglang.scheduling.policies.rehearsal import teach as credit
+from feather_sglang.slo import parse
 
 SETTLED = 0.01  # change of the policy's throughput from one round to the next
 

@@ -1,4 +1,4 @@
 """Tables, summaries and plots of what was measured, whoever measured it.
 
-May import: errors, file_writing.
+May import: errors, slo, file_writing.
 """

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from rich.markup import escape
 from rich.table import Table
 
-from feather_sglang.report.slo import SHARE, sustained
 from feather_sglang.report.summary import RunSummary
+from feather_sglang.slo import SHARE, sustained
 
 
 class Figure(NamedTuple):

@@ -1,4 +1,4 @@
 """Which requests run together; knows no engine.
 
-May import: errors, file_writing.
+May import: errors, slo, file_writing.
 """

@@ -15,7 +15,7 @@ from feather_sglang.compare.server.cases import WORKLOADS
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import traffic
 from feather_sglang.replay.traces import Trace, load_trace
-from feather_sglang.replay.workloads import shared_prefix
+from feather_sglang.replay.workloads import no_sharing, shared_prefix
 
 KV_TOKENS = 200_000  # what a 48 GB card has left for Qwen3-8B
 CONVERSATION, SYNTHETIC = "mooncake_conversation.jsonl", "mooncake_synthetic_first1800.jsonl"
@@ -31,7 +31,7 @@ class Case:
     make : the trace of a seed; None for a slice of a file.
     short : requests of the short form; 0: it has no such case.
     load : times the rate that fcfs sustains; None: as the trace has it.
-    file, first, count : of a slice of a public trace.
+    file, first, count : of a slice of a public trace; of others `count` is the most requests, 0: all.
     """
 
     name: str
@@ -59,7 +59,8 @@ class Case:
             trace = load_trace(folder / self.file).part(self.first, self.count)
             if len(trace.requests) < self.count:
                 raise FeatherError(f"{folder / self.file}: ends before request {self.first + self.count} ({self.name})")
-        trace = trace.head(self.short) if short else trace
+        if most := self.short if short else self.count:
+            trace = trace.head(most)
         return Trace(self.name, trace.block_size, trace.requests)
 
 
@@ -125,6 +126,23 @@ CASES: tuple[Case, ...] = (
     Case("agents", TODAY, partial(traffic.agents, 100, 2.0), short=300),
     Case("samples", TODAY, partial(traffic.samples, 64), short=512),
     Case("few-shot", TODAY, partial(traffic.few_shot, requests=2000), short=1000),
+)
+
+
+LEARNT = "what is learnt from"
+# None of them is in the suite: other figures, another seed, other parts of the traces.
+TRAINING: tuple[Case, ...] = (
+    Case("30 groups", LEARNT, partial(shared_prefix, groups=30, rate=40), count=300),
+    Case("15 groups of 8K", LEARNT, partial(shared_prefix, groups=15, prefix_tokens=8000, rate=60), count=300),
+    Case("8 groups at 300", LEARNT, partial(shared_prefix, groups=8, rate=300), count=600),
+    Case("private", LEARNT, partial(no_sharing, rate=35), count=250),
+    Case("chats", LEARNT, partial(traffic.chat, 200, 12.0), count=250),
+    Case("agents at 3", LEARNT, partial(traffic.agents, 100, 3.0), count=250),
+    *(
+        Case(f"{kind} {first}, load {load:g}, {pool // 1000}K", LEARNT, None, pool, 0, load, file, first, count)
+        for kind, file, first, count in (("conversation", CONVERSATION, 2000, 160), ("synthetic", SYNTHETIC, 200, 120))
+        for load, pool in ((0.8, 500_000), (1.0, 824_000), (1.2, 200_000))
+    ),
 )
 
 

@@ -16,13 +16,18 @@ from feather_sglang.replay.arguments import add_slo, check_sglang
 from feather_sglang.replay.jobs import make_folder
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel, load_model
-from feather_sglang.report.slo import parse
 from feather_sglang.scheduling.policy_names import FEATHER, REPLAYED, STOCK
+from feather_sglang.slo import parse
 from feather_sglang.suite.cases import chosen
 from feather_sglang.suite.report import page, tables
-from feather_sglang.suite.runner import VERSION, Suite, Terms
+from feather_sglang.suite.runner import PROMISING, VERSION, Suite, Terms
 
-EVERY = (*STOCK, *REPLAYED, *(name for name in FEATHER if name != "feather-bandit"))  # feather is feather-bandit
+EVERY = (
+    *STOCK,
+    *REPLAYED,
+    *(name for name in FEATHER if name != "feather-bandit"),
+    PROMISING,
+)  # feather is feather-bandit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +102,7 @@ def policies_of(text: str | None) -> list[str]:
         version = installed_version()
         return [name for name in EVERY if not lacks_policy(version, name)]
     names = list(dict.fromkeys(["fcfs", *(name.strip() for name in text.split(",") if name.strip())]))
-    known = (*STOCK, *REPLAYED, *FEATHER)
+    known = (*STOCK, *REPLAYED, *FEATHER, PROMISING)
     if unknown := [name for name in names if name not in known]:
         raise FeatherError(f"--policies {text}: unknown {unknown}; choose from {known}")
     return names

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rich.markup import escape
 from rich.table import Table
 
-from feather_sglang.report.slo import NAMED
+from feather_sglang.slo import NAMED
 
 Results = dict[str, Any]
 

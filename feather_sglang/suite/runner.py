@@ -22,18 +22,20 @@ from feather_sglang.replay.arguments import check_fits, suited
 from feather_sglang.replay.jobs import Job, ReplayResult, events, replay
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace
-from feather_sglang.report.slo import SLO
 from feather_sglang.scheduling.policy_names import FEATHER, ORACLE
+from feather_sglang.slo import SLO
 from feather_sglang.suite.cases import Case
 
 VERSION = 1
+PROMISING = f"{FEATHER[0]}+slo"  # told of the bounds
+VARIANTS: dict[str, dict[str, Any]] = {PROMISING: {}}  # of feather that are told of the bounds, and what else
 ALL_AT_ONCE = 1e6  # times the rate: how fast fcfs serves when it never waits for arrivals
 FIGURES = (
     "output_tok_s", "ttft_mean", "ttft_p99", "tbt_p99_ms", "slo_share", "goodput",
     "slowdown_p50", "slowdown_p99", "max_wait", "cache_hit", "makespan",
 )  # fmt: skip
 # The code that a cell's figures come from: these, but for modules of the command line.
-DECIDES = ("adapter", "attention", "replay", "report/slo.py", "report/summary.py", "scheduling")
+DECIDES = ("adapter", "attention", "replay", "slo.py", "report/summary.py", "scheduling")
 DECIDES_NOT = ("arguments.py", "doctor.py", "trace_cli.py", "train.py")
 
 
@@ -78,11 +80,14 @@ class Cell:
 
     def __init__(self, case: Case, policy: str, trace: Trace, terms: Terms, folder: Path, capacity: bool) -> None:
         self.case, self.policy, self.trace = case, policy, trace
-        name = f"{case.served}, capacity" if capacity else f"{case.name}, {policy}"
-        name = re.sub(r"[^a-z0-9.]+", "-", name.lower())
+        told = dict(VARIANTS.get(policy, {}), seed=terms.seed)
+        if policy in VARIANTS:
+            told["slo"], policy = terms.slo.text, FEATHER[0]
+        name = f"{case.served}, capacity" if capacity else f"{case.name}, {self.policy}"
+        name = re.sub(r"[^a-z0-9.+]+", "-", name.lower())
         self.path = folder / f"{name}.json"
         settings = {"kv_tokens": case.kv_tokens, "charge_scheduler": terms.charge and not capacity}
-        options = suited(policy, {"seed": terms.seed}) if policy in (*FEATHER, ORACLE) else {}
+        options = suited(policy, told) if policy in (*FEATHER, ORACLE) else {}
         self.job = Job(policy, trace, terms.model, settings, options, name, terms.slo)
         self.provenance = {**terms.facts(), "trace": trace_digest(trace), "settings": settings, "options": options}
 
@@ -121,7 +126,12 @@ def trace_digest(trace: Trace) -> str:
 def figures_of(result: ReplayResult) -> dict[str, Any]:
     """What a cell keeps of a run, to five digits."""
     summary = asdict(result.summary)
-    return {name: None if summary[name] is None else float(f"{summary[name]:.5g}") for name in FIGURES}
+    figures: dict[str, Any] = {
+        name: None if summary[name] is None else float(f"{summary[name]:.5g}") for name in FIGURES
+    }
+    if result.feather and result.feather["modes"]:
+        figures["modes"] = result.feather["modes"]
+    return figures
 
 
 class Suite:
@@ -150,21 +160,33 @@ class Suite:
 
     def run(self, at_a_time: int, console: Console, work: Callable[[Any, Any], Any] = replay) -> dict[str, Any]:
         """Run what no earlier run has; all results."""
+        scales = self.scales(at_a_time, console, work)
+        cells = [
+            self.cell(case, policy, scales[case.name])
+            for case in self.cases
+            if case.name in scales
+            for policy in self.policies
+        ]
+        self.run_cells(cells, "cells", at_a_time, console, work)
+        return self.results(cells)
+
+    def scales(self, at_a_time: int, console: Console, work: Callable[[Any, Any], Any] = replay) -> dict[str, float]:
+        """Times its rate at which each case runs; a case whose capacity could not be found is left out."""
         loaded = [case for case in self.cases if case.load is not None]
         capacity = {case.served: self.cell(case, "fcfs", ALL_AT_ONCE, capacity=True) for case in loaded}
         self.run_cells(list(capacity.values()), "what fcfs sustains", at_a_time, console, work)
-        cells = []
+        scales = {}
         for case in self.cases:
-            scale = 1.0
+            scales[case.name] = 1.0
             if case.load is not None:
                 figures = capacity[case.served].figures()
                 if figures is None:  # it has failed, and that was said
                     self.skipped.append(case.name)
+                    del scales[case.name]
                     continue
-                scale = case.load * self.traces[case.name].requests[-1].arrival_s / figures["makespan"]
-            cells += [self.cell(case, policy, scale) for policy in self.policies]
-        self.run_cells(cells, "cells", at_a_time, console, work)
-        return self.results(cells)
+                makespan = figures["makespan"]
+                scales[case.name] = case.load * self.traces[case.name].requests[-1].arrival_s / makespan
+        return scales
 
     def cell(self, case: Case, policy: str, scale: float, capacity: bool = False) -> Cell:
         """A case under a policy, at so many times its rate."""

@@ -14,7 +14,9 @@ def builder(policy=None, **options):
 
 
 def open_round(b, now, reward=None, *readings, pending_tokens=0):
-    b.open_round(Readings(now, reward, *readings), pending_tokens=pending_tokens)
+    readings = Readings(now, reward, *readings)
+    b.choose_mode(readings)
+    b.open_round(readings, pending_tokens=pending_tokens)
 
 
 def propose(b, size, headroom=1.0, has_room=True):

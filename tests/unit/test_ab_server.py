@@ -14,6 +14,7 @@ from typing import ClassVar
 import pytest
 from rich.console import Console
 
+from feather_sglang.adapter.options import VARIABLE, FeatherOptions, add_flags
 from feather_sglang.cli import main
 from feather_sglang.compare import ab as command
 from feather_sglang.compare import on_servers as ab
@@ -202,7 +203,7 @@ class TestCommandLine:
         assert fcfs.policy_options == {}
         # Null undoes the policy file of another policy; the chunk size is the user's on all servers.
         told = {"policy_file": None, "seed": 0, "max_wait": 9.0, "explore": True, "gather": True, "pace": None}
-        assert feather.policy_options == {**told, "max_overtaking": 2.0, "tbt": None}
+        assert feather.policy_options == {**told, "max_overtaking": 2.0, "tbt": None, "slo": None, "modes": None}
 
     @pytest.mark.parametrize("word", ["on", "off"])
     def test_whether_prefixes_gather_reaches_servers_new_and_running(self, word):
@@ -219,9 +220,20 @@ class TestCommandLine:
         )  # SGLang admits there
         assert "--feather-pace" not in fcfs.flags
         order, feather = ab.configurations(arguments(), policies)[1:]
-        assert "--feather-pace auto" in " ".join(feather.flags) and feather.policy_options["pace"] is None
+        assert "--feather-pace" not in feather.flags and feather.policy_options["pace"] is None
         assert "--feather-pace 0.0" in " ".join(order.flags) and order.policy_options["pace"] == 0
         assert ab.configurations(arguments("--feather-pace", "auto"), policies)[2] == feather
+
+    @pytest.mark.parametrize("more", [(), ("--feather-tbt", "40", "--feather-slo", "mooncake")])
+    def test_a_server_parses_the_flags_that_it_is_started_with(self, more, monkeypatch):
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--schedule-policy")
+        add_flags(parser)
+        for one in ab.configurations(arguments(*more), ["feather", "feather-order", "feather-qlearning"]):
+            monkeypatch.setenv(VARIABLE, "")
+            _, other = parser.parse_known_args(list(one.flags))
+            assert not [word for word in other if word.startswith("--feather")]
+            assert FeatherOptions.from_environment().updated(one.policy_options) == FeatherOptions.from_environment()
 
     def test_every_backend_with_every_policy(self):
         found = ab.configurations(arguments("--attention", "fa3,pat"), ["fcfs", "feather"])

@@ -96,6 +96,21 @@ def test_running_requests_stand_still_without_a_bound_unless_one_is_named():
     assert FeatherOptions(tbt=250.0).updated({"tbt": None}).tbt is None  # may change while a server runs
 
 
+def test_nothing_is_promised_unless_bounds_are_named():
+    assert FeatherOptions().slo is None
+    parse("--feather-slo", "mooncake")
+    assert FeatherOptions.from_environment() == FeatherOptions(slo="mooncake")
+    assert FeatherOptions(slo="mooncake").updated({"slo": None}).slo is None  # may change while a server runs
+
+
+def test_a_file_of_modes_is_read_while_parsing(tmp_path, capsys):
+    path = tmp_path / "modes.json"
+    path.write_text('{"format": "feather-policy", "version": 1, "policy": "bandit"}')
+    with pytest.raises(SystemExit):
+        parse("--feather-modes", str(path))
+    assert "is for policy 'bandit', not 'modes'" in capsys.readouterr().err
+
+
 def test_without_flags_the_variable_is_left_alone(monkeypatch):
     monkeypatch.setenv(VARIABLE, '{"seed": 3}')
     parse()
@@ -113,6 +128,9 @@ def test_without_flags_the_variable_is_left_alone(monkeypatch):
         ("--feather-pace", "-1", "expected seconds, 0 or more"),
         ("--feather-tbt", "0", "expected milliseconds, more than 0"),
         ("--feather-tbt", "inf", "expected milliseconds, more than 0"),
+        ("--feather-slo", "ttft=2", "give both bounds, ttft and tbt"),
+        ("--feather-slo", "fast", "expected ttft=SECONDS, tbt=MS"),
+        ("--feather-modes", "/no/such/file.json", "no such file"),
         ("--feather-pace", "nan", "expected seconds, 0 or more"),
         ("--feather-pace", "soon", "could not convert"),
         ("--feather-record-plan", "/no/such/folder", "no such directory"),

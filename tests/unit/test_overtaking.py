@@ -15,8 +15,13 @@ from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
 from feather_sglang.scheduling.admission.overtaking import Overtaking
 from feather_sglang.scheduling.admission.prefix_batching import PrefixBatching
 from feather_sglang.scheduling.admission.work import Work
+from feather_sglang.scheduling.modes.load import KEYS
+from feather_sglang.scheduling.modes.mode import Mode, Prefill, Ranking
+from feather_sglang.scheduling.modes.mode_policy import ModePolicy
+from feather_sglang.scheduling.modes.promise import Promise
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
+from feather_sglang.slo import parse
 from oracles.overtaken import ALLOWANCE, OLDEST, WINDOW, PlainLine, Witness
 from oracles.rounds import admit, defers, fits, open_round, propose, skip
 
@@ -341,8 +346,13 @@ class Engine:
         return admitted
 
 
+MODES = st.builds(Mode, st.sampled_from(Ranking), st.sampled_from(Prefill), st.sampled_from([0, 0, 1, 4]))
+# Whatever was learnt.
+LEARNT = st.builds(ModePolicy, st.dictionaries(st.sampled_from(KEYS), MODES), MODES)
 OPTIONS = st.fixed_dictionaries(
     {
+        "promise": st.sampled_from([None, "mooncake", "ttft=2,tbt=50"]).map(lambda text: text and Promise(parse(text))),
+        "mode_policy": LEARNT,
         "max_wait": st.sampled_from([1e9, 1e9, 1e9, 5.0, 0.0]),
         "max_wait_rounds": st.sampled_from([20_000, 20_000, 3]),
         "prefill_delay": st.sampled_from([None, 0.1]).map(lambda bound: bound and PrefillDelay(bound)),

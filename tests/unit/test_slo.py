@@ -13,7 +13,7 @@ from feather_sglang.errors import FeatherError
 from feather_sglang.replay.idle import IdleServer
 from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 from feather_sglang.replay.traces import Trace, TraceRequest
-from feather_sglang.report.slo import SHARE, SLO, Bound, Timing, judge, parse, sustained
+from feather_sglang.slo import SHARE, SLO, Bound, Timing, judge, parse, sustained
 
 SECONDS = st.floats(1e-3, 1e3)
 TIMINGS = st.lists(st.builds(Timing, SECONDS, SECONDS, SECONDS), min_size=1, max_size=30)

@@ -16,8 +16,8 @@ from feather_sglang.replay.jobs import Event
 from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 from feather_sglang.replay.traces import save_trace
 from feather_sglang.replay.workloads import no_sharing, shared_prefix
-from feather_sglang.report.slo import parse
 from feather_sglang.report.summary import RunSummary
+from feather_sglang.slo import parse
 from feather_sglang.suite import command, runner
 from feather_sglang.suite.cases import CASES, Case, chosen
 from feather_sglang.suite.report import answer, geometric_mean, page, rows_of, summary, tables

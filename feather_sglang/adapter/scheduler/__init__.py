@@ -1,4 +1,4 @@
 """A feather policy in charge of one SGLang scheduler.
 
-May import: sglang, torch, errors, adapter, scheduling.
+May import: sglang, torch, errors, slo, adapter, scheduling.
 """

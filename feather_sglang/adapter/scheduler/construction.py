@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from math import inf
 from typing import Any
 
 from feather_sglang.adapter.options import FeatherOptions
@@ -15,9 +16,12 @@ from feather_sglang.scheduling.admission.overtaking import Overtaking
 from feather_sglang.scheduling.admission.prefix_batching import PrefixBatching
 from feather_sglang.scheduling.admission.stand_still import StandStill
 from feather_sglang.scheduling.admission.work import Work
+from feather_sglang.scheduling.modes.mode_policy import SHIPPED, ModePolicy
+from feather_sglang.scheduling.modes.promise import Promise
 from feather_sglang.scheduling.policies import StopPolicy, load_policy, make_policy
 from feather_sglang.scheduling.policy_names import POLICY_NAMES, admits
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
+from feather_sglang.slo import parse
 
 
 def make_stop_policy(name: str, options: FeatherOptions) -> StopPolicy | None:
@@ -59,6 +63,7 @@ def make_admission(
     outlook_of : gives a request's lengths.
     """
     bound = prefill_delay_bound(scheduler.server_args, name, options)
+    promise = Promise(parse(options.slo)) if options.slo is not None else None
     batching = make_prefix_batching(scheduler, options) if policy is not None else None
     return Admission(
         ChunkedHashTree(options.chunk_size, seed=seed),
@@ -71,6 +76,8 @@ def make_admission(
         prefill_delay=PrefillDelay(bound) if bound else None,
         overtaking=Overtaking(options.max_overtaking),
         work=Work(scheduler.max_total_num_tokens),
+        promise=promise,
+        mode_policy=ModePolicy.load(options.modes or SHIPPED) if promise is not None else None,
     )
 
 
@@ -92,8 +99,13 @@ def make_forecast(scheduler: Any) -> KVForecast | None:
 
 
 def make_stand_still(options: FeatherOptions) -> StandStill | None:
-    """What bounds the time that running requests stand still; None where nobody asked for it."""
-    return StandStill(options.tbt / 1e3) if options.tbt is not None else None
+    """What bounds the time that running requests stand still; None where nobody asked for it.
+
+    Without ``--feather-tbt`` the bound follows from the promise, once a decode step was timed.
+    """
+    if options.tbt is None and options.slo is None:
+        return None
+    return StandStill(inf if options.tbt is None else options.tbt / 1e3)
 
 
 def prefill_delay_bound(server_args: Any, name: str, options: FeatherOptions) -> float:

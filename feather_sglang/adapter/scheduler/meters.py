@@ -90,6 +90,6 @@ class Meters:
             prefill.fixed_seconds,
             prefill.pair_seconds / bare if bare else None,
             step / bare if bare and step is not None else None,
-            *((bare, self.still.seconds, self.still.decode_seconds) if self.still is not None else ()),
+            *(self.still.readings(bare) if self.still is not None else ()),
         )
         return Readings(*self.agreement.readings(*mine))

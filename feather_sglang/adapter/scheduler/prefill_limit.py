@@ -1,4 +1,4 @@
-"""``--feather-tbt``: SGLang's chunk size in a round, and whether the running batch decodes first.
+"""``--feather-tbt``, ``--feather-slo``: SGLang's chunk size in a round, and whether the running batch decodes first.
 
 SGLang reads ``scheduler.chunked_prefill_size`` when it makes the round's ``PrefillAdder``, and the adder counts down
 what is left of it. The first is set for the round, the second lowered for a request with much context, whose tokens
@@ -12,6 +12,7 @@ from typing import Any
 from feather_sglang.adapter.scheduler.life_cycle import cached_tokens, total_tokens
 from feather_sglang.scheduling.admission.stand_still import FLOOR_TOKENS, PrefillPrices, StandStill, chunk_tokens
 from feather_sglang.scheduling.meters.readings import Readings
+from feather_sglang.scheduling.modes.mode import Prefill
 
 
 class PrefillLimit:
@@ -54,11 +55,14 @@ class PrefillLimit:
         self.scheduler.chunked_prefill_size = self._floor
         return bool(self.scheduler.waiting_queue) or self.scheduler.chunked_req is not None
 
-    def begin(self, running_batch: Any, readings: Readings) -> bool:
+    def begin(self, running_batch: Any, readings: Readings, prefill: Prefill = Prefill.BOUNDED) -> bool:
         """Set the round's chunk size; False lets the running batch decode first."""
+        stood = readings.stood_seconds or 0.0
+        if prefill is Prefill.AT_ONCE or (prefill is Prefill.SPACED and self.still.may_stall(stood)):
+            self.restore()
+            return True
         chunked = self.scheduler.chunked_req
         context = 0 if chunked is None else cached_tokens(chunked)
-        stood = readings.stood_seconds or 0.0
         room = self.still.room(stood, readings.decode_seconds)
         prices = prices_of(readings)
         tokens = chunk_tokens(room, stood, prices, context, self._floor)

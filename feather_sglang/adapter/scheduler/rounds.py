@@ -19,13 +19,22 @@ from feather_sglang.adapter.scheduler.prefill_limit import PrefillLimit
 from feather_sglang.scheduling.admission.admission import Admission
 from feather_sglang.scheduling.admission.verdict import Batch, Proposal, Verdict
 from feather_sglang.scheduling.meters.readings import Readings
+from feather_sglang.scheduling.modes.mode import Prefill
 
 # A deferred request leaves the loop to the next one; where memory is the reason SGLang ends it.
 _RESULTS = {Verdict.KV_BUDGET: AddReqResult.NO_TOKEN}
 
 
 class AdmissionRounds:
-    """Leads SGLang's admission loop."""
+    """Leads SGLang's admission loop.
+
+    Parameters
+    ----------
+    limit
+        Of prefill while requests decode; None: there is none.
+    bound_is_fixed
+        By ``--feather-tbt``; else it follows the promise of ``--feather-slo``.
+    """
 
     def __init__(
         self,
@@ -35,6 +44,7 @@ class AdmissionRounds:
         meters: Meters,
         guard: Guard,
         limit: PrefillLimit | None = None,
+        bound_is_fixed: bool = True,
     ) -> None:
         self.scheduler = scheduler
         self.admission = admission
@@ -42,6 +52,7 @@ class AdmissionRounds:
         self.meters = meters
         self.guard = guard
         self.limit = limit
+        self.bound_is_fixed = bound_is_fixed
         self._readings: Readings | None = None  # where this round needed them before it opened
         self._running_rows = self._computed_tokens = 0
 
@@ -61,8 +72,16 @@ class AdmissionRounds:
         with self.guard("prefill could not be bounded"):
             if not limit.wanted(running_batch):
                 return True
-            self._readings = self.meters.readings()
-            return limit.begin(running_batch, self._readings)
+            self._readings = readings = self.meters.readings()
+            admission = self.admission
+            if (choice := admission.mode_choice) is None:
+                return limit.begin(running_batch, readings)
+            admission.choose_mode(readings)
+            bound = limit.still.bound if self.bound_is_fixed else choice.promise.between_tokens()
+            if bound is None:
+                return limit.begin(running_batch, readings, Prefill.AT_ONCE)
+            limit.still.bound = bound
+            return limit.begin(running_batch, readings, admission.mode.prefill)
         limit.restore()
         return True
 
@@ -80,7 +99,11 @@ class AdmissionRounds:
         self.life_cycle.note_computed()
         chunked = self.scheduler.chunked_req
         pending = 0 if chunked is None else max(1, total_tokens(chunked) - cached_tokens(chunked))
-        self.admission.open_round(self._readings or self.meters.readings(), pending_tokens=pending)
+        readings = self._readings
+        if readings is None:
+            readings = self.meters.readings()
+            self.admission.choose_mode(readings)
+        self.admission.open_round(readings, pending_tokens=pending)
         if not self.admission.round.delayed:
             self.meters.decode.take()
 

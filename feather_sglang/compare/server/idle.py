@@ -12,7 +12,7 @@ from feather_sglang.compare.server.client import drive
 from feather_sglang.compare.server.process import Server, ServerFailed
 from feather_sglang.compare.server.stats import token_gaps
 from feather_sglang.replay.traces import Trace, TraceRequest
-from feather_sglang.report.slo import Timing
+from feather_sglang.slo import Timing
 
 LENGTHS = 6  # prompts that are measured, from the shortest to the longest of the trace
 OUTPUT_TOKENS = 64

@@ -12,8 +12,8 @@ from feather_sglang.compare.server.idle import IdleTimes
 from feather_sglang.compare.server.stats import overall, token_gaps
 from feather_sglang.compare.server.watch import Line
 from feather_sglang.report.servers import CLIENT_BOUND
-from feather_sglang.report.slo import SLO, Timing, judge
 from feather_sglang.report.summary import RunSummary
+from feather_sglang.slo import SLO, Timing, judge
 
 FEW_STEPS = 20  # lines about decode batches below which their means are coarse
 

@@ -26,6 +26,7 @@ from typing import Any
 from feather_sglang.scheduling.admission.fairness import MAX_WAIT, MAX_WAIT_ROUNDS, Fairness
 from feather_sglang.scheduling.admission.gate import PrefillDelay
 from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
+from feather_sglang.scheduling.admission.mode_choice import ModeChoice
 from feather_sglang.scheduling.admission.order import Order
 from feather_sglang.scheduling.admission.overtaking import Overtaking
 from feather_sglang.scheduling.admission.prefix_batching import PrefixBatching
@@ -36,7 +37,11 @@ from feather_sglang.scheduling.admission.stopping import Stopping
 from feather_sglang.scheduling.admission.verdict import Batch, Proposal, Verdict
 from feather_sglang.scheduling.admission.work import Work
 from feather_sglang.scheduling.meters.readings import Readings
+from feather_sglang.scheduling.modes.mode import DEFAULT
+from feather_sglang.scheduling.modes.mode_policy import ModePolicy
+from feather_sglang.scheduling.modes.promise import Promise
 from feather_sglang.scheduling.policies import StopPolicy
+from feather_sglang.scheduling.policies.rehearsal import Rule
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 
 
@@ -64,6 +69,8 @@ class Admission:
         Gives the size of a request.
     group_of
         Gives a request's prefix group, for the oracle policy alone.
+    promise, mode_policy
+        What the operator promises, and what chooses the modes of rounds for it. ``None``: they have the default one.
     """
 
     def __init__(
@@ -80,6 +87,8 @@ class Admission:
         overtaking: Overtaking | None = None,
         work: Work | None = None,
         group_of: Callable[[Hashable], Hashable] | None = None,
+        promise: Promise | None = None,
+        mode_policy: ModePolicy | None = None,
     ) -> None:
         fairness = Fairness(max_wait, max_wait_rounds)
         self.state = QueueState(tree, fairness, overtaking or Overtaking(), work or Work(None), prefix_batching)
@@ -88,6 +97,11 @@ class Admission:
         self.order = Order(self.state, self.stopping, group_of)
         self.kv_budget = KVBudget(self.state, forecast, outlook_of)
         self.rules = make_rules(self.state, self.kv_budget)
+        self.mode_choice: ModeChoice | None = None
+        if promise is not None and mode_policy is not None:
+            self.mode_choice = ModeChoice(self.state, promise, mode_policy)
+            self.order.ranks.in_time = self.mode_choice.in_time
+        self.mode = DEFAULT
         self.round = Round()
         self.hurried_admissions = 0
         self.delayed_rounds = 0
@@ -106,6 +120,12 @@ class Admission:
     @policy.setter
     def policy(self, policy: StopPolicy | None) -> None:
         self.stopping.policy = policy
+
+    def choose_mode(self, readings: Readings) -> None:
+        """Choose the mode of the next round, where there is a promise to keep."""
+        if self.mode_choice is not None:
+            self.mode = self.mode_choice.choose(readings)
+            self.stopping.rule = Rule(self.mode.stop_from) if self.mode.stop_from else None
 
     # Life cycle -----------------------------------------------------------------------------------------------
 
@@ -174,7 +194,7 @@ class Admission:
             state.prefix_batching.seconds_per_token = readings.prefill_seconds
         state.work.pair_tokens, state.work.step_tokens = readings.pair_tokens or 0.0, readings.step_tokens or 0.0
         self.stopping.explore(not state.deferrals.memory_is_short())
-        self.round = Round(pending_tokens=pending_tokens)
+        self.round = Round(mode=self.mode, pending_tokens=pending_tokens)
         state.open_round(readings.now, self.round)
         self.round.delayed = self._delays(readings.fixed_seconds)
         self.delayed_rounds += self.round.delayed
@@ -278,4 +298,5 @@ class Admission:
             "longest_wait_s": self.longest_wait,
             "waiting": len(self.tree.waiting),
             "active": len(self.tree.active),
+            "modes": dict(self.mode_choice.policy.visits) if self.mode_choice is not None else {},
         }

@@ -143,6 +143,15 @@ class QueueState:
         known = (tree.depth(request_id) - tree.missing_count(request_id)) * tree.chunk_size
         return max(1, self._tokens[request_id] - max(known, self.cached_prefixes.tokens(request_id)))
 
+    def prefill_now(self, request_id: Hashable) -> float:
+        """Prefill of a waiting request, as it looks now: a part of its work."""
+        return self.work.of_prompt(self.uncached(request_id), self._tokens[request_id])
+
+    def waited(self, request_id: Hashable, now: float) -> float:
+        """Seconds since a round first saw a request; 0 before."""
+        arrival = self.fairness.arrivals.get(request_id)
+        return max(0.0, now - arrival.time) if arrival is not None else 0.0
+
     def work_now(self, request_id: Hashable) -> float:
         """Work of a waiting request, as it looks now."""
         return self.work.of(self.uncached(request_id), self._tokens[request_id])

@@ -17,8 +17,9 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-FLOOR_TOKENS = 512  # of a step: below, its own costs outweigh what it computes
+FLOOR_TOKENS = 256  # of a step: below, its own costs outweigh what it computes
 FIRST_TOKENS = 1024  # of a step before any was timed
+SPACING = 128  # decode steps between two stops that are not bounded: one of a hundred gaps, and some
 _WINDOW = 8  # decode steps that the mean follows: a batch grows by an admission, not slowly
 _UNKNOWN_DECODE = 0.25  # of the bound, before a decode step was timed
 
@@ -61,12 +62,18 @@ class StandStill:
 
     Attributes
     ----------
-    decode_seconds : of a decode step, a moving mean; None: none was timed yet.
+    bound : may change from round to round.
+    decode_seconds, least_decode_seconds : of a decode step, a moving mean, and the least that this was; None: none was
+        timed yet.
     """
 
     def __init__(self, bound: float) -> None:
         self.bound = bound
         self.decode_seconds: float | None = None
+        self.least_decode_seconds: float | None = None
+        self._decodes = 0  # steps so far
+        self._stalls = False  # the stop that is under way is not bounded
+        self._stalled: int | None = None  # decode steps before the last stop that was not bounded
         self._fresh: float | None = None  # when all who run had a new token; None: since then nothing has ended
         self._latest: float | None = None  # when the latest result came
         self._launched: deque[float | None] = deque()  # no result yet; None: after it all have a new token
@@ -85,12 +92,14 @@ class StandStill:
     def result(self, now: float, is_decode: bool) -> None:
         """Note that a step's result came at ``now`` (seconds, any monotonic clock)."""
         fresh = is_decode
+        self._decodes += is_decode
         # The engine may run decode steps that nobody announced.
         if self._launched and (not is_decode or self._launched[0] is None):
             fresh |= self._launched.popleft() is None
         if is_decode and self._latest is not None and now > self._latest:
             seconds, mean = now - self._latest, self.decode_seconds
-            self.decode_seconds = seconds if mean is None else mean + (seconds - mean) / _WINDOW
+            self.decode_seconds = mean = seconds if mean is None else mean + (seconds - mean) / _WINDOW
+            self.least_decode_seconds = min(mean, self.least_decode_seconds or mean)
         self._latest = now
         if fresh:
             self._fresh = now
@@ -116,6 +125,23 @@ class StandStill:
         if self._fresh is None or self._latest is None:
             return seconds
         return seconds + max(0.0, self._latest - self._fresh)  # the clock may have been set back
+
+    def may_stall(self, stood: float) -> bool:
+        """Whether prefill may run without a bound: so few stops that 99% of a request's gaps are bounded all the same.
+
+        Parameters
+        ----------
+        stood : seconds, that running requests have stood still for prefill; a stop goes on as it began.
+        """
+        if not stood:
+            self._stalls = self._stalled is None or self._decodes - self._stalled >= SPACING
+        if self._stalls:
+            self._stalled = self._decodes
+        return self._stalls
+
+    def readings(self, token_seconds: float | None) -> tuple[float | None, ...]:
+        """The last fields of ``Readings``."""
+        return token_seconds, self.seconds, self.decode_seconds, self.least_decode_seconds
 
     def room(self, stood: float, decode_seconds: float | None) -> float:
         """Seconds that prefill may still take, after it took ``stood``, so that one decode step ends in time."""

@@ -41,9 +41,13 @@ class Work:
         self._held += (held - self._held) / _WINDOW
         self._held_steps += (held * output_tokens - self._held_steps) / _WINDOW
 
+    def of_prompt(self, new_tokens: int, length: int) -> float:
+        """Of that the prefill: the last `new_tokens` of a prompt of `length` tokens."""
+        return new_tokens + self.pair_tokens * new_tokens * (length - new_tokens / 2)
+
     def of(self, new_tokens: int, length: int) -> float:
         """Work of a prompt of `length` tokens whose last `new_tokens` are to be computed."""
-        prefill = new_tokens + self.pair_tokens * new_tokens * (length - new_tokens / 2)
+        prefill = self.of_prompt(new_tokens, length)
         if not self.pool_tokens or not self._held:
             return prefill
         output = self._held_steps / self._held

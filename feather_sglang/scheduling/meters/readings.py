@@ -22,8 +22,9 @@ class Readings(NamedTuple):
         What attention from a new token to an earlier one and what a decode step takes, in tokens of prefill.
     token_seconds
         What a token of prefill takes without any context before it.
-    stood_seconds, decode_seconds
-        How long running requests have stood still for prefill, and what a decode step takes just now (``StandStill``).
+    stood_seconds, decode_seconds, least_decode_seconds
+        How long running requests have stood still for prefill, what a decode step takes just now, and the least that it
+        took so far (``StandStill``).
     """
 
     now: float
@@ -35,3 +36,4 @@ class Readings(NamedTuple):
     token_seconds: float | None = None
     stood_seconds: float | None = None
     decode_seconds: float | None = None
+    least_decode_seconds: float | None = None

@@ -1,0 +1,61 @@
+"""What the operator promises, in seconds: bounds that are relative to an idle server follow what was measured."""
+
+from __future__ import annotations
+
+from feather_sglang.errors import FeatherError
+from feather_sglang.slo import SLO
+
+# Decode steps are foreseen from means, and a bound that is only just met is missed by the next longer one.
+SAFETY = 0.85
+
+
+class Promise:
+    """The bounds of one server.
+
+    Parameters
+    ----------
+    slo
+        With bounds on the first token and between tokens. A lone request's times are what the server's prefill costs
+        say of its prompt, and the shortest decode step so far.
+
+    Attributes
+    ----------
+    token_seconds, fixed_seconds
+        What a token of prefill and a step of it take; 0 until they are measured.
+    idle_decode_seconds
+        The shortest decode step so far; None: none was timed.
+    """
+
+    def __init__(self, slo: SLO) -> None:
+        if slo.ttft is None or slo.tbt is None:
+            raise FeatherError(f"--feather-slo {slo.text}: give both bounds, ttft and tbt")
+        self.slo = slo
+        self._ttft, self._tbt = slo.ttft, slo.tbt
+        self.token_seconds = self.fixed_seconds = 0.0
+        self.idle_decode_seconds: float | None = None
+
+    def first_token(self, work: float) -> float:
+        """Seconds in which a request of so much work (tokens of prefill) is to have its first token."""
+        if not self._ttft.relative:
+            return self._ttft.most
+        return self._ttft.most * (work * self.token_seconds + self.fixed_seconds)
+
+    def can_come_in_time(self, waited: float, work: float, whole_work: float) -> bool:
+        """Whether a request that has waited so many seconds may still have its first token in time.
+
+        Parameters
+        ----------
+        work, whole_work
+            Of what is to be computed of it now, and of its whole prompt, tokens of prefill.
+        """
+        if not self.token_seconds:
+            return True
+        seconds = waited + work * self.token_seconds + self.fixed_seconds
+        return seconds <= SAFETY * self.first_token(whole_work)
+
+    def between_tokens(self) -> float | None:
+        """Seconds between two tokens to aim at; None: not known yet."""
+        if not self._tbt.relative:
+            return SAFETY * self._tbt.most
+        idle = self.idle_decode_seconds
+        return None if idle is None else SAFETY * self._tbt.most * idle

@@ -1,0 +1,244 @@
+"""``feather learn``: search the modes that keep an SLO best, and judge them on traffic that they have not seen.
+
+A pass replays the training cases under one table of modes; what it is worth is the mean over the cases. First every
+mode by itself, then, state by state, whether another mode does better there. Each replay's figures are a file named by
+what it depends on, so a search that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from feather_sglang.errors import FeatherError
+from feather_sglang.file_writing import check_target, replace_text
+from feather_sglang.replay.arguments import add_slo, check_sglang
+from feather_sglang.replay.jobs import make_folder, replay
+from feather_sglang.replay.profiles import load_profile
+from feather_sglang.replay.step_time import StepTimeModel, load_model
+from feather_sglang.scheduling.modes.mode import DEFAULT, Mode, Prefill, Ranking
+from feather_sglang.scheduling.modes.mode_policy import ModePolicy
+from feather_sglang.scheduling.modes.promise import Promise
+from feather_sglang.slo import parse
+from feather_sglang.suite.cases import TRAINING, chosen
+from feather_sglang.suite.runner import VARIANTS, Cell, Suite, Terms
+
+# Every way to prefill with the rankings that gain most, and every other ranking with one of them.
+FIXED = (
+    *(Mode(*pair) for pair in product((Ranking.SHARED, Ranking.IN_TIME), Prefill)),
+    *(Mode(ranking, Prefill.SPACED) for ranking in (Ranking.RATIO, Ranking.SHORTEST, Ranking.OLDEST)),
+)
+STOPPING = tuple(Mode(Ranking.SHARED, Prefill.AT_ONCE, batch) for batch in (1, 32))
+RIVALS = 4  # modes tried in a state: the best by themselves
+VISITED = 0.02  # of a case's rounds, from which on a state is looked at
+GAIN = 0.002  # of the mean, from which on another mode is taken
+KEPT = 0.97  # of the tokens a second without any bound that may not be lost
+WEIGHT = 4.0  # what each share lost beyond that costs, in shares of goodput
+FLOOR = 0.05  # of the requests, added to those within the bounds: none and few are not worlds apart
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``feather learn``."""
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder with Mooncake's files, see the guide")
+    add_slo(parser, "mooncake")
+    parser.add_argument("--profile", default="h200", help="hardware profile (%(default)s)")
+    parser.add_argument("--model", default="qwen3-8b", help="model whose steps are timed (%(default)s)")
+    parser.add_argument("--attention", help="decode kernel of the profile (its first)")
+    parser.add_argument("--seed", type=int, default=1, help="of the generated workloads (%(default)s)")
+    parser.add_argument("--sweeps", type=int, default=2, metavar="N", help="most sweeps over the states (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="replays at a time (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("modes.json"), help="policy file to write (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, write the policy file, judge it on the suite's cases; 1 where it loses to the best fixed mode."""
+    if args.out.suffix != ".json":
+        raise FeatherError(f"--out {args.out}: must be a .json file, the policy file to write")
+    if min(args.jobs, args.sweeps) < 1:
+        raise FeatherError("--jobs and --sweeps: give at least 1")
+    if args.traces is not None and not args.traces.is_dir():
+        raise FeatherError(f"--traces {args.traces}: no such folder")
+    slo = parse(args.slo)
+    Promise(slo)  # both bounds are there
+    check_target(args.out, "policy file")
+    model = StepTimeModel(load_profile(args.profile), load_model(args.model), args.attention)
+    folder = make_folder(args.out.parent / f"{args.out.stem}-training")
+    terms = Terms(model, slo, check_sglang(), args.traces, args.seed)
+    console = Console(highlight=False)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    search = Search(Suite(TRAINING, [], terms, folder, say), args.jobs, console)
+    policy = search.run(args.sweeps)
+    policy.provenance = search.provenance()
+    policy.save(args.out)
+    say(f"wrote {args.out}; judging it on cases that it has not seen")
+    held_out = Suite(chosen(True, ()), [], Terms(model, slo, terms.sglang, args.traces, 0, True), folder, say)
+    results = Passes(held_out, args.jobs, console)
+    rivals = [ModePolicy({}, mode) for mode in dict.fromkeys([search.best_fixed[0], *search.best_fixed[:2], DEFAULT])]
+    judged = judgement(results, policy, rivals)
+    replace_text(folder / "held_out.json", json.dumps({**held_out.terms.facts(), **judged}, indent=1), "results")
+    console.print(table(judged))
+    return int(judged["worst"] < -0.02 or judged["gain"] < 0)
+
+
+class Passes:
+    """Replays of all cases of a suite under tables of modes; what was replayed before is read."""
+
+    def __init__(self, suite: Suite, at_a_time: int, console: Console) -> None:
+        self.suite, self.at_a_time, self.console = suite, at_a_time, console
+        self.scales = suite.scales(at_a_time, console)
+        self.cases = {case.name: case for case in suite.cases if case.name in self.scales}
+        self.files = suite.folder.parent / "tables"
+        self.files.mkdir(exist_ok=True)
+        self.passes = 0
+
+    def figures(self, policies: Mapping[str, ModePolicy], names: list[str] | None = None) -> list[dict[str, Any]]:
+        """Figures of each case (all, or those of these names) under each policy: keyed by policy, then by case."""
+        cells = [
+            (label, name, self.cell(policy, name)) for label, policy in policies.items() for name in names or self.cases
+        ]
+        self.passes += len(policies)
+        self.suite.run_cells([cell for _, _, cell in cells], "replays", self.at_a_time, self.console, replay)
+        found: list[dict[str, Any]] = []
+        for label in policies:
+            found.append({name: cell.figures() for own, name, cell in cells if own == label})
+        return [{name: one for name, one in row.items() if one is not None} for row in found]
+
+    def cell(self, policy: ModePolicy, name: str) -> Cell:
+        """A case under a table, which is kept in a file named by its content."""
+        content = policy.document() | {"provenance": {}}
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
+        path = (self.files / f"{digest}.json").absolute()
+        if not path.exists():
+            ModePolicy(policy.table, policy.default).save(path)
+        variant = f"modes {digest}"
+        VARIANTS[variant] = {"modes": str(path)}
+        cell = self.suite.cell(self.cases[name], variant, self.scales[name])
+        cell.provenance["options"] = {**cell.job.options, "modes": digest}
+        return cell
+
+
+class Search(Passes):
+    """The search for a table."""
+
+    def __init__(self, suite: Suite, at_a_time: int, console: Console) -> None:
+        super().__init__(suite, at_a_time, console)
+        self.best_fixed: list[Mode] = []
+        self.curve: list[tuple[str, float]] = []
+        self.base: dict[str, Any] = {}
+
+    def worth(self, figures: Mapping[str, Any]) -> dict[str, float]:
+        """Of each case: log of the share within the bounds, less what is lost of tokens a second."""
+        found = {}
+        for name, one in figures.items():
+            lost = max(0.0, KEPT - one["output_tok_s"] / self.base[name]["output_tok_s"])
+            found[name] = math.log(one["slo_share"] + FLOOR) - WEIGHT * lost
+        return found
+
+    def run(self, sweeps: int) -> ModePolicy:
+        """Return the best table found."""
+        modes = [DEFAULT, *(mode for mode in (*FIXED, *STOPPING) if mode != DEFAULT)]
+        every = self.figures({str(mode): ModePolicy({}, mode) for mode in modes})
+        self.base = every[0]
+        worth = {mode: mean(self.worth(one)) for mode, one in zip(modes, every, strict=True)}
+        self.best_fixed = sorted(worth, key=worth.__getitem__, reverse=True)
+        for mode in self.best_fixed:
+            self.tell(f"{mode}, always", worth[mode])
+        policy = ModePolicy({}, self.best_fixed[0])
+        figures = dict(zip(modes, every, strict=True))[self.best_fixed[0]]
+        for _ in range(sweeps):
+            better, figures = self.sweep(policy, figures)
+            if better.table == policy.table:
+                break
+            policy = better
+        return policy
+
+    def sweep(self, policy: ModePolicy, figures: dict[str, Any]) -> tuple[ModePolicy, dict[str, Any]]:
+        """Try other modes in each state that is visited, most visited first."""
+        shares = visited(figures)
+        for key in sorted(shares, key=lambda state: -sum(shares[state].values())):
+            names = [name for name, share in shares[key].items() if share >= VISITED]
+            now = policy.table.get(key, policy.default)
+            rivals = [mode for mode in self.best_fixed[:RIVALS] if mode != now]
+            if not names or not rivals:
+                continue
+            tables = {str(mode): ModePolicy({**policy.table, key: mode}, policy.default) for mode in rivals}
+            own = self.worth(figures)
+            found = self.figures(tables, names)
+            gains = {
+                label: sum(self.worth(one)[name] - own[name] for name in one) / len(own)
+                for label, one in zip(tables, found, strict=True)
+            }
+            label = max(gains, key=gains.__getitem__)
+            if gains[label] >= GAIN:
+                policy = tables[label]
+                figures = figures | dict(zip(tables, found, strict=True))[label]
+                self.tell(f"{key}: {label}", mean(self.worth(figures)))
+        return policy, figures
+
+    def tell(self, what: str, worth: float) -> None:
+        """Keep a point of the learning curve."""
+        self.curve.append((what, round(worth, 4)))
+        self.suite.say(f"{worth:8.4f}  {what}")
+
+    def provenance(self) -> dict[str, Any]:
+        """What the policy file says of its making."""
+        traces = {name: self.cell(ModePolicy({}, DEFAULT), name).provenance["trace"] for name in self.cases}
+        return {**self.suite.terms.facts(), "traces": traces, "curve": self.curve}
+
+
+def mean(values: Mapping[str, float]) -> float:
+    """The mean over cases."""
+    return sum(values.values()) / len(values)
+
+
+def visited(figures: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """By state and case, the share of the rounds in it."""
+    shares: dict[str, dict[str, float]] = {}
+    for name, one in figures.items():
+        rounds = sum(one["modes"].values())
+        for key, count in one["modes"].items():
+            shares.setdefault(key, {})[name] = count / rounds
+    return shares
+
+
+def judgement(passes: Passes, policy: ModePolicy, rivals: list[ModePolicy]) -> dict[str, Any]:
+    """The policy beside fixed modes, on cases that it has not seen."""
+    figures = passes.figures({"learnt": policy, **{str(rival.default): rival for rival in rivals}})
+    labels = ["learnt", *(str(rival.default) for rival in rivals)]
+    rows = {
+        name: {label: one[name] for label, one in zip(labels, figures, strict=True)}
+        for name in passes.cases
+        if all(name in one for one in figures)
+    }
+    best = labels[1]
+    gains = {
+        name: (row["learnt"]["slo_share"] + FLOOR) / (row[best]["slo_share"] + FLOOR) - 1 for name, row in rows.items()
+    }
+    gain = math.exp(mean({name: math.log1p(value) for name, value in gains.items()})) - 1
+    return {"best_fixed": best, "gain": gain, "worst": min(gains.values()), "cases": rows}
+
+
+def table(judged: Mapping[str, Any]) -> Table:
+    """The judgement, to read."""
+    labels = list(next(iter(judged["cases"].values())))
+    title = (
+        f"held out: {judged['gain']:+.1%} goodput to {judged['best_fixed']}, {judged['worst']:+.1%} in the worst case"
+    )
+    made = Table("case", *labels, title=title, title_justify="left")
+    for name, row in judged["cases"].items():
+        made.add_row(
+            name, *(f"{row[label]['slo_share']:.0%}, {row[label]['output_tok_s']:,.0f} tok/s" for label in labels)
+        )
+    return made
