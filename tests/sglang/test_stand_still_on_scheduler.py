@@ -1,5 +1,6 @@
 """``--feather-tbt`` inside the installed SGLang: decode steps between the chunks of a prompt, and the same tokens."""
 
+import json
 from collections import deque
 
 import pytest
@@ -9,6 +10,9 @@ from feather_sglang.adapter.hooks import installed_version, lacks_pages
 from feather_sglang.adapter.scheduler import guard, meters, prefill_limit
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.admission import stand_still
+from feather_sglang.scheduling.modes.mode import Mode, Prefill, Ranking
+from feather_sglang.scheduling.modes.mode_policy import ModePolicy
+from feather_sglang.scheduling.modes.promise import SAFETY
 
 DECODE, FIXED, TOKEN = 0.01, 0.004, 1e-4  # seconds of a decode step; of a prefill step, and of each token in it
 BOUND = 0.05
@@ -24,8 +28,9 @@ def server(tmp_path, monkeypatch):
     monkeypatch.setattr(stand_still, "FIRST_TOKENS", 64)
     made = []
 
-    def make(tbt=1e3 * BOUND, policy="feather-bandit", kind=Server, gather="on", **overrides):
-        monkeypatch.setenv("FEATHER_OPTIONS", f'{{"tbt": {tbt}, "pace": 0, "gather": "{gather}"}}')
+    def make(tbt=1e3 * BOUND, policy="feather-bandit", kind=Server, gather="on", told=None, **overrides):
+        options = {"tbt": None if tbt == "null" else tbt, "pace": 0, "gather": gather, **(told or {})}
+        monkeypatch.setenv("FEATHER_OPTIONS", json.dumps(options))
         one = kind(tmp_path, policy, **{"chunked_prefill_size": CHUNK, **overrides})
         made.append(one)
         run_on_clock(one)
@@ -117,6 +122,54 @@ def test_decode_steps_run_between_the_chunks_of_a_prompt(server, kind, page_size
     assert max(prefill) < max(tokens for kind, tokens in unbounded if kind == "prefill")
     # No more tokens are computed than without, but for what is cut to pages.
     assert sum(prefill) <= sum(tokens for kind, tokens in unbounded if kind == "prefill") + 64 * page_size
+
+
+def promising(folder, prefill, tbt=f"{1e3 * BOUND / SAFETY}"):
+    """Options of a server that promises that bound, and always prefills in that way."""
+    modes = folder / "modes.json"
+    ModePolicy({}, Mode(Ranking.SHARED, prefill)).save(modes)
+    return {"slo": f"ttft=100,tbt={tbt}", "modes": str(modes)}
+
+
+@pytest.mark.parametrize("kind", [Server, OverlapServer])
+def test_a_promise_bounds_as_the_flag_does(server, kind, tmp_path):
+    one = server("null", kind=kind, told=promising(tmp_path, Prefill.BOUNDED))
+    bounded = serve_long_prompts(one)
+    flagged = server(kind=kind)
+    assert serve_long_prompts(flagged) == bounded
+    assert max(one.gaps) <= BOUND * (1.35 if kind is OverlapServer else 1.15)
+    assert one.outputs() == flagged.outputs() and sum(one.feather.stats()["modes"].values()) > 5
+
+
+@pytest.mark.parametrize("kind", [Server, OverlapServer])
+def test_stops_without_a_bound_are_rare_enough_for_the_99th_percentile(server, kind, tmp_path):
+    one = server("null", kind=kind, told=promising(tmp_path, Prefill.SPACED))
+    submit_some(one, outputs=700)
+    one.gaps.clear()
+    for i in range(40):
+        assert one.submit(f"long{i}", [9 + i] * 900 + tail(i), max_new_tokens=2)
+        for _ in range(15):
+            one.step()
+    one.drain()
+    one.assert_nothing_left()
+    longer = [gap for gap in one.gaps if gap > BOUND * (1.35 if kind is OverlapServer else 1.15)]
+    assert 0 < len(longer) <= 0.01 * len(one.gaps)
+
+
+@pytest.mark.parametrize("kind", [Server, OverlapServer])
+def test_a_bound_that_is_relative_to_an_idle_server_comes_from_its_shortest_step(server, kind, tmp_path):
+    one = server("null", kind=kind, told=promising(tmp_path, Prefill.BOUNDED, "5x"))
+    serve_long_prompts(one)
+    still = one.feather.meters.still
+    assert still.least_decode_seconds == pytest.approx(DECODE, rel=0.1)
+    assert still.bound == pytest.approx(SAFETY * 5 * still.least_decode_seconds)
+
+
+def test_at_once_is_as_without_a_promise(server, tmp_path):
+    one = server("null", told=promising(tmp_path, Prefill.AT_ONCE))
+    chunks = [tokens for kind, tokens in serve_long_prompts(one) if kind == "prefill"]
+    plain = server("null")
+    assert chunks == [tokens for kind, tokens in serve_long_prompts(plain) if kind == "prefill"]
 
 
 def test_a_prompt_alone_is_computed_in_full_chunks(server):
@@ -254,8 +307,8 @@ def test_the_readings_are_the_first_ranks(server, monkeypatch):
     stood, told = 0.0, []
 
     def readings(now, *measured):
-        told.append(measured[-3:])
-        return now, *measured[:-3], TOKEN, stood, DECODE
+        told.append(measured[-4:])
+        return now, *measured[:-4], TOKEN, stood, DECODE, DECODE
 
     monkeypatch.setattr(one.feather.meters.agreement, "readings", readings)
     one.feather.meters.still.restart()

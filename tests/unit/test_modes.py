@@ -140,9 +140,9 @@ def ranked(ranking, waits, slo="ttft=10,tbt=50", token_seconds=0.01):
     return order, policy.loads[-1]
 
 
-WAITS = st.lists(st.tuples(st.integers(0, 60).map(lambda n: n / 2), st.integers(1, 40).map(lambda n: 10 * n)), min_size=1, max_size=8).map(
-    lambda waits: sorted(waits, reverse=True)
-)
+WAITS = st.lists(
+    st.tuples(st.integers(0, 60).map(lambda n: n / 2), st.integers(1, 40).map(lambda n: 10 * n)), min_size=1, max_size=8
+).map(lambda waits: sorted(waits, reverse=True))
 
 
 @given(WAITS)
