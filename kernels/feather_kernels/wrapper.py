@@ -64,6 +64,9 @@ class PackedDecodeWrapper:
         Scores become ``cap * tanh(score / cap)``; 0 for none.
     sm_scale : float, optional
         Scale of the scores, ``head_dim ** -0.5`` by default.
+    sinks : bool
+        Whether `run` will be given attention sinks. Its kernels, and those with or without a soft cap, are loaded here;
+        others at their first `run`, or by `load`.
     window_left : int
         Sliding window; only -1 (none) is supported.
     path : {"auto", "portable", "hopper"}
@@ -98,6 +101,7 @@ class PackedDecodeWrapper:
         prefetch: bool = False,
         logit_soft_cap: float = 0.0,
         sm_scale: float | None = None,
+        sinks: bool = False,
         window_left: int = -1,
         path: str = "auto",
         debug: bool = False,
@@ -147,7 +151,8 @@ class PackedDecodeWrapper:
             if n not in n_choices(self.path, m, head_dim):
                 raise ValueError(f"tiles are {self._tiles}: for m = {m} n may be {n_choices(self.path, m, head_dim)}")
         self._build = str(dtype).removeprefix("torch."), head_dim, 10 * major + minor, others
-        self._module = self.load(logit_soft_cap > 0, False)
+        self._modules: dict[tuple[bool, bool], Any] = {}
+        self.load(logit_soft_cap > 0, sinks)
         may_fuse = launch == "persistent" and self._tiles[0][0] <= 16
         if merge == "fused" and not may_fuse:
             raise ValueError("merge is 'fused': that needs launch='persistent' and a tile of at most 16 rows")
@@ -178,7 +183,9 @@ class PackedDecodeWrapper:
         self._streams = [torch.cuda.Stream(self.device) for _ in self._tiles] if launch == "streams" else []
 
     def load(self, soft_cap: bool, sinks: bool) -> Any:
-        """The kernels with or without a soft cap and attention sinks, compiled if need be.
+        """The kernels with or without a soft cap and attention sinks, compiled if need be, which takes a minute.
+
+        What `run` will need while a CUDA graph is captured has to be loaded before.
 
         Raises
         ------
@@ -186,7 +193,8 @@ class PackedDecodeWrapper:
             Nothing to build them with.
         """
         dtype, head_dim, capability, tiles = self._build
-        return load_kernel(dtype, head_dim, capability, soft_cap, tiles, sinks)
+        module = self._modules[soft_cap, sinks] = load_kernel(dtype, head_dim, capability, soft_cap, tiles, sinks)
+        return module
 
     def plan(self, forest: Forest, table: torch.Tensor, seq_lens: torch.Tensor | None = None) -> PackPlan:
         """Pack a batch; the plan is copied to the device in the current stream.
@@ -328,7 +336,7 @@ class PackedDecodeWrapper:
         k_cache, v_cache = self._checked(q, k_cache, v_cache, out)
         with torch.cuda.device(self.device):
             arguments = self._arguments(q, k_cache, v_cache, out, None, self.sm_scale, self.logit_soft_cap, None)
-            self._module.forward(*arguments, 1 << queue)
+            self._module_for(self.sm_scale, self.logit_soft_cap, None).forward(*arguments, 1 << queue)
 
     def _module_for(self, scale: float, cap: float, sinks: torch.Tensor | None) -> Any:
         """The kernels for these scores."""
@@ -342,9 +350,12 @@ class PackedDecodeWrapper:
                 f"sinks is {sinks.dtype} {list(sinks.shape)} on {sinks.device}: give {self.dtype} or float32 "
                 f"[{self.num_qo_heads}] on {self.device}"
             )
-        if sinks is None and (cap > 0) == (self.logit_soft_cap > 0):
-            return self._module
-        return self.load(cap > 0, sinks is not None)
+        scores = cap > 0, sinks is not None
+        if (module := self._modules.get(scores)) is not None:
+            return module
+        if torch.cuda.is_current_stream_capturing():
+            raise PlanError(f"run() is captured and its kernels are not loaded: call load{scores} before")
+        return self.load(*scores)
 
     def _arguments(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,

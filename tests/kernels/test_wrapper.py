@@ -85,8 +85,12 @@ def test_layers_of_one_plan_may_have_other_scores_and_sinks(wrapper, monkeypatch
     def kernels(name):
         return SimpleNamespace(forward=lambda *given: ran.append((name, *given[12:15])), merge=lambda *_: None)
 
-    wrapper._module = kernels("plain")
-    monkeypatch.setattr(wrapper_module, "load_kernel", lambda *asked: kernels((asked[3], asked[5])))
+    loaded = []
+    wrapper._modules = {}
+    monkeypatch.setattr(
+        wrapper_module, "load_kernel", lambda *asked: loaded.append((asked[3], asked[5])) or kernels(loaded[-1])
+    )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     for name in ("_part_out", "_part_stats", "_counters"):
         setattr(wrapper, name, None)
@@ -103,9 +107,10 @@ def test_layers_of_one_plan_may_have_other_scores_and_sinks(wrapper, monkeypatch
     wrapper.run(*tensors, logit_soft_cap=30.0, sinks=sinks.half())
     given = [(name, scale, cap, sinks is not None) for name, scale, cap, sinks in ran]
     assert given == [
-        ("plain", 0.125, 0.0, False), ("plain", 0.5, 0.0, False), ((True, False), 0.125, 30.0, False),
+        ((False, False), 0.125, 0.0, False), ((False, False), 0.5, 0.0, False), ((True, False), 0.125, 30.0, False),
         ((False, True), 0.125, 0.0, True), ((True, True), 0.125, 30.0, True),
     ]  # fmt: skip
+    assert loaded == [(False, False), (True, False), (False, True), (True, True)]  # each once
     for wrong in ({"sinks": sinks[:4]}, {"sinks": sinks.bfloat16()}, {"sinks": torch.zeros(16)[::2]}):
         with pytest.raises(PlanError, match=r"^sinks is .* give torch.float16 or float32 \[8\] on cpu$"):
             wrapper.run(*tensors, **wrong)
@@ -113,6 +118,12 @@ def test_layers_of_one_plan_may_have_other_scores_and_sinks(wrapper, monkeypatch
         with pytest.raises(PlanError, match="give a positive scale and no negative cap"):
             wrapper.run(*tensors, **wrong)
     assert len(ran) == 5
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    wrapper.run(*tensors, sinks=sinks)  # its kernels are there
+    del wrapper._modules[False, True]
+    with pytest.raises(PlanError, match=r"captured and its kernels are not loaded: call load\(False, True\) before$"):
+        wrapper.run(*tensors, sinks=sinks)
+    assert len(loaded) == 4
 
 
 # Which library a wrapper asks for --------------------------------------------------------------------------------
@@ -153,6 +164,11 @@ def test_by_default_and_for_the_default_tiles_it_is_the_same_library(asks):
     assert asks(path="portable") == asks(name="NVIDIA H100 80GB HBM3") == usual
     assert asks(head_dim=96) == ("float16", 96, 90, False, (), False)  # which says that there is none
     assert asks(name="NVIDIA A100", capability=(8, 0), logit_soft_cap=3.0) == ("float16", 128, 80, True, (), False)
+
+
+def test_who_will_run_with_sinks_asks_for_their_kernels_alone(asks):
+    assert asks(sinks=True)[3::2] == (False, True)
+    assert asks(sinks=True, logit_soft_cap=3.0)[3::2] == (True, True)
 
 
 def test_another_n_is_another_library(asks):

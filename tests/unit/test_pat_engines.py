@@ -9,6 +9,8 @@ pytest.importorskip("torch")
 
 import torch
 
+import feather_kernels
+from feather_kernels.errors import PlanError
 from feather_kernels.reference import direct_decode
 from feather_kernels.trees import forest_table, tree_forest
 from feather_sglang.adapter.attention.engines import Engines
@@ -19,13 +21,15 @@ LAYERS = (
     SMALL,
     replace(SMALL, layer_id=2, sm_scale=0.5, logit_soft_cap=3.0),
     replace(SMALL, layer_id=5, q_heads=6, kv_heads=1, head_dim=8, v_head_dim=8),
+    replace(SMALL, layer_id=6, sinks=True),
+    replace(SMALL, layer_id=7, logit_soft_cap=3.0, sinks=True),
 )
 
 
 def test_layers_share_the_plan_of_their_shape_and_have_scores_of_their_own():
     forest = tree_forest((1, 5), (40, 9))
     table, slots = forest_table(forest)
-    engines = Engines(LAYERS, torch.float32, "cpu", 8, sinks=True, reference=True)
+    engines = Engines(LAYERS, torch.float32, "cpu", 8, reference=True)
     lens = torch.from_numpy(np.array(forest.seq_len))
     assert not engines.valid_for(forest.seq_len) and 1 not in engines
     engines.plan(forest, torch.from_numpy(table), lens)
@@ -34,9 +38,45 @@ def test_layers_share_the_plan_of_their_shape_and_have_scores_of_their_own():
     for layer in LAYERS:
         heads, kv_heads, dim = engines.shape(layer.layer_id)
         q, k, v = (rng.standard_normal(s) for s in ((5, heads, dim), (slots, kv_heads, dim), (slots, kv_heads, dim)))
-        for sinks in (None, rng.standard_normal(heads)):
-            out = torch.empty(q.shape, dtype=torch.float64)
-            given = None if sinks is None else torch.from_numpy(sinks)
-            engines.run(layer.layer_id, *map(torch.from_numpy, (q, k, v)), out, given)
-            scores = layer.sm_scale, layer.logit_soft_cap, sinks
-            np.testing.assert_allclose(out.numpy(), direct_decode(forest, q, k, v, table, 1, *scores)[0], atol=1e-12)
+        sinks = rng.standard_normal(heads) if layer.sinks else None
+        out = torch.empty(q.shape, dtype=torch.float64)
+        given = None if sinks is None else torch.from_numpy(sinks)
+        engines.run(layer.layer_id, *map(torch.from_numpy, (q, k, v)), out, given)
+        scores = layer.sm_scale, layer.logit_soft_cap, sinks
+        np.testing.assert_allclose(out.numpy(), direct_decode(forest, q, k, v, table, 1, *scores)[0], atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layers", "loaded"),
+    [
+        ([replace(SMALL, sinks=True)], [(False, True)]),  # and none without sinks, which nobody would run
+        ([SMALL, replace(SMALL, layer_id=1, sm_scale=9.0)], [(False, False)]),
+        ([replace(SMALL, logit_soft_cap=5.0), replace(SMALL, layer_id=1, sinks=True)], [(False, True), (True, False)]),
+    ],
+)
+def test_the_kernels_that_layers_need_are_loaded_and_no_others(monkeypatch, layers, loaded):
+    """Before anything is captured; with a soft cap or without, with sinks or without."""
+    asked = set()
+
+    class Wrapper:
+        def __init__(self, *shape, logit_soft_cap, sinks, **_):
+            self.load(logit_soft_cap > 0, sinks)
+
+        def load(self, soft_cap, sinks):
+            asked.add((soft_cap, sinks))
+
+    monkeypatch.setattr(feather_kernels, "PackedDecodeWrapper", Wrapper)
+    Engines([replace(layer, head_dim=64, reference=False) for layer in layers], torch.bfloat16, "cuda", 8, False)
+    assert sorted(asked) == loaded
+
+
+def test_a_layer_that_comes_with_other_scores_than_it_said_is_no_surprise_to_a_capture():
+    """The reference refuses what the kernel would have to load."""
+    forest = tree_forest((1, 5), (40, 9))
+    table, slots = forest_table(forest)
+    engines = Engines(LAYERS[2:3], torch.float32, "cpu", 8, reference=True)
+    engines.plan(forest, torch.from_numpy(table), torch.from_numpy(np.array(forest.seq_len)))
+    q, kv = torch.zeros(5, 6, 8), torch.zeros(slots, 1, 8)
+    engines.run(5, q, kv, kv, torch.empty_like(q), None)
+    with pytest.raises(PlanError, match=r"sinks True$"):
+        engines.run(5, q, kv, kv, torch.empty_like(q), torch.zeros(6))

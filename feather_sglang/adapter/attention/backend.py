@@ -68,7 +68,7 @@ class PatBackend(AttentionBackend):
         self._reference = uses_reference(model_runner)
         refuse_pat_flags(model_runner.server_args)
         facts = facts_of(model_runner, self._reference)
-        self._layers, self._sinks = packed_layers(facts), facts.sinks
+        self._layers = packed_layers(facts)
         self._dtype, self._device = model_runner.dtype, model_runner.device
         self._pool = self.token_to_kv_pool = model_runner.token_to_kv_pool
         rows = self.req_to_token_pool = model_runner.req_to_token_pool
@@ -92,9 +92,7 @@ class PatBackend(AttentionBackend):
     def _allocate(self, max_requests: int) -> None:
         """Build the engines and the lengths that they read; both keep their addresses from here on."""
         self._max_requests = max_requests
-        self._engines = Engines(
-            self._layers, self._dtype, self._device, max_requests, self._sinks, self._reference
-        )  # fmt: skip
+        self._engines = Engines(self._layers, self._dtype, self._device, max_requests, self._reference)
         self._lens = torch.full((max_requests,), FILL, dtype=torch.int32, device=self._device)
 
     @property

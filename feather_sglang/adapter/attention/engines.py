@@ -34,8 +34,6 @@ class Engines:
         Of queries and caches.
     max_requests : int
         Rows of the largest batch.
-    sinks : bool
-        Whether layers will come with attention sinks.
     reference : bool
         The NumPy reference instead of the kernel.
 
@@ -46,15 +44,15 @@ class Engines:
     """
 
     def __init__(
-        self, layers: Sequence[LayerFacts], dtype: Any, device: Any, max_requests: int, sinks: bool, reference: bool
+        self, layers: Sequence[LayerFacts], dtype: Any, device: Any, max_requests: int, reference: bool
     ) -> None:
         engines: dict[tuple[int, int, int], Any] = {}
         try:
             for layer in layers:
                 if layer.shape not in engines:
-                    engines[layer.shape] = _engine(layer.shape, dtype, device, max_requests, reference)
-                if not reference:  # compiled now, and not while a graph is captured
-                    engines[layer.shape].load(layer.logit_soft_cap > 0, sinks)
+                    engines[layer.shape] = _engine(layer, dtype, device, max_requests, reference)
+                # Compiled now, and not while a graph is captured.
+                engines[layer.shape].load(layer.logit_soft_cap > 0, layer.sinks)
         except (BuildError, ValueError) as error:
             raise FeatherError(f"the pat backend cannot start: {error}") from None
         self._engines = list(engines.values())
@@ -90,11 +88,14 @@ class Engines:
         engine.run(q, k, v, out=out, sm_scale=scale, logit_soft_cap=cap, sinks=sinks)
 
 
-def _engine(shape: tuple[int, int, int], dtype: Any, device: Any, max_requests: int, reference: bool) -> Any:
+def _engine(layer: LayerFacts, dtype: Any, device: Any, max_requests: int, reference: bool) -> Any:
     if reference:
         from feather_sglang.adapter.attention.reference import ReferenceEngine
 
-        return ReferenceEngine(*shape, max_requests=max_requests)
+        return ReferenceEngine(*layer.shape, max_requests=max_requests)
     from feather_kernels import PackedDecodeWrapper
 
-    return PackedDecodeWrapper(*shape, page_size=1, dtype=dtype, device=device, max_requests=max_requests)
+    return PackedDecodeWrapper(
+        *layer.shape, page_size=1, dtype=dtype, device=device, max_requests=max_requests,
+        logit_soft_cap=layer.logit_soft_cap, sinks=layer.sinks,
+    )  # fmt: skip

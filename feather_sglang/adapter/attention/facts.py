@@ -36,8 +36,8 @@ def facts_of(runner: Any, reference: bool) -> ModelFacts:
     }  # of a pool with slots of its own for windows
     chunks = model.attention_chunk_size is not None
     layers = dict.fromkeys(  # several may read the KV of one
-        _layer_facts(layer, chunks, layer.layer_id in in_window_pool, reference)
-        for layer in runner.model.modules()
+        _layer_facts(layer, chunks, layer.layer_id in in_window_pool, _has_sinks(runner.model, name), reference)
+        for name, layer in runner.model.named_modules()
         if isinstance(layer, RadixAttention)
     )
     return ModelFacts(
@@ -49,13 +49,18 @@ def facts_of(runner: Any, reference: bool) -> ModelFacts:
         layout=getattr(full_pool, "kv_cache_layout", "nhd"),
         latent=model.attention_arch == AttentionArch.MLA,
         encoder_decoder=model.is_encoder_decoder,
-        sinks=model.has_attention_sinks,
         attn_dp_size=parallel.attn_dp_size,
         attn_cp_size=max(parallel.attn_cp_size, parallel.attn_dcp_size),
     )
 
 
-def _layer_facts(layer: RadixAttention, chunks: bool, in_window_pool: bool, reference: bool) -> LayerFacts:
+def _has_sinks(model: torch.nn.Module, name: str) -> bool:
+    """Whether an attention layer's owner has sinks to hand on: they are its parameters, ``sinks`` or ``*sink_bias``."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    return any("sink" in parameter for parameter, _ in owner.named_parameters(recurse=False))
+
+
+def _layer_facts(layer: RadixAttention, chunks: bool, in_window_pool: bool, sinks: bool, reference: bool) -> LayerFacts:
     return LayerFacts(
         layer_id=layer.layer_id,
         q_heads=layer.tp_q_head_num,
@@ -72,5 +77,6 @@ def _layer_facts(layer: RadixAttention, chunks: bool, in_window_pool: bool, refe
         positions=layer.pos_encoding_mode,
         temperature=layer.xai_temperature_len,
         in_window_pool=in_window_pool,
+        sinks=sinks,
         reference=reference,
     )

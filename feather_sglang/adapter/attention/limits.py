@@ -35,6 +35,7 @@ class LayerFacts:
     positions: str = "NONE"  # encoded in attention
     temperature: int = -1
     in_window_pool: bool = False  # its KV has slots of its own
+    sinks: bool = False  # comes with attention sinks
     reference: bool = False  # run by the NumPy reference, which takes any head_dim
 
     @property
@@ -55,7 +56,6 @@ class ModelFacts:
     layout: str = "nhd"
     latent: bool = False
     encoder_decoder: bool = False
-    sinks: bool = False
     attn_dp_size: int = 1
     attn_cp_size: int = 1
 

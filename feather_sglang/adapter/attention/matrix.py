@@ -28,6 +28,7 @@ PAT_TEST = "tests/sglang/test_pat_backend.py::test_"
 _FULL = LayerFacts(0, 32, 8, 128, 128, 0.088)
 _WINDOW = replace(_FULL, window=127)
 _POOL_WINDOW = replace(_WINDOW, in_window_pool=True)
+_SINKS = replace(_POOL_WINDOW, sinks=True), replace(_FULL, sinks=True)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ KINDS = (
     ModelKind("experts", "Qwen3-MoE, Mixtral", (_FULL,) * 3, gpu_shapes=("qwen3-30b-a3b",)),
     ModelKind("windows", "Gemma 2 and 3", (_WINDOW, _FULL) * 2, gpu_shapes=("gemma-3-4b",)),
     ModelKind("windows of their own", "hybrid SWA pools", (_POOL_WINDOW, _FULL, _POOL_WINDOW), {"pool": "SWAKVPool"}),
-    ModelKind("sinks", "gpt-oss", (_POOL_WINDOW, _FULL) * 2, {"pool": "SWAKVPool", "sinks": True}, ("gpt-oss-20b",)),
+    ModelKind("sinks", "gpt-oss", _SINKS * 2, {"pool": "SWAKVPool"}, ("gpt-oss-20b",)),
     ModelKind("chunks", "Llama 4", (replace(_FULL, chunked=True), _FULL, replace(_FULL, chunked=True))),
     ModelKind(
         "scores",

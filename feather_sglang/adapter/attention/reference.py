@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from feather_kernels import PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.plan import PackPlan, Planner
 from feather_kernels.reference import reference_decode
@@ -21,6 +22,11 @@ class ReferenceEngine:
 
     def __init__(self, num_qo_heads: int, num_kv_heads: int, head_dim: int, *, max_requests: int) -> None:
         self.planner = Planner(num_qo_heads, num_kv_heads, head_dim, max_requests=max_requests, n_sm=4)
+        self._loaded: set[tuple[bool, bool]] = set()
+
+    def load(self, soft_cap: bool, sinks: bool) -> None:
+        """Note that `run` will have such scores, as the wrapper would load its kernels."""
+        self._loaded.add((soft_cap, sinks))
 
     def plan(self, forest: Forest, table: torch.Tensor, seq_lens: torch.Tensor) -> PackPlan:
         """Pack a batch; ``table`` and ``seq_lens`` are read by every `run`."""
@@ -38,7 +44,9 @@ class ReferenceEngine:
         logit_soft_cap: float,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend with the last plan."""
+        """Attend with the last plan; raises ``PlanError`` for scores that were not loaded, as a capture would."""
+        if (logit_soft_cap > 0, sinks is not None) not in self._loaded:
+            raise PlanError(f"no kernels are loaded for soft cap {logit_soft_cap}, sinks {sinks is not None}")
         values, _ = reference_decode(
             self._plan, to_numpy(q), to_numpy(k_cache), to_numpy(v_cache), self._table.view(-1).numpy(), 1, sm_scale,
             logit_soft_cap, self._lens.numpy(), None if sinks is None else to_numpy(sinks.detach()),
