@@ -54,7 +54,10 @@ PAT_FLAGS = (
     Limit("--enable-pdmux", lambda args: args.enable_pdmux),
     Limit("--enable-hisparse", lambda args: args.enable_hisparse),
     Limit("--enable-deterministic-inference", lambda args: args.enable_deterministic_inference),
+    # Slots are ids that SGLang translates anew whenever it has moved what they stand for.
     Limit("--enable-unified-memory", lambda args: getattr(args, "enable_unified_memory", False)),
+    # Pages are no rows of slots there. SGLang 0.5.23 has it with unified memory only.
+    Limit("--enable-page-major-kv-layout", lambda args: getattr(args, "enable_page_major_kv_layout", False)),
 )
 
 

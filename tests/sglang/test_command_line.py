@@ -135,6 +135,11 @@ def arguments(**changed):
         ({"schedule_policy": "feather", "speculative_algorithm": "EAGLE"}, "does not support --speculative-algorithm"),
         ({"decode_attention_backend": "pat", "device": "cpu"}, "needs an NVIDIA GPU, this server runs on the CPU"),
         ({"decode_attention_backend": "pat", "enable_pdmux": True}, "does not support --enable-pdmux"),
+        ({"attention_backend": "pat", "enable_page_major_kv_layout": True}, "support --enable-page-major-kv-layout;"),
+        (
+            {"decode_attention_backend": "pat", "enable_unified_memory": True, "enable_page_major_kv_layout": True},
+            "does not support --enable-unified-memory;",  # which has set the other
+        ),
     ],
 )
 def test_what_flags_alone_tell_is_refused_before_sglang_checks_them(monkeypatch, changed, says):

@@ -86,6 +86,7 @@ _SERVER = {
     "pp_size": 1, "disaggregation_mode": "null", "speculative_algorithm": None, "dllm_algorithm": None,
     "enable_dp_attention": False, "enable_two_batch_overlap": False, "enable_pdmux": False, "enable_hisparse": False,
     "enable_deterministic_inference": False, "enable_unified_memory": False,
+    "enable_page_major_kv_layout": False,
 }  # fmt: skip
 _TOKENS = f"{PAT_TEST}the_tokens_of_torch_native_from_fewer_reads"
 MODES = (
