@@ -2,6 +2,9 @@
 
 There are as many experts as a token goes to: which ones it goes to would follow from the last bits of random weights,
 and two right backends would part.
+
+No shape has layers whose scales or soft caps differ: SGLang makes no such model from a configuration. The check of the
+kernel (``check_decode_kernel.py``) has plans that several scores share.
 """
 
 from __future__ import annotations
@@ -106,6 +109,37 @@ SHAPES = {
         },
         stock=("triton",),
         spread=("torch_native",),
+    ),
+    "gemma-2-2b": Shape(
+        "windows",
+        {
+            "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 2304,
+            "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+            "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": 1024, "layer_types": _every(2, 26, "sliding_attention", "full_attention"),
+            "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+            "rope_theta": 10000.0, "tie_word_embeddings": True,
+        },
+        "windows of 1,024, not 4,096",
+        ("triton",),
+    ),
+    "llama-4-scout": Shape(
+        "chunks",
+        {
+            "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "vision_config": {},
+            "text_config": {
+                "model_type": "llama4_text", "hidden_size": 5120, "intermediate_size": 8192,
+                "intermediate_size_mlp": 16384, "num_hidden_layers": 24, "num_attention_heads": 40,
+                "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu", "use_qk_norm": True,
+                "attn_temperature_tuning": True, "attention_chunk_size": 1024, "interleave_moe_layer_step": 1,
+                "num_local_experts": 1, "num_experts_per_tok": 1, "rope_theta": 500000.0,
+                "vocab_size": VOCABULARY, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+                "torch_dtype": "bfloat16", **SPECIAL,
+            },
+        },
+        "24 of 48 layers, 1 of 16 experts, chunks of 1,024, not 8,192",
+        ("fa3",),  # the others do not cut into chunks
+        flags="--swa-full-tokens-ratio 1.0",
     ),
     "qwen3-next-80b-a3b": Shape(
         "linear",

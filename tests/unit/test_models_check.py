@@ -24,10 +24,11 @@ def test_shapes_are_of_kinds_that_the_matrix_knows(tmp_path):
     }
     for name, shape in model_shapes.SHAPES.items():
         config = json.loads((shape.write(tmp_path / name) / "config.json").read_text())
-        assert config["vocab_size"] == model_shapes.VOCABULARY
-        heads = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        assert heads in (64, 128, 256) and shape.stock[0] in ("fa3", "triton")
-        assert len(config.get("layer_types", [])) in (0, config["num_hidden_layers"])
+        text = config.get("text_config", config)
+        assert text["vocab_size"] == model_shapes.VOCABULARY
+        dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+        assert dim in (64, 128, 256) and shape.stock[0] in ("fa3", "triton")
+        assert len(text.get("layer_types", [])) in (0, text["num_hidden_layers"])
 
 
 def test_prompts_share_prefixes_of_two_lengths():

@@ -65,10 +65,15 @@ class Mode:
 KINDS = (
     ModelKind("dense", "Llama, Qwen2.5, Qwen3", (_FULL,) * 3, gpu_shapes=("llama-3.2-1b", "qwen2.5-7b")),
     ModelKind("experts", "Qwen3-MoE, Mixtral", (_FULL,) * 3, gpu_shapes=("qwen3-30b-a3b",)),
-    ModelKind("windows", "Gemma 2 and 3", (_WINDOW, _FULL) * 2, gpu_shapes=("gemma-3-4b",)),
+    ModelKind("windows", "Gemma 2 and 3", (_WINDOW, _FULL) * 2, gpu_shapes=("gemma-3-4b", "gemma-2-2b")),
     ModelKind("windows of their own", "hybrid SWA pools", (_POOL_WINDOW, _FULL, _POOL_WINDOW), {"pool": "SWAKVPool"}),
     ModelKind("sinks", "gpt-oss", _SINKS * 2, {"pool": "SWAKVPool"}, ("gpt-oss-20b",)),
-    ModelKind("chunks", "Llama 4", (replace(_FULL, chunked=True), _FULL, replace(_FULL, chunked=True))),
+    ModelKind(
+        "chunks",
+        "Llama 4",
+        (replace(_FULL, chunked=True), _FULL, replace(_FULL, chunked=True)),
+        gpu_shapes=("llama-4-scout",),
+    ),
     ModelKind(
         "scores",
         "scales and soft caps that differ",
