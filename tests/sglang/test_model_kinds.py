@@ -25,6 +25,8 @@ from feather_sglang.adapter.attention.limits import left_to_another
 from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.options import VARIABLE
 from feather_sglang.errors import FeatherError
+from feather_sglang.scheduling.admission.rules import OvertakingBound
+from feather_sglang.scheduling.admission.verdict import Verdict
 
 WINDOW = CHUNK = 32
 STAND_IN = "triton"  # the name of `PlainAttention`: SGLang accepts it for every kind of model
@@ -309,3 +311,71 @@ def test_what_sglang_would_decode_with_is_beside():
     assert seen == [None, "pat"] and args._feather_beside == "triton"
     with pytest.raises(FeatherError, match="resolved before feather was loaded"):
         beside.create_beside(SimpleNamespace(server_args=SimpleNamespace()), 3)
+
+
+@pytest.mark.parametrize("policy", ["feather", "feather-bandit"])
+def test_no_state_slot_of_linear_layers_is_lost(server, monkeypatch, policy):
+    """Of twelve; requests share prefixes, are retracted, and are aborted while they wait or run."""
+    fits, answers = ScheduleBatch.check_decode_mem, {}
+    for name, backend in (("fcfs", None), (policy, "pat")):
+        one = server("linear", backend, policy=name, max_mamba_cache_size=12, max_running_requests=4)
+        calls = itertools.count()
+        rng = np.random.default_rng(1)
+        prefixes = rng.integers(2, 500, (3, 90)).tolist()
+        with monkeypatch.context() as patch:
+            patch.setattr(ScheduleBatch, "check_decode_mem", lambda *a, n=calls, **k: next(n) % 5 and fits(*a, **k))
+            for number in range(30):
+                prompt = prefixes[number % 3] + rng.integers(2, 500, 6).tolist()
+                assert one.submit(f"r{number:02}", prompt, max_new_tokens=9)
+                if number % 4 == 3:
+                    one.step()
+                if number % 7 == 6:
+                    one.abort(f"r{number:02}")
+                    one.abort(f"r{number - 5:02}")
+            one.drain()
+        one.assert_nothing_left()
+        slots, cache = runner_of(one).req_to_token_pool.mamba_allocator, one.scheduler.tree_cache
+        assert slots.available_size() + cache.mamba_evictable_size() == 12 and cache.mamba_evictable_size() > 3
+        assert sum(req.retraction_count for req in one.requests.values()) > 3
+        assert one.scheduler.flush_cache() and slots.available_size() == 12
+        answers[name] = {rid: tokens for rid, tokens in one.outputs().items() if len(tokens) == 9}
+    shared = set(answers["fcfs"]) & set(answers[policy])
+    assert len(shared) > 20 and len({tuple(answers["fcfs"][rid]) for rid in shared}) > 15
+    assert {rid: answers[policy][rid] for rid in shared} == {rid: answers["fcfs"][rid] for rid in shared}
+
+
+def test_who_is_deferred_holds_no_state_slot(server, monkeypatch):
+    """SGLang's look-up has given each of these one to copy a cached state to, and there are fewer than requests."""
+    one = server("linear", policy="feather", max_mamba_cache_size=12, max_running_requests=4)
+    rng = np.random.default_rng(1)
+    prefix = rng.integers(2, 500, 600).tolist()
+    assert one.submit("first", prefix, max_new_tokens=2)
+    one.drain()
+    prefix += one.requests["first"].output_ids  # where its state is kept
+    deferred, slots = [], runner_of(one).req_to_token_pool.mamba_allocator
+    free = slots.available_size()
+
+    def check(rule, proposal, opened):
+        late = proposal.request_id.startswith("late") and one.steps < 40
+        deferred.extend([proposal.cached] * late)
+        return Verdict.OVERTAKES if late else Verdict.ADMIT
+
+    monkeypatch.setattr(OvertakingBound, "check", check)
+    for number in range(15):
+        assert one.submit(f"late{number}", prefix + rng.integers(2, 500, 6).tolist(), max_new_tokens=2)
+    for number in range(4):
+        assert one.submit(f"now{number}", rng.integers(2, 500, 80).tolist(), max_new_tokens=9)
+    assert one.feather.admission.state.cached_prefixes.tokens("late9") > 590  # looked up as it arrived
+    assert slots.available_size() == free
+    one.step()
+    assert not any(rid.startswith("late") and holds_state(req) for rid, req in one.requests.items())
+    one.abort("late7")
+    one.drain()
+    assert len(deferred) > 30 and min(deferred[:8]) > 590
+    one.assert_nothing_left()
+    assert slots.available_size() + one.scheduler.tree_cache.mamba_evictable_size() == 12
+
+
+def holds_state(req):
+    owner = req if hasattr(req, "mamba_pool_idx") else req.kv  # since 0.5.19
+    return owner.mamba_pool_idx is not None

@@ -83,7 +83,7 @@ def make_admission(
 
 def make_prefix_batching(scheduler: Any, options: FeatherOptions) -> PrefixBatching | None:
     """What lets prefixes wait where memory is short; None where it is off or cannot be."""
-    # Looking up a prefix in the cache of a model with recurrent state takes one of the few places for such states.
+    # Of a model with recurrent state a cached prefix can be used only where its state was kept, too.
     if not options.gather or getattr(scheduler, "is_hybrid_ssm", False):
         return None
     return PrefixBatching(scheduler.max_total_num_tokens)

@@ -21,6 +21,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.managers.schedule_policy import AddReqResult
+
+from feather_sglang.adapter.scheduler.state_slots import give_back
 from feather_sglang.adapter.wrapping import Wrappings
 
 if TYPE_CHECKING:
@@ -124,6 +127,8 @@ class Hooks:
             result = original(req, *args, **kwargs)
             if adder.can_run_list and adder.can_run_list[-1] is req:
                 self.feather.rounds.admitted(req)
+        elif result is AddReqResult.CONTINUE:
+            give_back(req, self.feather.scheduler.req_to_token_pool)
         return result
 
     def _update_running_batch(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -78,9 +78,7 @@ class LifeCycle:
     def _look_up(self, req: Any) -> int:
         """Tokens of a prompt in the prefix cache, where others wait; who waits alone is proposed next anyway."""
         scheduler = self.scheduler
-        # A look-up in the cache of a model with recurrent state takes one of the few places for such states.
-        alone = len(scheduler.waiting_queue) < 2
-        if self.admission.policy is None or alone or getattr(scheduler, "is_hybrid_ssm", False):
+        if self.admission.policy is None or len(scheduler.waiting_queue) < 2:
             return 0
         scheduler.policy._compute_prefix_matches([req], CacheAwarePolicy.LPM)
         return int(req.num_matched_prefix_tokens)
