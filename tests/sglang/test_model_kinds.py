@@ -1,6 +1,7 @@
 """Models whose layers differ, tiny and in the real scheduler: pat packs what it can, and the rest runs beside it."""
 
 import itertools
+import json
 import pickle
 from types import SimpleNamespace
 
@@ -253,6 +254,36 @@ def test_the_backend_beside_can_be_named(server, monkeypatch):
     monkeypatch.setenv(VARIABLE, '{"pat_beside": "nothing"}')
     with pytest.raises(FeatherError, match=r"^--feather-pat-beside nothing: SGLang has no such backend .* has .*fa3"):
         server("windows", "pat")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "says"),
+    [
+        ("sinks", "flashinfer", r"^--feather-pat-beside flashinfer: GptOss.* but got .* Decode: flashinfer"),
+        (
+            "windows",
+            "wave",
+            r"^wave cannot decode beside pat \(ImportError: no wave here\): name another",
+        ),
+    ],
+)
+def test_a_backend_beside_that_cannot_be_there_is_said_in_one_line(server, monkeypatch, kind, name, says):
+    def absent(runner):
+        raise ImportError("no wave\n here")
+
+    monkeypatch.setitem(ATTENTION_BACKENDS, "wave", absent)
+    monkeypatch.setenv(VARIABLE, json.dumps({"pat_beside": name}))
+    with pytest.raises(FeatherError, match=says) as error:
+        server(kind, "pat")
+    assert "\n" not in str(error.value)
+
+
+def test_a_backend_beside_that_has_nothing_to_do_is_said(server, monkeypatch, caplog):
+    monkeypatch.setenv(VARIABLE, '{"pat_beside": "fa3"}')
+    with caplog.at_level("WARNING", "feather_sglang"):
+        one = server("dense", "pat")
+    assert runner_of(one).feather_pat.beside is None
+    assert "pat packs all layers of this model; --feather-pat-beside fa3 has none" in caplog.text
 
 
 def test_a_model_with_windows_only_is_refused(server, monkeypatch):

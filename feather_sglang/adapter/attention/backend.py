@@ -83,8 +83,7 @@ class PatBackend(AttentionBackend):
         self._planned = self._read = 0  # KV tokens of the plan in force, and how many it reads
         self._warned = False  # of a plan that does not fit
         self._allocate(rows.size)
-        left = len(facts.layers) - len(self._layers)
-        self.beside: Any = create_beside(model_runner, left) if left else None
+        self.beside: Any = create_beside(model_runner, len(facts.layers) - len(self._layers))
         _finish_reading_late()
         watch_batches()
         model_runner.feather_pat = self

@@ -24,11 +24,17 @@ def resolve_beside(original: Callable[..., Any], args: Any) -> Any:
     if args.decode_attention_backend != PAT or hasattr(args, CHOICE):
         return original(args)
     write = super(type(args), args).__setattr__  # arguments are sealed by their class once they are resolved
-    write("decode_attention_backend", _named())
+    named = _named()
+    write("decode_attention_backend", named)
     try:
         result = original(args)
         if chosen := resolved(args, "decode_attention_backend") or resolved(args, "attention_backend"):
             setattr(args, CHOICE, chosen)
+    except (AssertionError, ValueError) as error:
+        said = " ".join(str(error).split())
+        if named is None or named.replace("_", " ") not in said.lower().replace("_", " "):
+            raise
+        raise FeatherError(f"--feather-pat-beside {named}: {said}") from None
     finally:
         write("decode_attention_backend", PAT)
     declarations = getattr(args, "_resolved_overrides", None)
@@ -57,9 +63,13 @@ def _named() -> str | None:
 
 
 def create_beside(runner: Any, layers: int) -> Any:
-    """SGLang's decode backend for the ``layers`` layers that pat does not pack."""
+    """SGLang's decode backend for the ``layers`` layers that pat does not pack; None where it packs all."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
+    if not layers:
+        if named := FeatherOptions.from_environment().pat_beside:
+            logger.warning("feather: pat packs all layers of this model; --feather-pat-beside %s has none", named)
+        return None
     name = getattr(runner.server_args, CHOICE, None)
     if name is None:
         raise FeatherError(
@@ -67,4 +77,10 @@ def create_beside(runner: Any, layers: int) -> Any:
             "name it with --feather-pat-beside, or use another --decode-attention-backend"
         )
     logger.info("feather: %s decodes %d layers beside pat", name, layers)
-    return ATTENTION_BACKENDS[name](runner)
+    try:
+        return ATTENTION_BACKENDS[name](runner)
+    except Exception as error:  # whatever another backend lacks
+        raise FeatherError(
+            f"{name} cannot decode beside pat ({type(error).__name__}: {' '.join(str(error).split())}): name another "
+            "backend with --feather-pat-beside, or use another --decode-attention-backend"
+        ) from error
