@@ -80,7 +80,7 @@ def agreement(folder: Path) -> Section:
         "</details>",
     ]
     setup = (
-        f"Replay: SGLang {get(replays, REPLAYS, 'sglang')}, profile {get(replays, REPLAYS, 'profile')}, no GPU; "
+        f"Replay: SGLang {get(replays, REPLAYS, 'sglang')}, profile {get(replays, REPLAYS, 'profile')}; "
         "servers as above, `conversation` in the next section."
     )
     return Section("Replay against servers", body, setup, [get(replays, REPLAYS, "command")])

@@ -91,7 +91,7 @@ def backend_rows(found: dict[str, dict[str, Run]], label: str = "") -> list[list
     for case, runs in sorted(found.items(), key=lambda item: by_size(item[0])):
         best = max(run.tok_s for name, run in runs.items() if name != "pat")
         cells = [number(runs[name].tok_s) if name in runs else "-" for name in BACKENDS]
-        name = f"{label}{case.partition(':')[0]}" if label else shown(case)
+        name = f"{case.partition(':')[0]},{label}" if label else shown(case)
         rows.append([name, f"**{runs['pat'].tok_s / best:.2f}**", *cells])
     return rows
 
@@ -108,12 +108,13 @@ def shown(case: str) -> str:
     if case.startswith("decode:"):
         batch, groups, tokens, *_ = map(int, case.removeprefix("decode:").split(","))
         if not groups:
-            return f"decode {batch}, {tokens // 1000}K unshared"
-        return f"decode {batch}, {groups}x{tokens // 1000}K"
+            return f"decode {batch},{tokens // 1000}K unshared"
+        return f"decode {batch},{groups}x{tokens // 1000}K"
     if case.startswith("open:"):
         draw = case.partition("@")[2]
         return described(case) + (f",draw{draw}" if draw else "")
-    return f"{case.replace(':', ', first ')} ({described(case)})"
+    name, _, first = case.partition(":")
+    return f"{name}:{described(case)}" + (f", first {first}" if first else "")
 
 
 def backends(folder: Path) -> Section:
@@ -125,13 +126,14 @@ def backends(folder: Path) -> Section:
         if len(runs) == len(BACKENDS) and case.startswith(("decode:500", "decode:32"))
     }
     rows = backend_rows(by_backend(folder, list(SERVERS.values())))
-    rows += backend_rows(by_backend(folder, [TWO_GPUS]), "2 GPUs: ")
+    rows += backend_rows(by_backend(folder, [TWO_GPUS]), "2 GPUs")
     rows += backend_rows(full)
     ratios = [runs["pat"].tok_s / max(r.tok_s for n, r in runs.items() if n != "pat") for runs in steady.values()]
     lost = {
         case: runs
         for case, runs in {**steady, **by_backend(folder, [LONG])}.items()
-        if runs["pat"].tok_s < SLOWER * max(run.tok_s for run in runs.values())
+        if full.get(case) is not runs  # else it stands in the table above
+        and runs["pat"].tok_s < SLOWER * max(run.tok_s for run in runs.values())
     }
     body = [
         f"Output tokens/s under fcfs; ratio: `pat` to the best other.{unlike(folder)}",
@@ -141,7 +143,7 @@ def backends(folder: Path) -> Section:
         f"mean), {min(ratios):.2f}x to {max(ratios):.2f}x.",
     ]
     if lost:
-        body += ["Behind:", table(["workload", "ratio", *BACKENDS], backend_rows(lost))]
+        body += ["Others behind:", table(["workload", "ratio", *BACKENDS], backend_rows(lost))]
     files = [SERVERS["flashinfer"], *DECODE, TWO_GPUS, LONG]
     where = f"{setup(folder, SERVERS['pat'])}; others: {days(folder, [SERVERS['fa3'], *files])}."
     return Section("Decode backends on servers", body, where, [command_of(folder, DECODE[0])], files)
@@ -200,7 +202,7 @@ def behind(measured: Sequence[Policies]) -> tuple[list[list[str]], list[list[str
     for one in measured:
         for case, runs in one.runs.items():
             ours, stock = runs[one.names[-1]], [runs[name] for name in one.names[:-1] if name in runs]
-            place = f"{one.model}{shown(case)} `{one.attention}`"
+            place = f"{one.model}{shown(case)},`{one.attention}`"
             best = max(run.tok_s for run in stock)
             if ours.tok_s < SLOWER * best:
                 rates.append((ours.tok_s / best, [place, "tok/s", number(ours.tok_s), number(best)]))

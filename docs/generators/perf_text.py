@@ -27,8 +27,9 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def command(text: str, most: int = 2) -> str:
     """A benchmark's command as it is typed: the first of many cases, and nothing about its files and time limits."""
     words = shlex.split(text)
-    if words and words[0].startswith("bench_"):
-        words = ["python", f"benchmarks/{words[0]}", *words[1:]]
+    folder = {"bench": "benchmarks", "check": "benchmarks/checks"}.get(words[0].partition("_")[0]) if words else None
+    if folder:
+        words = ["python", f"{folder}/{words[0]}", *words[1:]]
     for flag in LIMITS:
         if flag in words[:-1]:
             del words[words.index(flag) : words.index(flag) + 2]

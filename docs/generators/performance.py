@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import perf_kernel
+import perf_models
 import perf_plots
 import perf_replay
 import perf_servers
@@ -26,7 +27,7 @@ START, END = "<!-- performance -->", "<!-- end -->"
 HEAD = """<!-- Made by docs/generators/performance.py from docs/measured; edit those. -->
 # Performance
 
-Generated from the result files in `docs/measured`. Servers: Qwen3-8B's shapes, dummy weights, {kv_tokens:,} KV tokens
+Generated from `docs/measured`. Servers: Qwen3-8B's shapes, dummy weights, {kv_tokens:,} KV tokens
 unless said, single runs. Ratios: above 1 is better for throughput, below 1 for times."""
 
 
@@ -36,6 +37,7 @@ def page(folder: Path) -> str:
     sections = [
         perf_kernel.section(folder),
         perf_servers.backends(folder),
+        perf_models.section(folder),
         perf_servers.policy_section(folder),
         perf_replay.agreement(folder),
         perf_replay.tail(folder),

@@ -13,10 +13,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs" / "generators"))
 
 import perf_kernel
+import perf_models
 import perf_replay
 import perf_servers
 import performance
 from perf_results import ResultError, evicts, geometric_mean, trees
+
+from feather_sglang.adapter.attention import matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, MEASURED = ROOT / "docs", ROOT / "docs" / "measured"
@@ -129,6 +132,15 @@ def test_on_real_traces_the_mean_is_half_of_arrival_orders() -> None:
     assert min(one["tok/s to the best"] for one in ratios) > 0.98
 
 
+def test_models_are_right_and_lose_little_without_sharing() -> None:
+    found = perf_models.models(MEASURED)
+    assert {one.kind for one in found} >= {"dense", "experts", "windows", "sinks", "linear"}
+    assert not [one.name for one in found if one.wrong]
+    assert min(one.shared.ratio for one in found) > 1
+    assert min(one.private.ratio + one.private.noise for one in found) > 0.97
+    assert {kind.name for kind in matrix.KINDS if kind.gpu_shapes} <= set(perf_models.LAYERS)
+
+
 # The generator, on made-up files.
 
 
@@ -170,6 +182,25 @@ def one_backend(backend: str, feather: float = 200.0) -> dict[str, Any]:
     return server_file(servers, {case: dict(rates) for case in ("W1", "W2", "W3")})
 
 
+def model_file() -> dict[str, Any]:
+    """A dense model with all layers, and one with fewer experts."""
+    machine = {"gpu": "G", "versions": {"sglang": "0.5.17"}}
+    shared = {"pat": [110.0, 110.0, 500.0, 110.0], "fa3": [100.0, 102.0], "triton": [90.0]}
+    answers = {"wrong": [], "spread": {"largest": 0.25}}
+    rows = [
+        {"shape": shape, "kind": kind, "cut": cut, "answers": answers, "spread": {"largest": 0.5},
+         "all_tok_s": {"shared": shared, "private": {"pat": [101.0, 97.0], "fa3": [100.0]}}}
+        for shape, kind, cut in (("small", "dense", ""), ("large", "sinks", "4 of 32 experts"))
+    ]  # fmt: skip
+    return {"command": "check_models.py --json models.json --repeat 2", "when": "2026-01-02 03:04:05",
+            "machine": machine, "rows": rows}  # fmt: skip
+
+
+def times(content: dict[str, Any], which: str) -> dict[str, list[float]]:
+    """The repeats of the first model's case."""
+    return content["rows"][0]["all_tok_s"][which]
+
+
 @pytest.fixture
 def files() -> dict[str, Any]:
     """Result files by name, as small as the page can be made of."""
@@ -180,6 +211,7 @@ def files() -> dict[str, Any]:
     made |= {file: server_file(steady, {"decode:500,5,5000,64": batch}) for file in perf_servers.DECODE}
     made |= {file: server_file(steady, {"W1": batch}) for file in (perf_servers.TWO_GPUS, perf_servers.LONG)}
     made |= {file: one_backend(name) for name, file in zip(("pat", "fa3", "fa3"), perf_servers.LOADS, strict=True)}
+    made[perf_models.MODELS] = model_file()
     figures = {"output_tok_s": 110.0, "ttft_mean": 2.0, "ttft_p99": 4.0, "e2e_mean": 8.0, "max_wait": 5.0}
     made[perf_replay.REPLAYS] = {
         "command": "c", "sglang": "0.5.23", "profile": "h200",
@@ -225,6 +257,21 @@ def test_a_losing_backend_is_shown(files: dict[str, Any], tmp_path: Path) -> Non
     assert rows_with(page, "|77.0|", "|**0.70**|")
 
 
+def test_a_model_has_its_row_with_what_was_cut_and_the_best_other_backend(
+    files: dict[str, Any], tmp_path: Path
+) -> None:
+    content = files[perf_models.MODELS]
+    content["rows"][1]["all_tok_s"]["shared"] |= {"pat": [110.0], "triton": [220.0]}
+    content["rows"][1]["all_tok_s"]["private"]["pat"] = [77.0]
+    content["rows"][1]["answers"] = {"wrong": ["another token"], "spread": {"largest": 3.0}}
+    page = performance.page(written(files, tmp_path))
+    assert rows_with(page, "|small|full|yes,0.25/0.50|**1.10**<br>±177%|110|100<br>fa3|"
+                     "**0.97**<br>±2%|97.0|100<br>fa3|")  # fmt: skip
+    assert rows_with(page, "|large<br>4&nbsp;of&nbsp;32&nbsp;experts|windows,full,sinks|**no**,3.00/0.50|"
+                     "**0.50**<br>±1%|110|220<br>triton|**0.77**<br>±0%|77.0|100<br>fa3|")  # fmt: skip
+    assert "\npython benchmarks/checks/check_models.py --repeat 2\n" in page
+
+
 def test_a_losing_policy_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
     slow, late = (
         next(record for record in files[perf_servers.SERVERS["fa3"]]["records"]
@@ -253,6 +300,12 @@ def test_a_replay_that_is_far_off_is_shown(files: dict[str, Any], tmp_path: Path
         ("servers_h200_pat.json", lambda content: content["records"][0]["overall"].pop("tok_s"), "overall.tok_s"),
         ("servers_h200_pat.json", lambda content: content["machine"]["versions"].clear(), "versions.sglang"),
         ("server_h200_tp2.json", lambda content: content.pop("when"), "when"),
+        ("models_h200.json", lambda content: content.pop("when"), "when"),
+        ("models_h200.json", lambda content: content["rows"].clear(), "rows is empty"),
+        ("models_h200.json", lambda content: content["rows"][1].pop("answers"), "large: no answers"),
+        ("models_h200.json", lambda content: content["rows"][0].update(kind="odd"), "small: kind odd is not among"),
+        ("models_h200.json", lambda content: times(content, "shared").pop("pat"), "small, shared: no pat"),
+        ("models_h200.json", lambda content: times(content, "private")["fa3"].clear(), "private: no stock"),
         ("replays.json", lambda content: content["runs"].pop(0), "W1 pat fcfs"),
         ("tail_h200.json", lambda content: content["replay"].clear(), "replay.fcfs"),
         ("tail.json", lambda content: content["a"].pop("hrrn"), "hrrn"),

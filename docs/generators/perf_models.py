@@ -1,0 +1,122 @@
+"""Models of every kind of layers on servers: a table of the performance page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median_low
+from typing import Any, NamedTuple
+
+from perf_results import ResultError, get, load
+from perf_servers import command_of, setup
+from perf_text import Section, number, table
+
+MODELS = "models_h200.json"
+OURS = "pat"
+LAYERS = {  # of each kind of model in the support matrix that a GPU check has a shape of
+    "dense": "full",
+    "experts": "full",
+    "windows": "windows,full",
+    "sinks": "windows,full,sinks",
+    "chunks": "chunks,full",
+    "scores": "full,unlike scores",
+    "linear": "linear,full",
+}
+
+
+class Rate(NamedTuple):
+    """Tokens a second of pat and of the fastest of SGLang's own backends, on the same steady batch.
+
+    `noise` is half the range of a backend's repetitions, the largest of all, as a share.
+    """
+
+    ours: float
+    best: float
+    backend: str
+    noise: float
+
+    @property
+    def ratio(self) -> float:
+        """To the best other; above 1 pat is faster."""
+        return self.ours / self.best
+
+
+class Model(NamedTuple):
+    """What a file of ``check_models.py`` says of one shape.
+
+    `wrong` is what its answers have against pat; `apart` the largest difference of a log-probability to the first stock
+    backend's, `spread` the largest between two stock backends.
+    """
+
+    name: str
+    kind: str
+    cut: str
+    wrong: list[str]
+    apart: float
+    spread: float
+    shared: Rate
+    private: Rate
+
+
+def models(folder: Path) -> list[Model]:
+    """Every shape, in the file's order."""
+    found = [_model(row) for row in get(load(folder, MODELS), MODELS, "rows")]
+    if not found:
+        raise ResultError(f"{MODELS}: rows is empty")
+    return found
+
+
+def _model(row: dict[str, Any]) -> Model:
+    name = get(row, MODELS, "shape")
+    where = f"{MODELS}: {name}"
+    kind = get(row, where, "kind")
+    if kind not in LAYERS:
+        raise ResultError(f"{where}: kind {kind} is not among {', '.join(LAYERS)}")
+    return Model(
+        name, kind, row.get("cut", ""), get(row, where, "answers", "wrong"),
+        get(row, where, "answers", "spread", "largest"), get(row, where, "spread", "largest"),
+        *(_rate(get(row, where, "all_tok_s", which), f"{where}, {which}") for which in ("shared", "private")),
+    )  # fmt: skip
+
+
+def _rate(repeated: dict[str, Sequence[float]], where: str) -> Rate:
+    # A client that is held up counts too many tokens a second, never too few: of two in the middle the lower counts.
+    rates = {backend: median_low(times) for backend, times in repeated.items() if times}
+    ours = get(rates, where, OURS)
+    stock = {backend: rate for backend, rate in rates.items() if backend != OURS}
+    if not stock:
+        raise ResultError(f"{where}: no stock backend")
+    best = max(stock, key=lambda backend: stock[backend])
+    noise = max((max(repeated[backend]) - min(repeated[backend])) / 2 / rate for backend, rate in rates.items())
+    return Rate(ours, stock[best], best, noise)
+
+
+def rows(found: Iterable[Model]) -> list[list[str]]:
+    """A row of the table for each model."""
+    return [
+        [
+            f"{one.name}<br>{one.cut.replace(' ', '&nbsp;')}" if one.cut else one.name,
+            LAYERS[one.kind].replace(" ", "&nbsp;"),
+            f"{'**no**' if one.wrong else 'yes'},{one.apart:.2f}/{one.spread:.2f}",
+            *_cells(one.shared),
+            *_cells(one.private),
+        ]
+        for one in found
+    ]
+
+
+def _cells(rate: Rate) -> tuple[str, str, str]:
+    return f"**{rate.ratio:.2f}**<br>±{rate.noise:.0%}", number(rate.ours), f"{number(rate.best)}<br>{rate.backend}"
+
+
+def section(folder: Path) -> Section:
+    """Whether pat is right on each model, and how fast beside the best of SGLang's own backends."""
+    body = [
+        "Steady batches, output tokens/s. *Right*: tokens and logprobs as a stock backend's within rounding; largest "
+        "logprob difference to it/between two such. ±: half the range of repeats.",
+        table(
+            ["model", "layers", "right", "shared", f"`{OURS}`", "best", "unshared", f"`{OURS}`", "best"],
+            rows(models(folder)),
+        ),
+    ]
+    return Section("Other models", body, f"{setup(folder, MODELS)}.", [command_of(folder, MODELS)], [MODELS])
