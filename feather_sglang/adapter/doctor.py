@@ -230,9 +230,13 @@ def _print_matrix(as_json: bool) -> int:
         )
         return 0
     console = Console()
+    if not console.is_terminal:  # a row is a line there, to be searched
+        console.width = 1000
     for title, heads, rows in tables():
-        shown = Table(*heads, title=title, title_justify="left", box=None)
+        shown = Table(title=title, title_justify="left", box=None)
+        for head in heads:
+            shown.add_column(head, overflow="fold")  # names of tests are there to be copied
         for row in rows:
             shown.add_row(*map(escape, row))
-        console.print(shown, soft_wrap=True)
+        console.print(shown)
     return 0

@@ -82,4 +82,14 @@ def test_doctor_prints_it(capsys, as_json):
         kinds = json.loads(out)["Model kinds"]
         assert {kind["kind"] for kind in kinds} == {kind.name for kind in matrix.KINDS}
     else:
-        assert "gpt-oss" in out and "--enable-pdmux" in out
+        lines = out.splitlines()
+        for _, heads, rows in matrix.tables():
+            assert all(any(all(cell in line for cell in row) for line in lines) for row in (heads, *rows))
+
+
+def test_a_narrow_terminal_shows_all_of_a_tests_name(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["doctor", "--matrix"]) == 0
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert "\u2026" not in out and max(map(len, out.splitlines())) <= 80
