@@ -113,7 +113,7 @@ def server(tmp_path, environment, monkeypatch):
     made = []
 
     def make(name, backend=None, kind=Server, stock=STAND_IN, policy="fcfs", **overrides):
-        get_resources().expert_location_metadata = None  # which SGLang keeps once per process
+        forget_experts()
         flags = {"attention_backend": stock, "decode_attention_backend": backend, **overrides}
         with monkeypatch.context() as patch:
             change_layers(patch, KINDS[name].layers)
@@ -126,6 +126,12 @@ def server(tmp_path, environment, monkeypatch):
     yield make
     for one in made:
         one.close()
+    forget_experts()
+
+
+def forget_experts():
+    """SGLang keeps where they are once per process, and takes them for the next model's."""
+    get_resources().expert_location_metadata = None
 
 
 def change_layers(patch, layers):
