@@ -37,8 +37,8 @@ FIXED = (
     *(Mode(*pair) for pair in product((Ranking.SHARED, Ranking.IN_TIME), Prefill)),
     *(Mode(ranking, Prefill.SPACED) for ranking in (Ranking.RATIO, Ranking.SHORTEST, Ranking.OLDEST)),
 )
-STOPPING = tuple(Mode(Ranking.SHARED, Prefill.AT_ONCE, batch) for batch in (1, 32))
-RIVALS = 4  # modes tried in a state: the best by themselves
+STOPPING = (Mode(Ranking.SHARED, Prefill.AT_ONCE, 32),)
+RIVALS = 3  # modes tried in a state beside the best of each way to prefill: the best by themselves
 VISITED = 0.02  # of a case's rounds, from which on a state is looked at
 GAIN = 0.002  # of the mean, from which on another mode is taken
 KEPT = 0.97  # of the tokens a second without any bound that may not be lost
@@ -170,7 +170,7 @@ class Search(Passes):
         for key in sorted(shares, key=lambda state: -sum(shares[state].values())):
             names = [name for name, share in shares[key].items() if share >= VISITED]
             now = policy.table.get(key, policy.default)
-            rivals = [mode for mode in self.best_fixed[:RIVALS] if mode != now]
+            rivals = [mode for mode in self.rivals() if mode != now]
             if not names or not rivals:
                 continue
             tables = {str(mode): ModePolicy({**policy.table, key: mode}, policy.default) for mode in rivals}
@@ -186,6 +186,11 @@ class Search(Passes):
                 figures = figures | dict(zip(tables, found, strict=True))[label]
                 self.tell(f"{key}: {label}", mean(self.worth(figures)))
         return policy, figures
+
+    def rivals(self) -> list[Mode]:
+        """The best modes by themselves, and of each way to prefill the best."""
+        best = {mode.prefill: mode for mode in reversed(self.best_fixed)}
+        return list(dict.fromkeys([*self.best_fixed[:RIVALS], *best.values()]))
 
     def tell(self, what: str, worth: float) -> None:
         """Keep a point of the learning curve."""

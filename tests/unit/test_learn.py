@@ -64,14 +64,15 @@ def test_a_search_ends_when_nothing_gains():
     search = Known(lambda name, mode: (0.5, 1000.0))
     assert search.run(sweeps=50).table == {}
     tables = {(default, size) for default, size, _ in search.asked}
-    assert len(tables) <= len(FIXED) + len(learn.STOPPING) + 1 + len(CASE_OF) * learn.RIVALS
+    assert len(tables) <= len(FIXED) + len(learn.STOPPING) + 1 + len(CASE_OF) * (learn.RIVALS + len(Prefill))
 
 
 def test_a_state_is_tried_on_the_cases_that_visit_it():
     search = Known(lambda name, mode: (0.5, 1000.0))
     search.run(sweeps=1)
     tried = [name for _, size, name in search.asked if size]
-    assert sorted(tried) == sorted(list(CASE_OF) * (learn.RIVALS - 1))  # the best fixed one is there already
+    assert sorted(tried) == sorted(list(CASE_OF) * (len(search.rivals()) - 1))  # the best fixed one is there already
+    assert {mode.prefill for mode in search.rivals()} == set(Prefill)
     figures = {"a": {"modes": {"x": 1, "y": 3}}, "b": {"modes": {"y": 2}}}
     assert visited(figures) == {"x": {"a": 0.25}, "y": {"a": 0.75, "b": 1.0}}
 

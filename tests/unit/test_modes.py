@@ -66,9 +66,9 @@ def test_every_load_has_a_state(tight, short, late, step):
 def test_states_part_what_they_say():
     assert Load().key() == "free/none/small"
     assert Load(True, False, 0.2, 0.6).key() == "tight/some/large"
-    assert Load(True, True, 0.5, 0.49).key() == "short/most/small"
+    assert Load(True, True, 0.5, 0.34).key() == "short/most/small"
     assert len({Load(t, s, late, step).key() for t, s in ((0, 0), (1, 0), (1, 1)) for late in (0, 0.1, 0.9)
-                for step in (0, 1)}) == len(KEYS)  # fmt: skip
+                for step in (0, 0.5, 1)}) == len(KEYS)  # fmt: skip
 
 
 def test_a_relative_promise_follows_what_was_measured_and_an_absolute_one_does_not():

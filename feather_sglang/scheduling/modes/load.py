@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 MEMORY = ("free", "tight", "short")
 LATE = ("none", "some", "most")
-STEP = ("small", "large")
+STEP = ("small", "large", "over")
 _LATE_EDGES = (1e-9, 0.5)  # share of the oldest waiting
-_STEP_EDGES = (0.5,)  # of the bound between tokens
+_STEP_EDGES = (0.35, 0.65)  # of the bound between tokens; beyond, no prefill step fits beside a decode step
 
 
 class Load(NamedTuple):
