@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import check_target, replace_text
@@ -30,6 +29,7 @@ from feather_sglang.scheduling.modes.mode_policy import ModePolicy
 from feather_sglang.scheduling.modes.promise import Promise
 from feather_sglang.slo import parse
 from feather_sglang.suite.cases import TRAINING, chosen
+from feather_sglang.suite.judgement import FLOOR, judgement, mean, page, read, table
 from feather_sglang.suite.runner import VARIANTS, Cell, Suite, Terms
 
 # Every way to prefill with the rankings that gain most, and every other ranking with one of them.
@@ -41,9 +41,9 @@ STOPPING = (Mode(Ranking.SHARED, Prefill.AT_ONCE, 32),)
 RIVALS = 3  # modes tried in a state beside the best of each way to prefill: the best by themselves
 VISITED = 0.02  # of a case's rounds, from which on a state is looked at
 GAIN = 0.002  # of the mean, from which on another mode is taken
+LOSS = 0.02  # of goodput, at most, to the best fixed mode on any case
 KEPT = 0.97  # of the tokens a second without any bound that may not be lost
 WEIGHT = 4.0  # what each share lost beyond that costs, in shares of goodput
-FLOOR = 0.05  # of the requests, added to those within the bounds: none and few are not worlds apart
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,10 +57,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sweeps", type=int, default=2, metavar="N", help="most sweeps over the states (%(default)s)")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="replays at a time (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("modes.json"), help="policy file to write (%(default)s)")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="run nothing, report this judgement")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the judgement as Markdown too")
 
 
 def run(args: argparse.Namespace) -> int:
     """Search, write the policy file, judge it on the suite's cases; 1 where it loses to the best fixed mode."""
+    console = Console(highlight=False)
+    judged = read(args.show) if args.show else search(args, console)
+    console.print(table(judged))
+    if args.page:
+        command = f"feather learn --show {args.show or held_out_file(args.out)} --page {args.page}"
+        replace_text(args.page, page(judged, command), "page")
+    return int(judged["worst"] < -LOSS or judged["gain"] < 0)
+
+
+def held_out_file(out: Path) -> Path:
+    """Where the judgement of a policy file goes."""
+    return out.parent / f"{out.stem}-training" / "held_out.json"
+
+
+def search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Search and judge as the flags say; both files are written."""
     if args.out.suffix != ".json":
         raise FeatherError(f"--out {args.out}: must be a .json file, the policy file to write")
     if min(args.jobs, args.sweeps) < 1:
@@ -71,25 +89,22 @@ def run(args: argparse.Namespace) -> int:
     Promise(slo)  # both bounds are there
     check_target(args.out, "policy file")
     model = StepTimeModel(load_profile(args.profile), load_model(args.model), args.attention)
-    folder = make_folder(args.out.parent / f"{args.out.stem}-training")
+    folder = make_folder(held_out_file(args.out).parent)
     terms = Terms(model, slo, check_sglang(), args.traces, args.seed)
-    console = Console(highlight=False)
 
     def say(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    search = Search(Suite(TRAINING, [], terms, folder, say), args.jobs, console)
-    policy = search.run(args.sweeps)
-    policy.provenance = search.provenance()
+    found = Search(Suite(TRAINING, [], terms, folder, say), args.jobs, console)
+    policy = found.run(args.sweeps)
+    policy.provenance = found.provenance()
     policy.save(args.out)
     say(f"wrote {args.out}; judging it on cases that it has not seen")
     held_out = Suite(chosen(True, ()), [], Terms(model, slo, terms.sglang, args.traces, 0, True), folder, say)
-    results = Passes(held_out, args.jobs, console)
-    rivals = [ModePolicy({}, mode) for mode in dict.fromkeys([search.best_fixed[0], *search.best_fixed[:2], DEFAULT])]
-    judged = judgement(results, policy, rivals)
-    replace_text(folder / "held_out.json", json.dumps({**held_out.terms.facts(), **judged}, indent=1), "results")
-    console.print(table(judged))
-    return int(judged["worst"] < -0.02 or judged["gain"] < 0)
+    judged = judgement(Passes(held_out, args.jobs, console), policy, found.best_fixed)
+    judged = {**held_out.terms.facts(), "curve": found.curve, **judged}
+    replace_text(held_out_file(args.out), json.dumps(judged, separators=(",", ":")) + "\n", "results")
+    return judged
 
 
 class Passes:
@@ -203,11 +218,6 @@ class Search(Passes):
         return {**self.suite.terms.facts(), "traces": traces, "curve": self.curve}
 
 
-def mean(values: Mapping[str, float]) -> float:
-    """The mean over cases."""
-    return sum(values.values()) / len(values)
-
-
 def visited(figures: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """By state and case, the share of the rounds in it."""
     shares: dict[str, dict[str, float]] = {}
@@ -216,34 +226,3 @@ def visited(figures: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         for key, count in one["modes"].items():
             shares.setdefault(key, {})[name] = count / rounds
     return shares
-
-
-def judgement(passes: Passes, policy: ModePolicy, rivals: list[ModePolicy]) -> dict[str, Any]:
-    """The policy beside fixed modes, on cases that it has not seen."""
-    figures = passes.figures({"learnt": policy, **{str(rival.default): rival for rival in rivals}})
-    labels = ["learnt", *(str(rival.default) for rival in rivals)]
-    rows = {
-        name: {label: one[name] for label, one in zip(labels, figures, strict=True)}
-        for name in passes.cases
-        if all(name in one for one in figures)
-    }
-    best = labels[1]
-    gains = {
-        name: (row["learnt"]["slo_share"] + FLOOR) / (row[best]["slo_share"] + FLOOR) - 1 for name, row in rows.items()
-    }
-    gain = math.exp(mean({name: math.log1p(value) for name, value in gains.items()})) - 1
-    return {"best_fixed": best, "gain": gain, "worst": min(gains.values()), "cases": rows}
-
-
-def table(judged: Mapping[str, Any]) -> Table:
-    """The judgement, to read."""
-    labels = list(next(iter(judged["cases"].values())))
-    title = (
-        f"held out: {judged['gain']:+.1%} goodput to {judged['best_fixed']}, {judged['worst']:+.1%} in the worst case"
-    )
-    made = Table("case", *labels, title=title, title_justify="left")
-    for name, row in judged["cases"].items():
-        made.add_row(
-            name, *(f"{row[label]['slo_share']:.0%}, {row[label]['output_tok_s']:,.0f} tok/s" for label in labels)
-        )
-    return made

@@ -1,5 +1,6 @@
 """``feather learn``: what the search finds where the worth of every table is known, and what it keeps."""
 
+import json
 import math
 
 import pytest
@@ -9,7 +10,8 @@ from feather_sglang.scheduling.modes.mode import DEFAULT, Mode, Prefill, Ranking
 from feather_sglang.scheduling.modes.mode_policy import ModePolicy
 from feather_sglang.suite import learn
 from feather_sglang.suite.cases import CASES, TRAINING
-from feather_sglang.suite.learn import FIXED, FLOOR, KEPT, Search, judgement, visited
+from feather_sglang.suite.judgement import FLOOR, judgement
+from feather_sglang.suite.learn import FIXED, KEPT, Search, visited
 from feather_sglang.suite.runner import Suite
 
 CASE_OF = {"idle": "free/none/small", "crowd": "short/most/large"}
@@ -77,21 +79,43 @@ def test_a_state_is_tried_on_the_cases_that_visit_it():
     assert visited(figures) == {"x": {"a": 0.25}, "y": {"a": 0.75, "b": 1.0}}
 
 
-def test_the_judgement_compares_with_the_best_fixed_mode():
+def test_the_judgement_compares_with_the_fixed_mode_that_is_best_there():
+    shares = {"learnt": (0.6, 0.5), "shared, spaced": (0.5, 0.5), "shared, at-once": (0.1, 0.9)}
+
     class Passes:
         cases = dict.fromkeys(["a", "b"])
 
         def figures(self, policies):
-            shares = {"learnt": (0.6, 0.5), "shared, spaced": (0.5, 0.5), "shared, at-once": (0.1, 0.9)}
             return [
-                {name: {"slo_share": share} for name, share in zip("ab", shares[label], strict=True)}
+                {
+                    name: {"slo_share": share, "output_tok_s": 1000.0 * share, "modes": {}}
+                    for name, share in zip("ab", shares[label], strict=True)
+                }
                 for label in policies
             ]
 
-    rivals = [ModePolicy({}, Mode(Ranking.SHARED, Prefill.SPACED)), ModePolicy({}, DEFAULT)]
-    judged = judgement(Passes(), ModePolicy({}, DEFAULT), rivals)
+    fixed = [Mode(Ranking.SHARED, Prefill.SPACED), DEFAULT]
+    judged = judgement(Passes(), ModePolicy({}, DEFAULT), fixed)
     assert judged["best_fixed"] == "shared, spaced" and judged["worst"] == 0
     assert judged["gain"] == pytest.approx(math.sqrt((0.6 + FLOOR) / (0.5 + FLOOR)) - 1)
+    shares["shared, at-once"] = (0.9, 0.9)  # the last where it was trained
+    judged = judgement(Passes(), ModePolicy({}, DEFAULT), fixed)
+    assert judged["best_fixed"] == "shared, at-once" and judged["worst"] == pytest.approx(0.55 / 0.95 - 1)
+
+
+def test_a_judgement_is_shown_again_as_it_was(monkeypatch, tmp_path, capsys):
+    FakeReplays(monkeypatch)
+    assert main(["learn", "--attention", "pat", "--sweeps", "1", "--out", str(tmp_path / "modes.json")]) == 0
+    file, page = tmp_path / "modes-training" / "held_out.json", tmp_path / "page.md"
+    capsys.readouterr()
+    assert main(["learn", "--show", str(file), "--page", str(page)]) == 0
+    assert "held out: +0.0%" in capsys.readouterr().out
+    judged = json.loads(file.read_text())
+    text = page.read_text()
+    assert all(f"|{name}|" in text for name in judged["cases"]) and f"|{judged['default']}|" in text
+    file.write_text("{}")
+    assert main(["learn", "--show", str(file)]) == 2
+    assert "no judgement of feather learn" in capsys.readouterr().err
 
 
 def test_nothing_is_learnt_from_what_is_judged():

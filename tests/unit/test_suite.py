@@ -57,7 +57,7 @@ class Replays:
                 continue
             self.ran.append(job)
             yield Event(job.name, "progress", 1)
-            yield Event(job.name, "done", SimpleNamespace(summary=figures(job)))
+            yield Event(job.name, "done", SimpleNamespace(summary=figures(job), feather=None))
 
 
 def run(out, cases=SMALL, policies=("fcfs", "feather"), terms=TERMS, said=None):
