@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_slo(parser, "mooncake")
     parser.add_argument("--profile", default="h200", help="hardware profile (%(default)s)")
     parser.add_argument("--model", default="qwen3-8b", help="model whose steps are timed (%(default)s)")
-    parser.add_argument("--attention", help="decode kernel of the profile (its first)")
+    parser.add_argument("--attention", default="pat", help="decode kernel of the profile (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the generated workloads (%(default)s)")
     parser.add_argument("--sweeps", type=int, default=2, metavar="N", help="most sweeps over the states (%(default)s)")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="replays at a time (%(default)s)")

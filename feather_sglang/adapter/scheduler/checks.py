@@ -16,8 +16,9 @@ from feather_sglang.errors import FeatherError
 def refuse_unsupported(scheduler: Any, name: str, options: FeatherOptions) -> None:
     """Raise ``FeatherError`` for a server configuration that feather policies, or these options, do not support."""
     refuse_policy_flags(scheduler.server_args, name, options)
-    if options.tbt is not None and scheduler.chunked_prefill_size is None:
-        raise FeatherError("--feather-tbt cuts prompts into chunks, which this server does not do; drop it")
+    flag = "--feather-tbt" if options.tbt is not None else "--feather-slo" if options.slo is not None else None
+    if flag is not None and scheduler.chunked_prefill_size is None:
+        raise FeatherError(f"{flag} cuts prompts into chunks, which this server does not do; drop it")
     decision_file(scheduler)  # before anything is changed
 
 
