@@ -54,4 +54,6 @@ def section(folder: Path) -> Section:
         table(head[:-1], shown),
     ]
     setup = f"Profile {results['profile']}, {results['model']}, `{results['attention']}`. Files: `{SUITE}`, `{MODES}`."
-    return Section("Within bounds", body, setup, ["feather suite --short --traces TRACES", "feather learn --traces TRACES"])
+    return Section(
+        "Within bounds", body, setup, ["feather suite --short --traces TRACES", "feather learn --traces TRACES"]
+    )

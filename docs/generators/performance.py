@@ -71,8 +71,8 @@ def readme_block(folder: Path) -> str:
     seen_mean, seen_late = perf_replay.on_server(folder, "ttft_mean"), perf_replay.on_server(folder, "ttft_p99")
     apart = [perf_replay.distance(found, figure) for figure in ("output_tok_s", "ttft_mean")]
     bounded = perf_promise.together(folder)
-    promised, alone, stock = (perf_promise.share(bounded, name)
-                              for name in (perf_promise.PROMISE, "feather", perf_promise.best_stock(bounded)))  # fmt: skip
+    named = (perf_promise.PROMISE, "feather", perf_promise.best_stock(bounded))
+    promised, alone, stock = (perf_promise.share(bounded, name) for name in named)
     lines = [
         "![Output tokens a second: SGLang at its best, with pat, with pat and feather](docs/readme_chart.svg)\n",
         f"- decode attention, PAT's 20 trees, 32/8 heads, H200: **{of_kernel:.2f}** of the best of FlashAttention-3's "
@@ -83,8 +83,8 @@ def readme_block(folder: Path) -> str:
         f"- nothing shared, H200 server: `pat` has {span(level, 2)} the throughput of the best other backend",
         f"- real traces, simulated H200: **{mean:.2f}x** fcfs's mean time to the first token, **{late:.2f}x** its "
         f"p99, **{longest:.2f}x** its longest wait; on a server, one slice, {seen_mean:.2f}x and {seen_late:.2f}x",
-        f"- within 10 times a lone request's first token and 5 times its gaps, {len(bounded['cases'])} kinds of traffic, "
-        f"simulated H200: **{promised:.0%}** of requests with `--feather-slo`, {alone:.0%} without, {stock:.0%} under "
+        f"- within 10 times a lone request's first token and 5 times its gaps, {len(bounded['cases'])} kinds of "
+        f"traffic, simulated H200: **{promised:.0%}** of requests with `--feather-slo`, {alone:.0%} without, {stock:.0%} under "
         f"SGLang's best; the simulation (no GPU) is {apart[0]:.0%} from servers in throughput",
     ]
     return "\n".join(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from feather_sglang.replay.profiles import list_profiles, load_profile
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace, load_trace
 from feather_sglang.scheduling.admission.gate import BOUND
+from feather_sglang.scheduling.modes.mode_policy import ModePolicy
 from feather_sglang.scheduling.policy_names import SINCE
 from feather_sglang.slo import NAMED
 
@@ -246,6 +248,10 @@ def common_options(args: argparse.Namespace) -> dict[str, Any]:
     """What FEATHER_OPTIONS holds for nearly all policies (``suited``), whether they are compared or trained."""
     if args.feather_pace is not None and not 0 <= args.feather_pace < math.inf:
         raise FeatherError(f"--feather-pace {args.feather_pace:g}: expected seconds, 0 or more")
+    if args.feather_modes is not None:
+        if args.feather_slo is None:
+            raise FeatherError(f"--feather-modes {args.feather_modes}: give --feather-slo, which they are for")
+        ModePolicy.load(args.feather_modes)
     options = {
         "seed": args.seed,
         "chunk_size": args.feather_chunk_size,
@@ -253,7 +259,7 @@ def common_options(args: argparse.Namespace) -> dict[str, Any]:
         "pace": args.feather_pace,
         "tbt": args.feather_tbt,
         "slo": args.feather_slo,
-        "modes": args.feather_modes,
+        "modes": args.feather_modes and os.path.abspath(args.feather_modes),
         "max_wait": args.feather_max_wait,
         "max_overtaking": "inf" if args.feather_max_overtaking == math.inf else args.feather_max_overtaking,
     }

@@ -70,6 +70,12 @@ class TestCommandLine:
             (["--jobs", "1"], "--jobs goes with --engine replay"),
             (["--profile", "rtx6000ada"], "--profile goes with --engine replay"),
             (["--prefill-graphs", "off"], "--prefill-graphs goes with --engine replay"),
+            (["--feather-slo", "ttft=2"], "slo='ttft=2': give both bounds, ttft and tbt"),
+            (["--feather-modes", "m.json"], "--feather-modes m.json: give --feather-slo, which they are for"),
+            (
+                ["--feather-slo", "mooncake", "--feather-modes", "/no/such.json"],
+                "cannot read policy file /no/such.json",
+            ),
             (["--feather-pace", "-1"], "--feather-pace -1: expected seconds, 0 or more"),
             (["--feather-pace", "inf"], "--feather-pace inf: expected seconds, 0 or more"),
             (["--policies", "fcfs,fifo"], "unknown ['fifo']"),
