@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs" / "generator
 
 import perf_kernel
 import perf_models
+import perf_promise
 import perf_replay
 import perf_servers
 import performance
@@ -224,6 +225,11 @@ def files() -> dict[str, Any]:
         "server": [{"policy": name, **figures} for name in ("fcfs", "feather")],
         "replay": {name: figures for name in ("fcfs", "feather")},
     }  # fmt: skip
+    facts = {name: 0 if name == "seed" else name for name in perf_promise.SAME}
+    bounded = {**figures, "tbt_p99_ms": 20.0, "slo_share": 0.5, "goodput": 1.0}
+    served = {name: bounded for name in perf_promise.SHOWN if name != perf_promise.PROMISE}
+    made[perf_promise.SUITE] = {**facts, "cases": {"a": {"policies": served}, "b": {"policies": served}}}
+    made[perf_promise.MODES] = {**facts, "cases": {name: {"learnt": {**bounded, "slo_share": 0.8}} for name in "ab"}}
     made[perf_replay.TAIL] = {"a": {"rate_scale": 1.0, "fcfs": figures, "hrrn": figures, "feather": figures}}
     return json.loads(json.dumps(made))  # nothing in it is the same object twice
 
@@ -285,6 +291,18 @@ def test_a_losing_policy_is_shown(files: dict[str, Any], tmp_path: Path) -> None
     assert rows_with(page, "W3", "p99", "|400.000|4.000|100.00|")
 
 
+def test_what_a_promise_brings_stands_beside_the_policies(files: dict[str, Any], tmp_path: Path) -> None:
+    for name, share, rate in (("a", 0.9, 55.0), ("b", 0.7, 220.0)):
+        files[perf_promise.MODES]["cases"][name]["learnt"] |= {"slo_share": share, "output_tok_s": rate}
+    files[perf_promise.SUITE]["cases"]["a"]["policies"]["hrrn"]["slo_share"] = 0.6
+    folder = written(files, tmp_path)
+    page = performance.page(folder)
+    assert rows_with(page, "|`--feather-slo`|1.00x|", "|80%|") and rows_with(page, "|hrrn|", "|55%|")
+    assert "**80%** of requests with `--feather-slo`, 50% without, 55% under SGLang's best" in performance.readme_block(
+        folder
+    )
+
+
 def test_a_replay_that_is_far_off_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
     files[perf_replay.REPLAYS]["runs"][0]["replay"] = {
         "output_tok_s": 500.0, "ttft_mean": 2.0, "ttft_p99": 4.0, "e2e_mean": 8.0}  # fmt: skip
@@ -309,6 +327,9 @@ def test_a_replay_that_is_far_off_is_shown(files: dict[str, Any], tmp_path: Path
         ("replays.json", lambda content: content["runs"].pop(0), "W1 pat fcfs"),
         ("tail_h200.json", lambda content: content["replay"].clear(), "replay.fcfs"),
         ("tail.json", lambda content: content["a"].pop("hrrn"), "hrrn"),
+        ("modes.json", lambda content: content["cases"].pop("a"), "cases are not those of suite.json"),
+        ("modes.json", lambda content: content["cases"]["b"].pop("learnt"), "modes.json, b: no learnt"),
+        ("modes.json", lambda content: content.update(slo="ttft=9"), "slo is 'ttft=9', suite.json has 'slo'"),
     ],
 )
 def test_what_is_missing_is_said_in_one_line(

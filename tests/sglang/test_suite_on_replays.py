@@ -45,6 +45,20 @@ def test_a_suite_of_two_cases(tmp_path, monkeypatch, capsys):
     assert {file for file in lost.parent.iterdir() if file.stat().st_mtime_ns != before[file]} == {lost}
 
 
+CROWD = Case("crowd", "small ones", partial(traffic.agents, 25, 3.0), short=100)
+
+
+def test_who_is_told_of_the_bounds_serves_more_within_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(cases, "CASES", (CROWD,))
+    out = tmp_path / "out"
+    assert main(["suite", "--short", "--policies", "feather,feather+slo", "--out", str(out)]) == 0
+    policies = json.loads((out / "suite.json").read_text())["cases"]["crowd"]["policies"]
+    told, untold = policies["feather+slo"], policies["feather"]
+    assert told["slo_share"] > untold["slo_share"] + 0.2
+    assert told["output_tok_s"] > 0.95 * untold["output_tok_s"]
+    assert told["modes"] and "modes" not in untold
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "feather"])
 def test_a_conversation_finds_its_answers_in_the_cache(tmp_path, policy):
     """Three turns of one user: each prompt is the one before, its answer and 64 tokens more, ten seconds later."""
