@@ -93,11 +93,11 @@ void launch(feather::Params<T> const& params, int device, cudaStream_t stream) {
 feather::Params<T> make_params(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse,
                                TensorView part_out, TensorView part_stats, TensorView counters, TensorView plan,
                                TensorView seq_lens, TensorView table, int64_t page_bits, double sm_scale,
-                               double soft_cap, Optional<TensorView> sinks, int64_t flags) {
+                               double soft_cap, Optional<TensorView> sinks, double v_scale, int64_t flags) {
   feather::Params<T> params{};
   params.q = static_cast<T const*>(q.data_ptr());
-  params.k = static_cast<T const*>(k.data_ptr());
-  params.v = static_cast<T const*>(v.data_ptr());
+  params.k = static_cast<feather::KvValue<T> const*>(k.data_ptr());
+  params.v = static_cast<feather::KvValue<T> const*>(v.data_ptr());
   params.out = static_cast<T*>(out.data_ptr());
   params.lse = lse.has_value() ? static_cast<float*>(lse.value().data_ptr()) : nullptr;
   params.part_out = static_cast<uint16_t*>(part_out.data_ptr());
@@ -109,8 +109,8 @@ feather::Params<T> make_params(TensorView q, TensorView k, TensorView v, TensorV
   params.entry_bytes = table.dtype().bits / 8;
   params.q_stride = q.stride(0);
   params.out_stride = out.stride(0);
-  params.k_slot_bytes = k.stride(0) * sizeof(T);
-  params.v_slot_bytes = v.stride(0) * sizeof(T);
+  params.k_slot_bytes = k.stride(0) * feather::kKvBytes;
+  params.v_slot_bytes = v.stride(0) * feather::kKvBytes;
   params.q_heads = q.size(1);
   params.kv_heads = k.size(1);
   params.group = params.q_heads / params.kv_heads;
@@ -123,6 +123,9 @@ feather::Params<T> make_params(TensorView q, TensorView k, TensorView v, TensorV
   params.scale_log2 = sm_scale * log2e;
   params.soft_cap_log2 = soft_cap * log2e;
   params.soft_cap_scale = soft_cap > 0 ? sm_scale / soft_cap : 0;
+#if FEATHER_KV_FP8
+  params.v_scale = v_scale;
+#endif
 #if FEATHER_SINKS
   params.sinks = sinks.value().data_ptr();
   params.wide_sinks = sinks.value().dtype().bits == 32;
@@ -138,10 +141,10 @@ cudaStream_t stream_of(TensorView tensor) {
 // flags: 1 = L2 prefetch, 2 = portable path; queues: a bit per tile shape.
 void forward(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, TensorView part_out,
              TensorView part_stats, TensorView counters, TensorView plan, TensorView seq_lens, TensorView table,
-             int64_t page_bits, double sm_scale, double soft_cap, Optional<TensorView> sinks, int64_t flags,
-             int64_t queues) {
+             int64_t page_bits, double sm_scale, double soft_cap, Optional<TensorView> sinks, double v_scale,
+             int64_t flags, int64_t queues) {
   auto params = make_params(q, k, v, out, lse, part_out, part_stats, counters, plan, seq_lens, table, page_bits,
-                            sm_scale, soft_cap, sinks, flags);
+                            sm_scale, soft_cap, sinks, v_scale, flags);
   params.queues = queues;
   int const device = q.device().device_id;
 #if FEATHER_HOPPER
@@ -152,9 +155,10 @@ void forward(TensorView q, TensorView k, TensorView v, TensorView out, Optional<
 
 void merge(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, TensorView part_out,
            TensorView part_stats, TensorView counters, TensorView plan, TensorView seq_lens, TensorView table,
-           int64_t page_bits, double sm_scale, double soft_cap, Optional<TensorView> sinks, int64_t flags) {
+           int64_t page_bits, double sm_scale, double soft_cap, Optional<TensorView> sinks, double v_scale,
+           int64_t flags) {
   auto const params = make_params(q, k, v, out, lse, part_out, part_stats, counters, plan, seq_lens, table, page_bits,
-                                  sm_scale, soft_cap, sinks, flags);
+                                  sm_scale, soft_cap, sinks, v_scale, flags);
   int64_t const rows = q.size(0) * q.size(1);
   int const sms = multiprocessors(q.device().device_id);
   int const ctas = std::max<int64_t>(1, std::min<int64_t>((rows + 3) / 4, 16 * sms));

@@ -16,7 +16,15 @@
 #define FEATHER_HOPPER_128 64
 #endif
 
+// Whether the cache has e4m3 instead of 16 bits. The planner and the memory probe do not ask.
+#ifndef FEATHER_KV_FP8
+#define FEATHER_KV_FP8 0
+#endif
+
 namespace feather {
+
+constexpr bool kFp8 = FEATHER_KV_FP8;
+constexpr int kKvBytes = kFp8 ? 1 : 2;  // of a value in the cache
 
 constexpr int kWarp = 32;         // lanes
 constexpr int32_t kWarpRows = 16;  // the most that a tile of single warps holds: a fragment of mma.sync
@@ -36,6 +44,10 @@ struct PortableTraits {
   static constexpr int kTokens64 = FEATHER_PORTABLE_64, kTokens32 = FEATHER_PORTABLE_32;  // n, by m
 };
 
+// Stages of 8 bits that travel ahead of those that are widened, on the Hopper path.
+template <int kHeadDim>
+inline constexpr int kWideningDepth = kHeadDim == 64 ? 4 : 2;
+
 // Warpgroups that compute, and one that copies for them (sm_90a). At head_dim 256 two warpgroups' results do not fit
 // into registers.
 template <int kHeadDim_>
@@ -43,8 +55,14 @@ struct HopperTraits {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kGroups = kHeadDim <= 128 ? 2 : 1;
   static constexpr int kThreads = 128 * (kGroups + 1), kComputing = 128 * kGroups, kMinCtas = 1;
-  static constexpr int kRingTokens = kHeadDim == 64 ? 384 : kHeadDim == 128 ? 192 : 128;   // of a group
-  static constexpr int kTokens128 = FEATHER_HOPPER_128, kTokens64 = FEATHER_HOPPER_64;     // n, by m
+  static constexpr int kRingTokens = kHeadDim == 64 ? 384 : kHeadDim == 128 ? 192 : kFp8 ? 192 : 128;  // of a group
+  static constexpr int kTokens128 = FEATHER_HOPPER_128, kTokens64 = FEATHER_HOPPER_64;                // n, by m
+  // Of a ring that so many groups share. Stages in 8 bits, half as large, leave room for fewer; of more than four there
+  // is no room for what must be known of each.
+  static constexpr int stages(int tokens, int groups) {
+    int const all = groups * kRingTokens / tokens, fewer = all - kWideningDepth<kHeadDim> / 2;
+    return !kFp8 ? all : fewer < 4 ? fewer : 4;
+  }
   // Registers of a thread at launch, and then: as many as the copying warps give up, the computing ones get. Beside one
   // group alone, every thread has as many as it can use from the start.
   static constexpr bool kLends = kGroups == 2;

@@ -1,6 +1,7 @@
 // Rows of the cache on their way into shared memory: 16 bytes a lane, into a swizzled tile.
 #pragma once
 #include "common/barrier.cuh"
+#include "common/kv_type.cuh"
 #include "common/warp.cuh"
 
 namespace feather {
@@ -30,10 +31,10 @@ __device__ __forceinline__ void prefetch_row(void const* from) {
 // Where a row's elements lie in a tile: the 128-byte swizzle that wgmma reads, which keeps ldmatrix free of bank
 // conflicts too. Blocks of 64 columns, 16-byte chunks permuted in each row. Rows padded apart instead would straddle
 // the lines that memory delivers, and cp.async would write each line in two. It is cute::Swizzle<3, 3, 3> of the
-// element in its block; written so, the machine code differs.
-template <int kHeadDim, int kRows>
+// element in its block; written so, the machine code differs. Elements have 16 bits; two values of 8 bits are one.
+template <int kColumns, int kRows>
 struct SwizzledRows {
-  static constexpr int kElements = kRows * kHeadDim;
+  static constexpr int kElements = kRows * kColumns;
   static __device__ __forceinline__ int at(int row, int column) {
     return column / 64 * (kRows * 64) + row * 64 + ((column % 64) ^ (row % 8 * 8));
   }
@@ -48,12 +49,23 @@ struct SwizzledRows {
   }
 };
 
+// Rows of 64 bytes, two to a line.
+template <int kRows>
+struct SwizzledRows<32, kRows> {
+  static constexpr int kElements = kRows * 32;
+  static __device__ __forceinline__ int at(int row, int column) { return row * 32 + (column ^ (row / 2 % 4 * 8)); }
+  static __device__ __forceinline__ uint32_t right(uint32_t address, int k) { return address ^ (k * 32); }
+  static __device__ __forceinline__ uint32_t down(uint32_t address, int rows) {
+    return (address ^ (rows / 2 % 4 * 16)) + rows * 64;
+  }
+};
+
 // How a warp copies rows of the cache, 16 bytes a lane: kWidth bytes of several rows at once, then the next of the same
 // rows, so that a row's address serves for all of them. The lanes that share a row know the slots of those they copy.
-template <int kRowBytes, int kWidth = 128>
+template <int kRowBytes, int kWidth = kRowBytes < 128 ? kRowBytes : 128>
 struct RowCopy {
   static constexpr int kLanes = kWidth / 16, kRowsAtOnce = kWarp / kLanes, kTimes = kRowBytes / kWidth;
-  static_assert(kRowBytes % kWidth == 0 && kWidth % 128 == 0, "as tiles have them, see SwizzledRows");
+  static_assert(kRowBytes % kWidth == 0 && (kWidth % 128 == 0 || kWidth == 64), "as SwizzledRows has them");
 
   // Of up to kWarp rows, the one whose slot this lane knows. Lanes that share a row copy in turn those that they know.
   template <int kRows>

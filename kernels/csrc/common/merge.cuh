@@ -6,6 +6,17 @@
 
 namespace feather {
 
+// What a row's result over all of its tokens is multiplied with in the end; its log-sum-exp, base 2, takes a sink in.
+template <typename T>
+__device__ __forceinline__ float final_scale(Params<T> const& params, int head, float& lse) {
+  float const share = apply_sink(params, head, lse);
+#if FEATHER_KV_FP8
+  return share * params.v_scale;
+#else
+  return share;
+#endif
+}
+
 // A warp's rows are one request's last part: wait for its other parts and take them in; out and lse become the
 // request's. Stats are read by nobody else and left as the next run expects them.
 template <int kHeadDim, class Layout, typename T, class Out>
@@ -143,15 +154,15 @@ __device__ __forceinline__ PendingPublish epilogue(Params<T> const& params, Out&
     if (Layout::leads()) pending.at[i] = at;
     pending.lse[i] = lse[i];
   }
-#if FEATHER_SINKS
+#if FEATHER_SINKS || FEATHER_KV_FP8
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (!final[i]) continue;
-    float const share = apply_sink(params, rows[i].head, lse[i]);
+    float const scale = final_scale(params, rows[i].head, lse[i]);
 #pragma unroll
     for (int c = 0; c < Layout::kChunks; ++c) {
 #pragma unroll
-      for (int e = 0; e < kPartChunk; ++e) Layout::value(out, i, c, e) *= share;
+      for (int e = 0; e < kPartChunk; ++e) Layout::value(out, i, c, e) *= scale;
     }
   }
 #endif
@@ -229,9 +240,9 @@ __device__ __forceinline__ void merge_row(Params<T> const& params, int request, 
       }
     }
   }
-#if FEATHER_SINKS
+#if FEATHER_SINKS || FEATHER_KV_FP8
   float lse = total.lse();
-  float const inverse = total.inverse() * apply_sink(params, head, lse);
+  float const inverse = total.inverse() * final_scale(params, head, lse);
 #else
   float const inverse = total.inverse();
 #endif
@@ -242,9 +253,9 @@ __device__ __forceinline__ void merge_row(Params<T> const& params, int request, 
     if (!has_columns) continue;
     int const first_column = 64 * (lane / 16 + 2 * c) + 32 * (lane % 2) + place;
 #pragma unroll
-    for (int e = 0; e < kOwn; ++e) to[first_column + 8 * e] = T(sum[c][e] * inverse);
+    for (int e = 0; e < kOwn; ++e) to[column_of(first_column + 8 * e)] = T(sum[c][e] * inverse);
   }
-#if FEATHER_SINKS
+#if FEATHER_SINKS || FEATHER_KV_FP8
   if (params.lse && lane == 0) params.lse[int64_t(request) * params.q_heads + head] = lse * kLn2;
 #else
   if (params.lse && lane == 0) params.lse[int64_t(request) * params.q_heads + head] = total.lse() * kLn2;

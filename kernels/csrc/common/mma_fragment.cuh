@@ -34,12 +34,33 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&a)[4]) 
   }
 }
 
-// Two neighbours in the operands' type.
+// Two neighbours in 16 bits.
 template <typename T>
 __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   cutlass::NumericArrayConverter<T, float, 2> convert;
   cutlass::Array<T, 2> const pair = convert(cutlass::Array<float, 2>{low, high});
   return reinterpret_cast<uint32_t const&>(pair);
+}
+
+// Two bfloat16 in the operands' type.
+template <typename T>
+__device__ __forceinline__ uint32_t to_operand(uint32_t pair) {
+  static_assert(std::is_same_v<T, cutlass::bfloat16_t>);
+  return pack_pair<Operand<T>>(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
+// Pairs of even columns and of odd ones, as four neighbours (`column_of`).
+template <typename T>
+__device__ __forceinline__ void store_interleaved(T* to, uint32_t even, uint32_t odd) {
+  *reinterpret_cast<uint2*>(to) = make_uint2(__byte_perm(even, odd, 0x5410), __byte_perm(even, odd, 0x7632));
+}
+
+// And back: four neighbours of a query row as operands.
+template <typename T>
+__device__ __forceinline__ void load_interleaved(T const* from, uint32_t& even, uint32_t& odd) {
+  uint2 pairs = *reinterpret_cast<uint2 const*>(from);
+  if constexpr (!std::is_same_v<T, Operand<T>>) pairs = make_uint2(to_operand<T>(pairs.x), to_operand<T>(pairs.y));
+  even = __byte_perm(pairs.x, pairs.y, 0x5410), odd = __byte_perm(pairs.x, pairs.y, 0x7632);
 }
 
 // The scores' probabilities in the operands' type.
@@ -69,10 +90,20 @@ struct WideLayout {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (rows[i].request < 0 || rows[i].part >= 0) continue;
-      T* const to = params.out + rows[i].request * params.out_stride + rows[i].head * kHeadDim + 2 * (threadIdx.x % 4);
+      T* const row = params.out + rows[i].request * params.out_stride + rows[i].head * kHeadDim;
+      if constexpr (kFp8) {
+        T* const to = row + 4 * (threadIdx.x % 4);
 #pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) {
-        *reinterpret_cast<uint32_t*>(to + 8 * j) = pack_pair<T>(out(4 * j + 2 * i), out(4 * j + 2 * i + 1));
+        for (int j = 0; j < kHeadDim / 8; j += 2) {
+          uint32_t const even = pack_pair<T>(out(4 * j + 2 * i), out(4 * j + 2 * i + 1));
+          store_interleaved(to + 8 * j, even, pack_pair<T>(out(4 * j + 2 * i + 4), out(4 * j + 2 * i + 5)));
+        }
+      } else {
+        T* const to = row + 2 * (threadIdx.x % 4);
+#pragma unroll
+        for (int j = 0; j < kHeadDim / 8; ++j) {
+          *reinterpret_cast<uint32_t*>(to + 8 * j) = pack_pair<T>(out(4 * j + 2 * i), out(4 * j + 2 * i + 1));
+        }
       }
     }
   }
@@ -82,6 +113,17 @@ struct WideLayout {
 template <int kHeadDim, typename T, class Fragment>
 __device__ __forceinline__ void load_queries(Fragment& q, T const* const (&rows)[2]) {
   auto words = recast<uint32_t>(q);
+  if constexpr (kFp8) {
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        words(k * 4 + i) = words(k * 4 + i + 2) = 0u;
+        if (rows[i]) load_interleaved(rows[i] + k * 16 + 4 * (threadIdx.x % 4), words(k * 4 + i), words(k * 4 + i + 2));
+      }
+    }
+    return;
+  }
   int const column = 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {

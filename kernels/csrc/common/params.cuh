@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "common/kv_type.cuh"
 #include "common/plan_buffer.h"
 
 namespace feather {
@@ -23,8 +24,8 @@ struct PartialStats;
 template <typename T>
 struct Params {
   T const* q;  // (requests, q_heads, head_dim)
-  T const* k;  // (slots, kv_heads, head_dim)
-  T const* v;
+  KvValue<T> const* k;  // (slots, kv_heads, head_dim)
+  KvValue<T> const* v;
   T* out;                // (requests, q_heads, head_dim)
   float* lse;            // (requests, q_heads), natural logarithm, or null
   uint16_t* part_out;    // (parts, q_heads, head_dim): normalised, quantized; columns as part_chunk has them
@@ -44,6 +45,9 @@ struct Params {
   float scale_log2;       // softmax scale times log2(e)
   float soft_cap_log2;    // logit soft cap times log2(e); 0 = none
   float soft_cap_scale;   // softmax scale over the cap
+#if FEATHER_KV_FP8
+  float v_scale;  // what values of the cache stand for times; that of keys is in the scales above
+#endif
 #if FEATHER_SINKS
   void const* sinks;  // (q_heads): a logit a head, natural logarithm
   bool wide_sinks;    // as float32, not as T

@@ -12,16 +12,16 @@ namespace feather {
 // kWarps consumers; kBlock: tokens a consumer touches at once.
 template <typename T, int kHeadDim, int kWarps, int kTokens, int kStages, int kBlock>
 struct KvStream {
-  using Rows = SwizzledRows<kHeadDim, kTokens>;
+  using Rows = SwizzledRows<kv_places(kHeadDim), kTokens>;
   static constexpr int kMemberWords = kMemberSize * 16 * kWarps;  // a row needs no more than a member
   static constexpr int kTile = Rows::kElements;
   static constexpr int kStageElements = 2 * kTile;  // K, then V
-  static constexpr int kRowBytes = kHeadDim * int(sizeof(T));
+  static constexpr int kRowBytes = kHeadDim * kKvBytes;
   using Copy = RowCopy<kRowBytes>;
   static constexpr int kPerLane = kTokens > kWarp ? kTokens / kWarp : 1;  // tokens whose slot a lane knows
 
   Params<T> const& params;
-  T* ring;          // (kStages, K and V, kTokens, head_dim), swizzled
+  T* ring;          // (kStages, K and V, kTokens, head_dim), swizzled; two values of 8 bits are one of T
   uint64_t* full;   // kStages
   uint64_t* empty;  // kStages
   StageInfo* info;  // kStages

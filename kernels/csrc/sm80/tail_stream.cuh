@@ -1,5 +1,7 @@
 // The KV and the parts of a warp's tails, on their way through its ring of slots.
 #pragma once
+#include <algorithm>
+
 #include "common/queue.cuh"
 #include "sm80/tail_tile.cuh"
 
@@ -10,26 +12,28 @@ struct TailUnit {
   int tokens, head, request, part;
   int n_parts;  // to be taken in
 };
-constexpr int kTailUnits = 8;  // more than a ring has slots: as many as it can run ahead, and the one at hand
+// More than a ring has slots: as many as it can run ahead, and the one at hand.
+constexpr int kTailUnits = kFp8 ? 13 : 8;
 
 // What a warp's units need, on its way through a ring of slots: 16 tokens' K of one KV head or two, their V, and so on;
-// then, if the unit closes its request, the parts to be taken in, twice as many a slot as heads. Copies are counted by
+// then, if the unit closes its request, the parts to be taken in, as many a slot as fit in. Copies are counted by
 // cp.async groups, one a slot, as nobody but the warp itself waits for them.
 template <typename T, int kHeadDim, int kHeads>
 struct TailStream {
   using Tile = TailTile<T, kHeadDim, kHeads>;
   using Rows = typename Tile::Rows;
   static constexpr int kHeadElements = Tile::kHeadElements;
-  static constexpr int kPartElements = Tile::kHeadElements / 2, kParts = 2 * kHeads;  // to a slot
-  static constexpr int kStatsElements = kParts * 8 * sizeof(PartialStats) / sizeof(T);  // behind them
-  static_assert(kStatsElements * sizeof(T) % 128 == 0, "lines stay whole");
+  static constexpr int kPartElements = Tile::kPartElements, kParts = Tile::kParts * kHeads;  // to a slot
+  // Behind them, in whole lines.
+  static constexpr int kStatsElements = std::max<int>(kParts * 8 * sizeof(PartialStats), 128) / sizeof(T);
+  static_assert(kStatsElements * sizeof(T) % 128 == 0 && 4 % kParts == 0);
   // A ring has one of two lengths: kSlots, or half as many more.
-  static constexpr int kSlots = (kHeadDim <= 128 ? 4 : 2) / kHeads, kMostSlots = kSlots * 3 / 2;
+  static constexpr int kSlots = (kHeadDim <= 128 ? 4 : 2) * (2 / kKvBytes) / kHeads, kMostSlots = kSlots * 3 / 2;
   static constexpr int kSlotElements = kHeads * kHeadElements + kStatsElements;
   static constexpr int kSlotBytes = kSlotElements * int(sizeof(T)), kRingBytes = kSlots * kSlotBytes;
   // Two heads' rows lie side by side: whole rows at once keep them together.
-  static constexpr int kRowBytes = kHeadDim * int(sizeof(T));
-  using Copy = RowCopy<kRowBytes, kHeads == 1 || kRowBytes < 256 ? 128 : 256>;
+  static constexpr int kRowBytes = kHeadDim * kKvBytes;
+  using Copy = RowCopy<kRowBytes, kRowBytes < 128 ? kRowBytes : kHeads == 1 || kRowBytes < 256 ? 128 : 256>;
   static_assert(kMostSlots < kTailUnits);
 
   Params<T> const& params;
@@ -122,7 +126,7 @@ struct TailStream {
     block = 0;
     blocks = (stop - pos + 15) / 16;
     int const head = next_work * kHeads - tail_item(params, kHeads, next_work) * params.kv_heads;
-    column = head * kHeadDim * int(sizeof(T));
+    column = head * kRowBytes;
     part = 0;
     n_parts = word(kItemParts);
     part_row = word(kItemFirstPart) * params.q_heads + head * params.group;
@@ -164,7 +168,8 @@ struct TailStream {
     char const* const from = reinterpret_cast<char const*>(v_next ? params.v : params.k) + column + Copy::byte();
     int const slot_bytes = v_next ? params.v_slot_bytes : params.k_slot_bytes;
     uint32_t const to = slot_address() + Rows::at(Copy::row(), Copy::byte() / int(sizeof(T))) * int(sizeof(T));
-    constexpr int kRounds = 16 / Copy::kRowsAtOnce, kBatch = 4;  // addresses first, so that no copy waits for its own
+    // Addresses first, so that no copy waits for its own.
+    constexpr int kRounds = 16 / Copy::kRowsAtOnce, kBatch = kRounds < 4 ? kRounds : 4;
 #pragma unroll
     for (int first = 0; first < kRounds; first += kBatch) {
       char const* rows[kBatch];
@@ -196,8 +201,8 @@ struct TailStream {
     char const* const k_row = reinterpret_cast<char const*>(params.k) + slot * params.k_slot_bytes + column;
     char const* const v_row = reinterpret_cast<char const*>(params.v) + slot * params.v_slot_bytes + column;
     for (int head = 0; head < kHeads; ++head) {
-      prefetch_row<kHeadDim * sizeof(T)>(k_row + head * kHeadDim * sizeof(T));
-      prefetch_row<kHeadDim * sizeof(T)>(v_row + head * kHeadDim * sizeof(T));
+      prefetch_row<kRowBytes>(k_row + head * kRowBytes);
+      prefetch_row<kRowBytes>(v_row + head * kRowBytes);
     }
   }
 

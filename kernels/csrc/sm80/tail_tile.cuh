@@ -19,10 +19,13 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
 // are consecutive query heads of one request: those of one KV head, or of two.
 template <typename T, int kHeadDim, int kHeads>
 struct TailTile {
-  using Op = typename MmaOp<T>::type;
-  using Rows = SwizzledRows<kHeadDim, 16>;
+  using Value = Operand<T>;
+  using Op = typename MmaOp<Value>::type;
+  using Rows = SwizzledRows<kv_places(kHeadDim), 16>;
   static constexpr int kHeadElements = Rows::kElements, kHeadBytes = kHeadElements * int(sizeof(T));  // in a slot
-  static_assert(16 * kHeadDim * sizeof(uint16_t) == kHeadElements * sizeof(T), "two parts take a head's place");
+  // Two parts take a head's place, or one where values have 8 bits.
+  static constexpr int kPartElements = 8 * kHeadDim, kParts = kHeadElements / kPartElements;
+  static_assert(sizeof(T) == sizeof(uint16_t) && kParts * kPartElements == kHeadElements);
 
   // Where a part's value is in its place: rows side by side, chunks permuted against bank conflicts.
   static __device__ __forceinline__ int part_at(int row, int column) {
@@ -46,11 +49,22 @@ struct TailTile {
       unsigned const even = __ballot_sync(~0u, rows[0].request >= 0), odd = __ballot_sync(~0u, rows[1].request >= 0);
       int const row = lane / 4;
       bool const real = ((row % 2 ? odd : even) >> (row / 2)) & 1;
-      T* const to = params.out + request * params.out_stride + (first_head + row) * kHeadDim + 2 * (lane % 4);
+      T* const row_to = params.out + request * params.out_stride + (first_head + row) * kHeadDim;
+      if constexpr (kFp8) {
+        T* const to = row_to + 4 * (lane % 4);
 #pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) {
-        uint32_t const pair = transpose_8x8(pack_pair<T>(out[2 * j], out[2 * j + 1]));
-        if (real) *reinterpret_cast<uint32_t*>(to + 8 * j) = pair;
+        for (int j = 0; j < kHeadDim / 8; j += 2) {
+          uint32_t const even_columns = transpose_8x8(pack_pair<T>(out[2 * j], out[2 * j + 1]));
+          uint32_t const odd_columns = transpose_8x8(pack_pair<T>(out[2 * j + 2], out[2 * j + 3]));
+          if (real) store_interleaved(to + 8 * j, even_columns, odd_columns);
+        }
+      } else {
+        T* const to = row_to + 2 * (lane % 4);
+#pragma unroll
+        for (int j = 0; j < kHeadDim / 8; ++j) {
+          uint32_t const pair = transpose_8x8(pack_pair<T>(out[2 * j], out[2 * j + 1]));
+          if (real) *reinterpret_cast<uint32_t*>(to + 8 * j) = pair;
+        }
       }
     }
   };
@@ -63,6 +77,14 @@ struct TailTile {
 
   // Read a unit's queries, once the last unit's scores are there; `row` points at query row lane / 4 (null: padding).
   __device__ void fetch(T const* row) {
+    if constexpr (kFp8) {
+#pragma unroll
+      for (int k = 0; k < kHeadDim / 16; ++k) {
+        q[k][0] = q[k][1] = 0u;
+        if (row) load_interleaved(row + 16 * k + 4 * (threadIdx.x % 4), q[k][0], q[k][1]);
+      }
+      return;
+    }
     int const column = 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
@@ -87,12 +109,24 @@ struct TailTile {
 #pragma unroll
     for (int head = 0; head < kHeads; ++head) {
       float even[4] = {}, odd[4] = {};  // two chains, so that the latencies overlap
+      if constexpr (kFp8) {
 #pragma unroll
-      for (int k = 0; k < kHeadDim / 16; ++k) {
-        uint32_t a[4];
-        ldmatrix_x4<false>(Rows::right(k_row, k) + head * kHeadBytes, a);
-        float(&c)[4] = k % 2 ? odd : even;
-        Op::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], q[k][0], q[k][1], c[0], c[1], c[2], c[3]);
+        for (int k = 0; k < kHeadDim / 32; ++k) {
+          uint32_t x[4], a[2][4];  // 32 columns as two k16 steps
+          ldmatrix_x4<false>(Rows::right(k_row, k) + head * kHeadBytes, x);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) widen(x[i], a[i / 2][i % 2], a[i / 2][i % 2 + 2]);
+          multiply(even, a[0], q[2 * k]);
+          multiply(odd, a[1], q[2 * k + 1]);
+        }
+      } else {
+#pragma unroll
+        for (int k = 0; k < kHeadDim / 16; ++k) {
+          uint32_t a[4];
+          ldmatrix_x4<false>(Rows::right(k_row, k) + head * kHeadBytes, a);
+          float(&c)[4] = k % 2 ? odd : even;
+          multiply(c, a, q[k]);
+        }
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -131,7 +165,7 @@ struct TailTile {
       s[i] = exp2f(fmaf(s[i], scale, minus));
       row_sum[i % 2] += s[i];
     }
-    p[0] = transpose_8x8(pack_pair<T>(s[0], s[1])), p[1] = transpose_8x8(pack_pair<T>(s[2], s[3]));
+    p[0] = transpose_8x8(pack_pair<Value>(s[0], s[1])), p[1] = transpose_8x8(pack_pair<Value>(s[2], s[3]));
   }
 
   // out += probabilities * V.
@@ -142,15 +176,31 @@ struct TailTile {
 #pragma unroll
     for (int head = 0; head < kHeads; ++head) {
       bool const mine = head == own;
-      uint32_t const p0 = mine ? p[0] : 0u, p1 = mine ? p[1] : 0u;
+      uint32_t const b[2] = {mine ? p[0] : 0u, mine ? p[1] : 0u};
+      if constexpr (kFp8) {
 #pragma unroll
-      for (int d = 0; d < kHeadDim / 16; ++d) {
-        uint32_t a[4];
-        ldmatrix_x4<true>(Rows::right(v_row, d) + head * kHeadBytes, a);
-        float* const c = out + 4 * d;
-        Op::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], p0, p1, c[0], c[1], c[2], c[3]);
+        for (int d = 0; d < kHeadDim / 32; ++d) {
+          uint32_t x[4], a[2][4];  // the first 16 of 32 columns, and the others; even ones first
+          ldmatrix_x4<true>(Rows::right(v_row, d) + head * kHeadBytes, x);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) widen(x[i], a[i % 2][i / 2 * 2], a[i % 2][i / 2 * 2 + 1]);
+          multiply(out + 8 * d, a[0], b);
+          multiply(out + 8 * d + 4, a[1], b);
+        }
+      } else {
+#pragma unroll
+        for (int d = 0; d < kHeadDim / 16; ++d) {
+          uint32_t a[4];
+          ldmatrix_x4<true>(Rows::right(v_row, d) + head * kHeadBytes, a);
+          multiply(out + 4 * d, a, b);
+        }
       }
     }
+  }
+
+  // c (16 x 8) += a times b.
+  static __device__ __forceinline__ void multiply(float* c, uint32_t const (&a)[4], uint32_t const (&b)[2]) {
+    Op::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3]);
   }
 
   // Combine with a part of the same request: its n_rows rows (see part_at), and their stats. What lies in other rows'

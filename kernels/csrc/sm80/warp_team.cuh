@@ -10,7 +10,7 @@ namespace feather {
 template <typename T, int kHeadDim, int kWarps_, int kTokens_, int kRingBytesPerWarp>
 struct WarpTeam {
   static constexpr int kWarps = kWarps_, kTokens = kTokens_, kBlock = 16;
-  using Rows = SwizzledRows<kHeadDim, kTokens>;
+  using Rows = SwizzledRows<kv_places(kHeadDim), kTokens>;
   static constexpr int kRingBytes = kWarps * kRingBytesPerWarp;
   static constexpr int kStages = kRingBytes / (2 * Rows::kElements * int(sizeof(T)));
   static_assert(kStages >= 2, "a ring needs two stages");

@@ -19,11 +19,14 @@ struct HopperForward {
   static constexpr int kHeadDim = Traits::kHeadDim, kGroups = Traits::kGroups, kRingTokens = Traits::kRingTokens;
   static constexpr int kThreads = Traits::kThreads, kComputing = Traits::kComputing;
   static constexpr bool kHasWide = kGroups == 2;
-  using Wide = WarpgroupTeam<T, kHeadDim, kGroups, Traits::kTokens128, kGroups * kRingTokens / Traits::kTokens128>;
-  using Group = WarpgroupTeam<T, kHeadDim, 1, Traits::kTokens64, kRingTokens / Traits::kTokens64>;
+  using Wide = WarpgroupTeam<T, kHeadDim, kGroups, Traits::kTokens128, Traits::stages(Traits::kTokens128, kGroups)>;
+  using Group = WarpgroupTeam<T, kHeadDim, 1, Traits::kTokens64, Traits::stages(Traits::kTokens64, 1)>;
   static constexpr int kTailWarps = Traits::kTailWarps, kFewTailWarps = few_tail_warps(kTailWarps);
   static constexpr int kTailBytes = TailStream<T, kHeadDim, 1>::kRingBytes;
-  static constexpr int kSmallBytes = kSmallStages * 2 * SwizzledRows<kHeadDim, kWarpTokens>::kElements * int(sizeof(T));
+  // Stages of 8 bits are half as large, and there is room for as many as these.
+  static constexpr int kFewStages = kFp8 ? 5 : kSmallStages;
+  static constexpr int kSmallBytes =
+      kFewStages * 2 * SwizzledRows<kv_places(kHeadDim), kWarpTokens>::kElements * int(sizeof(T));
   static constexpr int kGroupBytes =
       (std::max({Group::Pipeline::kBytes, 4 * kSmallBytes, kTailWarps * kTailBytes}) + 1023) / 1024 * 1024;
   using Small = WarpTeam<T, kHeadDim, 1, kWarpTokens, kSmallBytes>;

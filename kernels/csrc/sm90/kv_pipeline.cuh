@@ -8,14 +8,17 @@
 
 namespace feather {
 
-// A ring of (kStages, K and V, kTokens, head_dim), swizzled for wgmma. kGroups warpgroups read it.
+// A ring of (kStages, K and V, kTokens, head_dim) in 16 bits, swizzled for wgmma. kGroups warpgroups read it.
 template <typename T, int kHeadDim_, int kTokens_, int kGroups_, int kStages_>
 struct KvPipeline {
   static constexpr int kHeadDim = kHeadDim_, kTokens = kTokens_, kGroups = kGroups_, kStages = kStages_;
   using Rows = SwizzledRows<kHeadDim, kTokens>;
+  using Value = Operand<T>;
   static constexpr int kTile = Rows::kElements;
   static constexpr int kStageElements = 2 * kTile;  // K, then V
-  static constexpr int kBytes = kStages * kStageElements * int(sizeof(T));
+  // Behind it, values of 8 bits: (kDepth, kTokens, head_dim) of K, and of V (sm90/widening_producer.cuh).
+  static constexpr int kRingBytes = kStages * kStageElements * int(sizeof(T));
+  static constexpr int kBytes = kRingBytes + (kFp8 ? kWideningDepth<kHeadDim> * kStageElements : 0);
   static constexpr int kMemberWords = kMemberSize * kWarpgroupRows * kGroups;  // a row needs no more than a member
   // One warpgroup alone asks its queue for units beyond the first. One of its two copying warps does, and tells the
   // other, which is fewer units behind than are kept.
@@ -23,18 +26,26 @@ struct KvPipeline {
   static constexpr int kUnits = kStages < 7 ? 8 : 16;
   static_assert(!kAsks || kUnits > kStages + 1);
 
+  // Whoever widens tells of a stage before it is free: while two rounds through the ring are told apart, nobody reads
+  // there any more. So a place is a stage and a round.
+  static constexpr int kRounds = kFp8 ? 2 : 1;
+  static __device__ __forceinline__ int stage_of(int place) {
+    return kRounds == 1 || place < kStages ? place : place - kStages;
+  }
+
   struct Control {
     uint64_t full[kStages], empty[kStages], unit_known[kUnits];
     int units[kUnits];
-    StageInfo infos[kStages];  // of a unit, with its first and last stages; tokens are the unit's
-    int members[kStages][kMemberWords];  // request and part of each, with them
+    StageInfo infos[kRounds * kStages];  // of a unit, with its first and last stages; tokens are the unit's
+    int members[kRounds * kStages][kMemberWords];  // request and part of each, with them
   };
   static __device__ void init(Control& control, int thread) {
     if (kAsks && thread < kUnits) barrier_init(control.unit_known + thread, 1);
     // Full: every copying thread, once its copies have landed, and who publishes the stage. Empty: all that compute.
+    constexpr int kPublishers = kFp8 ? 0 : 1;
     for (int i = thread; i < 2 * kStages; i += kWarp) {
       barrier_init(i < kStages ? control.full + i : control.empty + i - kStages,
-                   i < kStages ? 2 * kGroups * kWarp + 1 : 4 * kGroups * kWarp);
+                   i < kStages ? 2 * kGroups * kWarp + kPublishers : 4 * kGroups * kWarp);
     }
   }
 };
@@ -49,7 +60,7 @@ struct KvProducer {
   static constexpr int kAtOnce = kOwn < kWarp ? kOwn : kWarp;  // tokens whose slots the warp looks up together
   static constexpr int kPerLane = kOwn / kAtOnce;              // tokens whose slot a lane knows
   static_assert(kOwn % kAtOnce == 0 && kAtOnce % kBlock == 0);
-  using Copy = RowCopy<kHeadDim * int(sizeof(T))>;
+  using Copy = RowCopy<kHeadDim * kKvBytes>;
   // So many rows' addresses are worked out before a stage is free, and then those rows copied: with both in turn, each
   // copy would wait for its own address.
   static constexpr int kBatch = kAtOnce / Copy::kRowsAtOnce;
@@ -66,7 +77,7 @@ struct KvProducer {
   int unit, words = 0;                // the next unit, and its item
   int asked = 0;                      // how often
 
-  __device__ KvProducer(Params<T> const& params_, Queue const& queue_, T* ring, bool keys_, int copier, int first,
+  __device__ KvProducer(Params<T> const& params_, Queue const& queue_, typename Pipeline::Value* ring, bool keys_, int copier, int first,
                        int stride_)
       : params(params_),
         queue(queue_),
@@ -76,7 +87,7 @@ struct KvProducer {
         cache(reinterpret_cast<char const*>(keys ? params_.k : params_.v) + Copy::byte()),
         slot_bytes(keys ? params_.k_slot_bytes : params_.v_slot_bytes),
         to(smem_address(ring + (keys ? 0 : Pipeline::kTile)) +
-           Pipeline::Rows::at(own_first + Copy::row(), Copy::byte() / int(sizeof(T))) * int(sizeof(T))),
+           Pipeline::Rows::at(own_first + Copy::row(), Copy::byte() / kKvBytes) * int(sizeof(T))),
         stride(stride_),
         unit(first) {
     fetch();
@@ -139,7 +150,7 @@ struct KvProducer {
         }
       }
       int const head = unit - params.kv_heads_div.div(unit) * params.kv_heads;
-      char const* const from = cache + head * kHeadDim * int(sizeof(T));
+      char const* const from = cache + head * kHeadDim * kKvBytes;
       if (!Pipeline::kAsks) advance(control, publishes);
       StageInfo const info{max(0, stop - pos), head << kHeadShift, n_members};
       bool first = true;
@@ -232,24 +243,25 @@ struct KvProducer {
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
       uint64_t const slot = uint32_t(slot_of(params, pages[j], min(pos + token(j), stop - 1)));
-      prefetch_row<kHeadDim * int(sizeof(T))>(row + slot * slot_bytes);
+      prefetch_row<kHeadDim * kKvBytes>(row + slot * slot_bytes);
     }
   }
 };
 
-// A warp that computes: the stages in turn.
+// A warp that computes: the stages in turn, each by its place.
 template <typename T, class Pipeline>
 struct KvConsumer {
+  using Value = typename Pipeline::Value;
   typename Pipeline::Control& control;
-  T* const ring;
+  Value* const ring;
   int stage = 0, parity = 0;
 
-  __device__ KvConsumer(typename Pipeline::Control& control_, T* ring_) : control(control_), ring(ring_) {}
+  __device__ KvConsumer(typename Pipeline::Control& control_, Value* ring_) : control(control_), ring(ring_) {}
 
   // The next stage, once it is there. wgmma may read what cp.async wrote.
   __device__ void wait() const {
-    barrier_wait(control.full + stage, parity);
-    cutlass::arch::fence_view_async_shared();
+    barrier_wait(control.full + Pipeline::stage_of(stage), parity);
+    if (!kFp8) cutlass::arch::fence_view_async_shared();
   }
   // The next unit's first stage; tokens = -1 if there is none.
   __device__ StageInfo open() const {
@@ -258,7 +270,7 @@ struct KvConsumer {
   }
   // The same, or tokens = -1 if it is not there yet.
   __device__ StageInfo peek() const {
-    bool const there = barrier_ready(control.full + stage, parity);
+    bool const there = barrier_ready(control.full + Pipeline::stage_of(stage), parity);
     return __all_sync(~0u, there) ? control.infos[stage] : StageInfo{-1, 0, 0};
   }
   // That of a unit's last stage, which has been waited for.
@@ -266,7 +278,12 @@ struct KvConsumer {
   // Go on to the stage behind; the one at hand is kept until it is released.
   __device__ int take() {
     int const taken = stage;
-    if (++stage == Pipeline::kStages) stage = 0, parity ^= 1;
+    if constexpr (Pipeline::kRounds == 1) {
+      if (++stage == Pipeline::kStages) stage = 0, parity ^= 1;
+    } else {
+      if (++stage == Pipeline::kRounds * Pipeline::kStages) stage = 0;
+      parity = stage >= Pipeline::kStages;
+    }
     return taken;
   }
   // Go past a unit.
@@ -278,10 +295,12 @@ struct KvConsumer {
     } while (tokens > 0);
   }
   __device__ int const* members(int stage) const { return control.members[stage]; }
-  __device__ T const* k_tile(int stage) const { return ring + uniform(stage) * Pipeline::kStageElements; }
-  __device__ T const* v_tile(int stage) const { return k_tile(stage) + Pipeline::kTile; }
+  __device__ Value const* k_tile(int stage) const {
+    return ring + uniform(Pipeline::stage_of(stage)) * Pipeline::kStageElements;
+  }
+  __device__ Value const* v_tile(int stage) const { return k_tile(stage) + Pipeline::kTile; }
   // Every lane says so for itself: racecheck does not see that one which speaks for its warp has heard the others.
-  __device__ void release(int stage) { barrier_arrive(control.empty + stage); }
+  __device__ void release(int stage) { barrier_arrive(control.empty + Pipeline::stage_of(stage)); }
 };
 
 }  // namespace feather

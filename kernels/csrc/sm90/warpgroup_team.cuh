@@ -3,6 +3,7 @@
 #include "common/merge.cuh"
 #include "sm90/kv_pipeline.cuh"
 #include "sm90/warpgroup_tile.cuh"
+#include "sm90/widening_producer.cuh"
 
 namespace feather {
 
@@ -12,12 +13,13 @@ struct WarpgroupTeam {
   using Tile = WarpgroupTile<T, kHeadDim, kTokens>;
   using Pipeline = KvPipeline<T, kHeadDim, kTokens, kGroups, kStages>;
   using Control = typename Pipeline::Control;
+  using Value = typename Pipeline::Value;
+  using Producer = std::conditional_t<kFp8, WideningProducer<T, Pipeline>, KvProducer<T, Pipeline>>;
 
   // Copying warp `index` of 2 kGroups.
   static __device__ void produce(Params<T> const& params, Queue const& queue, int first, int stride,
                                  unsigned char* ring, Control& control, int index) {
-    KvProducer<T, Pipeline> producer(params, queue, reinterpret_cast<T*>(ring), index % 2 == 0, index / 2, first,
-                                     stride);
+    Producer producer(params, queue, reinterpret_cast<Value*>(ring), index % 2 == 0, index / 2, first, stride);
     wait_on_dependent_grids();
     producer.run(control);
   }
@@ -40,7 +42,7 @@ struct WarpgroupTeam {
   // `first`: the unit that the copying warps begin with, if it is in the queue. In line, see run_unit.
   static __device__ __forceinline__ void consume(Params<T> const& params, Queue const& queue, int first,
                                                  unsigned char* ring, Control& control, int warp) {
-    KvConsumer<T, Pipeline> consumer(control, reinterpret_cast<T*>(ring));
+    KvConsumer<T, Pipeline> consumer(control, reinterpret_cast<Value*>(ring));
     Tile tile;
     if (first < queue.n_work) fetch_first(params, queue, first, tile, warp);
     PendingPublish pending;

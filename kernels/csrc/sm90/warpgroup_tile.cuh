@@ -12,22 +12,23 @@ namespace feather {
 template <typename T, int kHeadDim, int kTokens_>
 struct WarpgroupTile : Softmax {
   static constexpr int kRows = kWarpgroupRows, kTokens = kTokens_;
+  using Value = Operand<T>;
   using Layout = WideLayout<T, kHeadDim>;
-  using KLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<T>{}, Shape<Int<kTokens>, Int<kHeadDim>>{}));
+  using KLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Value>{}, Shape<Int<kTokens>, Int<kHeadDim>>{}));
   // V as the (head_dim, tokens) operand: the same bytes as a K tile, tokens outermost within 64 columns.
-  using VLayout = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<T>{}, Shape<Int<kHeadDim>, Int<kTokens>>{},
+  using VLayout = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Value>{}, Shape<Int<kHeadDim>, Int<kTokens>>{},
                                          Step<_2, _1>{}));
   using ScoreMma = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<T, T, float, Shape<Int<kRows>, Int<kTokens>, Int<kHeadDim>>>()));
+      GMMA::rs_op_selector<Value, Value, float, Shape<Int<kRows>, Int<kTokens>, Int<kHeadDim>>>()));
   using OutMma = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<T, T, float, Shape<Int<kRows>, Int<kHeadDim>, Int<kTokens>>, GMMA::Major::K,
+      GMMA::rs_op_selector<Value, Value, float, Shape<Int<kRows>, Int<kHeadDim>, Int<kTokens>>, GMMA::Major::K,
                            GMMA::Major::MN>()));
   using OutFragment = decltype(partition_fragment_C(OutMma{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
 
   using ScoreFragment = decltype(partition_fragment_C(ScoreMma{}, Shape<Int<kRows>, Int<kTokens>>{}));
   // A k16 step's operand is 8 values a lane.
-  using QFragment = decltype(make_tensor<T>(cute::Layout<Shape<Shape<_2, _2, _2>, _1, Int<kHeadDim / 16>>>{}));
-  using PFragment = decltype(make_tensor<T>(cute::Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTokens / 16>>>{}));
+  using QFragment = decltype(make_tensor<Value>(cute::Layout<Shape<Shape<_2, _2, _2>, _1, Int<kHeadDim / 16>>>{}));
+  using PFragment = decltype(make_tensor<Value>(cute::Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTokens / 16>>>{}));
 
   QFragment q;    // (64, head_dim) of the warpgroup
   bool ahead = false;  // q is that of the unit to come
@@ -50,7 +51,7 @@ struct WarpgroupTile : Softmax {
   __device__ void end(float (&lse)[2]) { Softmax::end(out, lse); }
 
   // Start scores = Q K^T.
-  __device__ void score(T const* k_tile) {
+  __device__ void score(Value const* k_tile) {
     ScoreMma mma;
     auto k = mma.get_slice(threadIdx.x % 128).partition_fragment_B(make_tensor(make_smem_ptr(k_tile), KLayout{}));
     warpgroup_fence_operand(scores);
@@ -66,7 +67,7 @@ struct WarpgroupTile : Softmax {
   }
 
   // Start out += P V; the rows of V behind the last token are zeros.
-  __device__ void accumulate(T const* v_tile) {
+  __device__ void accumulate(Value const* v_tile) {
     OutMma mma;
     auto v = mma.get_slice(threadIdx.x % 128).partition_fragment_B(make_tensor(make_smem_ptr(v_tile), VLayout{}));
     warpgroup_fence_operand(out);
@@ -112,12 +113,12 @@ struct WarpgroupTile : Softmax {
   }
 
   // From this warp's scores of a tile, which have been overwritten, once more. Nothing is in the making.
-  __device__ __forceinline__ void online_softmax_redo(T const* k_tile, int tokens, Params<T> const& params) {
+  __device__ __forceinline__ void online_softmax_redo(Value const* k_tile, int tokens, Params<T> const& params) {
     score_alone(k_tile);
     float alpha[2];
     if (Softmax::online_softmax(scores, prepare<kTokens>(scores, tokens, params), alpha)) rescale(out, alpha);
   }
-  __device__ __forceinline__ void score_alone(T const* k_tile) {  // by mma.sync: wgmma would need the other warps
+  __device__ __forceinline__ void score_alone(Value const* k_tile) {  // by mma.sync: wgmma would need the other warps
     using Rows = SwizzledRows<kHeadDim, kTokens>;
     int const lane = threadIdx.x % 32;
     uint32_t const k_row = smem_address(k_tile + Rows::at(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8));
@@ -128,7 +129,7 @@ struct WarpgroupTile : Softmax {
       for (int k = 0; k < kHeadDim / 16; ++k) {
         uint32_t b[4];
         ldmatrix_x4<false>(Rows::down(Rows::right(k_row, k), 16 * t), b);
-        mma_16x16x16<T>(scores, 8 * t, recast<uint32_t>(q), 4 * k, b);
+        mma_16x16x16<Value>(scores, 8 * t, recast<uint32_t>(q), 4 * k, b);
       }
       __syncwarp();  // keeps registers of one block of tokens from those of the next
     }
@@ -136,7 +137,7 @@ struct WarpgroupTile : Softmax {
 
   // The probabilities as an operand: a lane's accumulators of 16 tokens are, in order, those of a k16 step.
   __device__ void round_probabilities() {
-    auto const values = convert_type<T>(scores);
+    auto const values = convert_type<Value>(scores);
 #pragma unroll
     for (int i = 0; i < size(values); ++i) p(i) = values(i);
   }
