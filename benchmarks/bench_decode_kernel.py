@@ -7,6 +7,10 @@ report says so). Every system's output is checked against a float32 reference be
 time of a run among back-to-back runs in a CUDA graph, ``flushed`` that of a single run after L2 was filled with other
 data; both are medians over ``--repeats`` rounds in which all systems take turns. The floor is the larger of unique KV
 bytes over copy bandwidth and FLOP over the matrix rate. ``--from decode.json`` prints and plots a finished run again.
+
+    PYTHONPATH=kernels python benchmarks/bench_decode_kernel.py --kv fp8 --systems fp8 --dtype bfloat16
+
+Caches in e4m3: beside the peers that take them, our kernel on the same values in 16 bits.
 """
 
 from __future__ import annotations
@@ -64,6 +68,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--copy-bandwidth", default="measure", help="bytes per second, or measure, or h200 (4.3e12)")
     parser.add_argument("--matrix-rate", type=float, default=MATRIX_RATE, help="FLOP per second (default: %(default)g)")
     parser.add_argument("--dtype", default="float16", choices=tuple(TOLERANCE))
+    parser.add_argument("--kv", default="16bit", choices=("16bit", "fp8"), help="the caches (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no further case begins")
     parser.add_argument("--json", type=Path, help="write everything here")
@@ -164,7 +169,8 @@ def measure_case(case: Case, tree: int, chosen: dict, pools: Any, flush: Any, wa
     checked = reference(inputs, sample), sample
     captured, results = {}, {}
     for name, system in chosen.items():
-        watchdog.expect(BUILD_SECONDS if name in ("flashinfer", "cascade") else CASE_SECONDS, f"{label}, {name}")
+        compiles = name in ("flashinfer", "cascade", "triton")
+        watchdog.expect(BUILD_SECONDS if compiles else CASE_SECONDS, f"{label}, {name}")
         ready, results[name] = prepare(name, system, inputs, checked, TOLERANCE[options.dtype])
         if ready is not None:
             captured[name] = ready
@@ -189,7 +195,8 @@ def allocate(options: argparse.Namespace, planned: list, watchdog: Watchdog) -> 
     for elements in sorted({pool_elements(names[tree], *rest) for tree, *rest in planned}, reverse=True):
         watchdog.expect(CASE_SECONDS, "random K and V")
         try:
-            return Pools(elements, getattr(torch, options.dtype), seed=options.seed), elements
+            fp8 = options.kv == "fp8"
+            return Pools(elements, getattr(torch, options.dtype), seed=options.seed, fp8=fp8), elements
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
     raise SystemExit("not even the smallest case's K and V fit into this GPU's memory")
@@ -211,13 +218,15 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     if any(name.startswith("feather") for name in chosen):
         watchdog.expect(BUILD_SECONDS, "building the kernels")
         load_kernel(options.dtype, 128, 10 * major + minor)
+        if options.kv == "fp8":
+            load_kernel(options.dtype, 128, 10 * major + minor, fp8_kv=True)
     watchdog.expect(CASE_SECONDS, "copy bandwidth")
     measured = copy_bandwidth()
     bandwidth = {"measure": measured, "h200": COPY_BANDWIDTH}.get(options.copy_bandwidth, options.copy_bandwidth)
     torch.cuda.empty_cache()
     facts = machine() | {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "when": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "copy_bandwidth": measured, "floor_bandwidth": bandwidth, "matrix_rate": options.matrix_rate,
+        "kv": options.kv, "copy_bandwidth": measured, "floor_bandwidth": bandwidth, "matrix_rate": options.matrix_rate,
         "graph_overhead_us": graph_overhead_us(), "dtype": options.dtype, "head_dim": 128, "repeats": options.repeats,
         "seed": options.seed, "cascade_backend": options.cascade_backend,
     }  # fmt: skip
@@ -247,7 +256,8 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
             continue
         now = systems_for(chosen, page, options)
         if (tree, page) not in batches:
-            batches[tree, page] = tree_case(name, heads, page, seed=options.seed)
+            element_size = 1 if options.kv == "fp8" else 2
+            batches[tree, page] = tree_case(name, heads, page, seed=options.seed, element_size=element_size)
         case, started = batches[tree, page].with_heads(heads), time.monotonic()
         try:
             record = measure_case(case, tree, now, pools, flush, watchdog, (options, bandwidth))

@@ -188,11 +188,13 @@ class Case:
         return Paged(indptr.astype(np.int32), self.table[entries].astype(np.int32), last.astype(np.int32))
 
 
-def tree_case(name: str, heads: Heads, page_size: int = 1, head_dim: int = 128, seed: int = 0) -> Case:
+def tree_case(
+    name: str, heads: Heads, page_size: int = 1, head_dim: int = 128, seed: int = 0, element_size: int = 2
+) -> Case:
     """The batch of a name (`named_forest`), its pages scattered at random over a pool of just the needed size."""
     forest = named_forest(name, page_size)
     table, n_pages = forest_table(forest, page_size, rng=np.random.default_rng(seed))
-    return Case(name, forest, table, n_pages, heads, page_size, head_dim)
+    return Case(name, forest, table, n_pages, heads, page_size, head_dim, element_size)
 
 
 TREE_SETS = {
@@ -242,9 +244,17 @@ def padded_slots(table: Any, row_offset: Any, seq_lens: Any, page_size: int, wid
     return torch.where(seq_lens[:, None] > 0, slots, 0)
 
 
+def take_slots(cache: Any, slots: Any) -> Any:
+    """``cache[slots]``; not every torch can index float8."""
+    import torch
+
+    return cache.view(torch.uint8)[slots].view(cache.dtype) if cache.element_size() == 1 else cache[slots]
+
+
 def attend(
-    q: Any, k: Any, v: Any, slots: Any, seq_lens: Any, sm_scale: float, soft_cap: float = 0.0, sinks: Any = None
-) -> Any:
+    q: Any, k: Any, v: Any, slots: Any, seq_lens: Any, sm_scale: float, soft_cap: float = 0.0, sinks: Any = None,
+    v_scale: float = 1.0,
+) -> Any:  # fmt: skip
     """Decode attention of some requests in float32: the reference of every check.
 
     Parameters
@@ -255,10 +265,13 @@ def attend(
         As `padded_slots` gives them.
     seq_lens : int64 tensor [requests]
     sm_scale : float
+        Times what keys stand for, in float8.
     soft_cap : float
         Scores become ``cap * tanh(score / cap)``; 0 for none.
     sinks : tensor [query heads], optional
         A logit a head, beside those of the tokens, that has no value.
+    v_scale : float
+        What values stand for times.
 
     Returns
     -------
@@ -272,7 +285,7 @@ def attend(
     requests, query_heads, head_dim = q.shape
     kv_heads = k.shape[1]
     rows = q.float().view(requests, kv_heads, query_heads // kv_heads, head_dim)
-    keys = k[slots].permute(0, 2, 3, 1).float()
+    keys = take_slots(k, slots).permute(0, 2, 3, 1).float()
     scores = (rows @ keys).mul_(sm_scale)
     del keys
     if soft_cap:
@@ -283,7 +296,8 @@ def attend(
         column = sinks.float().view(1, kv_heads, -1, 1).expand(requests, -1, -1, -1)
         scores = torch.cat([scores, column], -1)
     lse = scores.logsumexp(-1)
-    out = scores.softmax(-1)[..., : slots.shape[1]] @ v[slots].permute(0, 2, 1, 3).float()
+    values = take_slots(v, slots).permute(0, 2, 1, 3).float()
+    out = scores.softmax(-1)[..., : slots.shape[1]] @ values.mul_(v_scale)
     out = torch.where((seq_lens > 0)[:, None, None, None], out, 0.0)
     return out.reshape(q.shape), lse.reshape(q.shape[:2])
 

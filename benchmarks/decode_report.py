@@ -14,7 +14,7 @@ from typing import Any
 from decode_cases import grid
 
 Record = dict[str, Any]
-PEERS = ("fa3", "fa3-planned", "flashinfer", "cascade")
+PEERS = ("fa3", "fa3-planned", "flashinfer", "cascade", "triton")
 KINDS = ("warm", "flushed")
 SHORT = {"fa3": "fa3", "fa3-planned": "fa3p", "flashinfer": "fi", "cascade": "casc", "feather": "feather"}
 

@@ -16,6 +16,9 @@ from feather_kernels import PackedDecodeWrapper
 from feather_kernels.tiles import built_tiles
 
 FLASHINFER_WORKSPACE = 512 << 20  # bytes for its partial results
+FP8 = torch.float8_e4m3fn
+K_SCALE, V_SCALE = 0.25, 0.5  # of caches in FP8: powers of two, so that 16 bits hold the same values
+TRITON_SPLITS = 8  # SGLang's --triton-attention-num-kv-splits by default
 
 
 class Unavailable(RuntimeError):
@@ -29,9 +32,15 @@ class Inputs(NamedTuple):
     q: torch.Tensor  # (requests, query heads, head_dim)
     k: torch.Tensor  # (slots, KV heads, head_dim)
     v: torch.Tensor
+    wide: tuple[torch.Tensor, torch.Tensor]  # the same in 16 bits, where they have 8
     table: torch.Tensor  # int32 [entries]
     page_table: torch.Tensor  # int32 [requests, most pages]
     seq_lens: torch.Tensor  # int32 [requests]
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """What k and v stand for times."""
+        return (K_SCALE, V_SCALE) if self.k.dtype == FP8 else (1.0, 1.0)
 
     @property
     def paged_kv(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,10 +63,18 @@ System = Callable[[Inputs], Ready]
 class Pools:
     """Random K and V, drawn once for the largest batch; every batch takes what it needs from their start."""
 
-    def __init__(self, elements: int, dtype: torch.dtype, device: str = "cuda", seed: int = 0) -> None:
+    def __init__(
+        self, elements: int, dtype: torch.dtype, device: str = "cuda", seed: int = 0, fp8: bool = False
+    ) -> None:
         draw = torch.Generator(device).manual_seed(seed)
+        self._dtype = dtype
         self.k = torch.empty(elements, dtype=dtype, device=device).normal_(generator=draw)
         self.v = torch.empty(elements, dtype=dtype, device=device).normal_(generator=draw)
+        self.wide = self.k, self.v
+        if fp8:
+            self.k, self.v = (self.k / K_SCALE).to(FP8), (self.v / V_SCALE).to(FP8)
+            for cache, wide, scale in zip((self.k, self.v), self.wide, (K_SCALE, V_SCALE), strict=True):
+                wide.copy_(cache).mul_(scale)
         self._draw = draw
 
     @staticmethod
@@ -68,12 +85,14 @@ class Pools:
         """The batch with its tensors."""
         shape, device = (case.n_slots, case.heads.kv, case.head_dim), self.k.device
         size = self.elements(case)
-        q = torch.empty(case.n_requests, case.heads.query, case.head_dim, dtype=self.k.dtype, device=device)
+        q = torch.empty(case.n_requests, case.heads.query, case.head_dim, dtype=self._dtype, device=device)
+        wide_k, wide_v = (cache[:size].view(shape) for cache in self.wide)
         return Inputs(
             case,
             q.normal_(generator=self._draw),
             self.k[:size].view(shape),
             self.v[:size].view(shape),
+            (wide_k, wide_v),
             torch.from_numpy(case.table).to(device),
             torch.from_numpy(case.page_table).to(device),
             torch.from_numpy(case.forest.seq_len).to(device),
@@ -87,23 +106,26 @@ def reference(inputs: Inputs, requests: list[int]) -> torch.Tensor:
     rows = torch.from_numpy(case.forest.row_offset).to(device)[chosen]
     lens = inputs.seq_lens[chosen].long()
     slots = padded_slots(inputs.table, rows, lens, case.page_size, int(lens.max()))
-    return attend(inputs.q[chosen], inputs.k, inputs.v, slots, lens, case.head_dim**-0.5)[0]
+    return attend(inputs.q[chosen], *inputs.wide, slots, lens, case.head_dim**-0.5)[0]
 
 
-def feather(**options: Any) -> System:
-    """This package with the given arguments of `PackedDecodeWrapper`."""
+def feather(wide: bool = False, **options: Any) -> System:
+    """This package with the given arguments of `PackedDecodeWrapper`; ``wide``: on 16-bit caches in any case."""
 
     def set_up(inputs: Inputs) -> Ready:
         case = inputs.case
+        if wide:
+            inputs = inputs._replace(k=inputs.wide[0], v=inputs.wide[1])
+        scales = dict(zip(("k_scale", "v_scale"), inputs.scales, strict=True))
         wrapper = PackedDecodeWrapper(
             case.heads.query, case.heads.kv, case.head_dim, page_size=case.page_size, dtype=inputs.q.dtype,
-            device=inputs.q.device, **{"max_requests": case.n_requests, **options},
+            kv_dtype=inputs.k.dtype, device=inputs.q.device, **{"max_requests": case.n_requests, **options},
         )  # fmt: skip
         plan = wrapper.plan(case.forest, inputs.table, inputs.seq_lens)
         out = torch.empty_like(inputs.q)
 
         def call() -> torch.Tensor:
-            wrapper.run(inputs.q, inputs.k, inputs.v, out=out)
+            wrapper.run(inputs.q, inputs.k, inputs.v, out=out, **scales)
             return out
 
         return Ready(call, plan.scheduled_traffic.total, wrapper)
@@ -126,6 +148,8 @@ def _fa3(inputs: Inputs, planned: bool) -> Ready:
         from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
     except ImportError as error:
         raise Unavailable(f"FlashAttention-3 of sgl-kernel does not import: {describe(error)}") from None
+    if inputs.k.dtype == FP8:
+        raise Unavailable("FlashAttention-3 takes a cache in fp8 with queries in fp8 only")
     case, q = inputs.case, inputs.q
     k, v = inputs.paged_kv
     steps = torch.arange(case.n_requests + 1, dtype=torch.int32, device=q.device)
@@ -157,6 +181,40 @@ def fa3_planned(inputs: Inputs) -> Ready:
     return _fa3(inputs, planned=True)
 
 
+def triton(inputs: Inputs) -> Ready:
+    """SGLang's decode in Triton, by its own splits."""
+    try:
+        from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
+        from sglang.kernels.ops.attention.metadata import get_num_kv_splits_triton
+    except ImportError as error:
+        raise Unavailable(f"SGLang's Triton decode does not import: {describe(error)}") from None
+    case, q, device = inputs.case, inputs.q, inputs.q.device
+    lens = inputs.seq_lens.long()
+    indptr = torch.cat([lens.new_zeros(1), lens.cumsum(0)]).int()
+    rows = torch.from_numpy(case.forest.row_offset).to(device)
+    padded = padded_slots(inputs.table, rows, lens, case.page_size, int(lens.max()))
+    slots = padded[torch.arange(padded.shape[1], device=device) < lens[:, None]].int()
+    splits = torch.empty(case.n_requests, dtype=torch.int32, device=device)
+    get_num_kv_splits_triton[(1,)](
+        splits, inputs.seq_lens, case.n_requests, 1, case.heads.query, case.heads.kv, TRITON_SPLITS,
+        torch.cuda.get_device_properties(device).multi_processor_count,
+        MAX_NUM_SEQ=max(256, 1 << (case.n_requests - 1).bit_length()),
+    )  # fmt: skip
+    shape = (case.n_requests, case.heads.query, TRITON_SPLITS)
+    parts = torch.empty(*shape, case.head_dim, dtype=torch.float32, device=device)
+    sums = torch.empty(shape, dtype=torch.float32, device=device)
+    out = torch.empty_like(q)
+
+    def call() -> torch.Tensor:
+        decode_attention_fwd(
+            q, inputs.k, inputs.v, out, indptr, slots, parts, sums, splits, TRITON_SPLITS, case.head_dim**-0.5,
+            *inputs.scales,
+        )  # fmt: skip
+        return out
+
+    return Ready(call)
+
+
 class FlashInfer:
     """FlashInfer's decode on tensor cores and its cascade; both use one workspace, as their runs do not overlap.
 
@@ -181,14 +239,19 @@ class FlashInfer:
         indptr, indices, last = (torch.from_numpy(part) for part in case.paged)
         wrapper.plan(
             indptr, indices.to(inputs.q.device), last, case.heads.query, case.heads.kv, case.head_dim, case.page_size,
-            q_data_type=inputs.q.dtype, kv_data_type=inputs.q.dtype,
+            q_data_type=inputs.q.dtype, kv_data_type=inputs.k.dtype,
         )  # fmt: skip
         out, paged_kv = torch.empty_like(inputs.q), inputs.paged_kv
-        return Ready(lambda: wrapper.run(inputs.q, paged_kv, out=out), wrapper=wrapper)
+        k_scale, v_scale = inputs.scales if inputs.k.dtype == FP8 else (None, None)
+        return Ready(
+            lambda: wrapper.run(inputs.q, paged_kv, out=out, k_scale=k_scale, v_scale=v_scale), wrapper=wrapper
+        )
 
     def cascade(self, inputs: Inputs) -> Ready:
         """``MultiLevelCascadeAttentionWrapper``: the run that all share, then each request's rest."""
         case, device = inputs.case, inputs.q.device
+        if inputs.k.dtype == FP8:
+            raise Unavailable("the cascade is not tried with a cache in fp8")
         if case.levels is None:
             raise Unavailable("no run of KV that all requests share")
         flashinfer = self._import()
@@ -239,11 +302,12 @@ GROUPS = {
     "peers": (*PEERS, "feather"),
     "ablations": ("feather", *ABLATIONS),
     "all": (*PEERS, "feather", *ABLATIONS),
+    "fp8": ("flashinfer", "triton", "feather", "feather-16bit"),
 }
 
 
 def is_peer(name: str) -> bool:
-    return name in PEERS
+    return name in PEERS or name == "triton"
 
 
 def choose_systems(text: str, cascade_backend: str = "fa2") -> dict[str, System]:
@@ -259,7 +323,7 @@ def choose_systems(text: str, cascade_backend: str = "fa2") -> dict[str, System]
     flashinfer = FlashInfer(cascade_backend)
     known: dict[str, System] = {
         "fa3": fa3, "fa3-planned": fa3_planned, "flashinfer": flashinfer.decode, "cascade": flashinfer.cascade,
-        "feather": feather(), **ABLATIONS,
+        "triton": triton, "feather": feather(), "feather-16bit": feather(wide=True), **ABLATIONS,
     }  # fmt: skip
     chosen: dict[str, System] = {}
     for name in _split(text):

@@ -4,6 +4,7 @@
     PYTHONPATH=kernels python benchmarks/checks/check_decode_kernel.py --case 17
     PYTHONPATH=kernels python benchmarks/checks/check_decode_kernel.py --head-dim 256 --forests 100
     PYTHONPATH=kernels python benchmarks/checks/check_decode_kernel.py --sinks --forests 200
+    PYTHONPATH=kernels python benchmarks/checks/check_decode_kernel.py --kv fp8 --forests 200
     compute-sanitizer --tool memcheck --kernel-name kns=forward \\
         python benchmarks/checks/check_decode_kernel.py --sanitize-small     # and --tool racecheck
 
@@ -17,12 +18,17 @@ the run, and so is every KV element that no request reads. The result is right i
 - a second run of the plan gives the same bits, nothing beside the output is written, and a fused merge leaves the
   log-sum-exps of partial results as the next run expects them.
 
+With ``--kv fp8`` the caches hold e4m3 with scales, and so do the references, exactly widened; the kernel for 16 bits
+runs on the widened caches, too, and a table has both errors.
+
 Then: CUDA graphs replayed after other batches were planned, and bad input, which must be one clear error and no output.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import sys
 import time
 from collections import Counter
@@ -42,12 +48,14 @@ from feather_kernels.tiles import TILES, built_tiles, parse_tile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from decode_cases import Watchdog, attend, padded_slots
+from decode_cases import Watchdog, attend, grid, padded_slots, take_slots
 
 LSE_TOLERANCE = 1e-3
 CHUNK = 1 << 26  # elements of K that the reference gathers at a time
 SMALL_CASES = 12
 NOTHING = -1  # the wrapper's note, as integers, of a partial row that nobody has written
+FP8, NAN_E4M3 = torch.float8_e4m3fn, 0x7F
+KV_SCALES = (1.0, 0.1, 0.3, 30.0)  # of values around 1: up to the end of e4m3's range, and down to where it has no ones
 GUARD = 2  # rows around q and out that must not be read, or written
 Make = Callable[..., Any]
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -67,6 +75,8 @@ class Outcome:
         Largest error over the allowed one; at most 1 is right.
     times : float
         Largest error over PyTorch's own.
+    wide_times : float
+        The same of the kernel for 16-bit caches, where the case's have 8.
     lse_error : float
     failure : str
         Empty if right.
@@ -75,6 +85,7 @@ class Outcome:
     choice: Choice
     ratio: float = 0.0
     times: float = 0.0
+    wide_times: float = 0.0
     lse_error: float = 0.0
     failure: str = ""
 
@@ -98,10 +109,17 @@ class Device:
             self.k, self.v = normal(*shape), normal(*shape)
         if choice.spiky:
             self.k[torch.rand(shape[0], device=device, generator=draw) < 0.01] *= 10
+        self.k_scale = self.v_scale = 1.0
+        if choice.fp8_kv:
+            self.k_scale, self.v_scale = KV_SCALES[choice.seed % 4], KV_SCALES[choice.seed // 4 % 4]
+            self.k, self.v = to_fp8(self.k, self.k_scale), to_fp8(self.v, self.v_scale)
         tokens = torch.arange(page_size, device=device) < torch.from_numpy(batch.valid).to(device)[:, None]
         unused = ~tokens.view(-1, 1, 1)
-        self.k.masked_fill_(unused, float("nan"))
-        self.v.masked_fill_(unused, float("nan"))
+        for cache in (self.k, self.v):
+            if choice.fp8_kv:
+                cache.view(torch.uint8).masked_fill_(unused, NAN_E4M3)
+            else:
+                cache.masked_fill_(unused, float("nan"))
         requests = batch.forest.n_requests
         guarded = torch.full((requests + 2 * GUARD, choice.heads.query, choice.head_dim), float("nan"), dtype=dtype)
         self._q = guarded.to(device)
@@ -121,6 +139,19 @@ class Device:
     def scale(self) -> float:
         choice = self.batch.choice
         return choice.head_dim**-0.5 if choice.sm_scale is None else choice.sm_scale
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What `run` is given besides tensors of the batch."""
+        sinks = {} if self.sinks is None else {"sinks": self.sinks}
+        return sinks | ({"k_scale": self.k_scale, "v_scale": self.v_scale} if self.batch.choice.fp8_kv else {})
+
+
+def to_fp8(cache: torch.Tensor, scale: float) -> torch.Tensor:
+    """A cache divided by its scale, in e4m3: an interleaved one stays interleaved."""
+    limit = torch.finfo(FP8).max
+    quantized = torch.empty_strided(cache.shape, cache.stride(), dtype=FP8, device=cache.device)
+    return quantized.copy_((cache.float() / scale).clamp_(-limit, limit))
 
 
 class Guarded:
@@ -166,15 +197,16 @@ def references(data: Device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         width = -(-max(int(batch.seq_len[requests].max()), 1) // 16) * 16
         slots = padded_slots(data.table, data.rows[chosen], lens, choice.page_size, width)
         q = data.q[chosen]
-        scores = data.scale, choice.soft_cap, data.sinks
+        scores = data.scale * data.k_scale, choice.soft_cap, data.sinks, data.v_scale
         out[chosen], lse[chosen] = attend(q, data.k, data.v, slots, lens, *scores)
-        own[chosen] = pytorch_attention(q, data.k[slots], data.v[slots], lens, *scores)
+        keys, values = (take_slots(cache, slots).to(q.dtype) for cache in (data.k, data.v))
+        own[chosen] = pytorch_attention(q, keys, values, lens, *scores)
     return out, lse, own
 
 
 def pytorch_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lens: torch.Tensor, scale: float, soft_cap: float,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, v_scale: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
     """PyTorch's attention in the dtype of its input: the measure of what error is to be expected.
 
@@ -205,11 +237,13 @@ def pytorch_attention(
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             mask = inside.expand(-1, kv_heads, rows.shape[2], -1)
             out = torch.nn.functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+    out = out * v_scale
     return torch.where((lens > 0)[:, None, None, None], out, 0.0).to(q.dtype).reshape(q.shape)
 
 
 def new_wrapper(make: Make, choice: Choice, data: Device, **more: Any) -> Any:
     """The wrapper that a case asks for."""
+    more = ({"kv_dtype": FP8} if choice.fp8_kv else {}) | more
     return make(
         choice.heads.query, choice.heads.kv, choice.head_dim, page_size=choice.page_size, dtype=data.q.dtype,
         device=data.q.device, logit_soft_cap=choice.soft_cap, sm_scale=choice.sm_scale,
@@ -239,9 +273,8 @@ def attend_once(
     """One run into poisoned memory; (out, lse or None)."""
     poison_scratch(wrapper)
     guarded = Guarded(data.q)
-    given = {} if data.sinks is None else {"sinks": data.sinks}
     out_to = guarded.out if give_out else None
-    result = wrapper.run(data.q, data.k, data.v, out=out_to, return_lse=return_lse, **given)
+    result = wrapper.run(data.q, data.k, data.v, out=out_to, return_lse=return_lse, **data.given)
     out, lse = result if return_lse else (result, None)
     check_scratch(wrapper)
     if give_out:
@@ -296,8 +329,10 @@ def check_forest(choice: Choice, make: Make, device: torch.device | str) -> Outc
         wrapper.plan(batch.forest, data.table, lens)
         if lens is not None:
             lens.copy_(data.lens)
-        first = attend_once(wrapper, data, choice.give_out, choice.return_lse)
-        compare(*first, references(data), outcome)
+        first, expected = attend_once(wrapper, data, choice.give_out, choice.return_lse), references(data)
+        compare(*first, expected, outcome)
+        if choice.fp8_kv:
+            outcome.wide_times = times_of_widened(choice, make, data, expected)
         second = attend_once(wrapper, data, True, choice.return_lse)
         if not all(same_bits(a, b) for a, b in zip(first, second, strict=True)):
             raise Wrong("a second run of the same plan gives other bits")
@@ -311,6 +346,18 @@ def check_forest(choice: Choice, make: Make, device: torch.device | str) -> Outc
     return outcome
 
 
+def times_of_widened(choice: Choice, make: Make, data: Device, expected: tuple[torch.Tensor, ...]) -> float:
+    """The largest error of the kernel for 16-bit caches over PyTorch's own, on the same values."""
+    wrapper = new_wrapper(make, replace(choice, fp8_kv=False, sm_scale=data.scale * data.k_scale), data)
+    wrapper.plan(data.batch.forest, data.table, data.lens)
+    keys, values = (cache.to(data.q.dtype) for cache in (data.k, data.v))
+    sinks = {} if data.sinks is None else {"sinks": data.sinks}
+    out = wrapper.run(data.q, keys, values, **sinks).float() * data.v_scale
+    reference, _, own = expected
+    usual = float((own.float() - reference).abs().max())
+    return float((out.to(own.dtype).float() - reference).abs().max()) / usual if usual else 0.0
+
+
 def check_capture(choice: Choice, make: Make, device: torch.device | str) -> Outcome:
     """A CUDA graph, captured once and replayed for two batches in turn: only contents change, no addresses."""
     choice = replace(choice, growth=0, interleaved=False, wrapper=_without(choice.wrapper, "debug"))
@@ -322,9 +369,13 @@ def check_capture(choice: Choice, make: Make, device: torch.device | str) -> Out
         expected = [references(data) for data in forests]
         first = forests[0]
         k, v, table = (
-            torch.full_like(max((getattr(data, name) for data in forests), key=len), fill)
-            for name, fill in (("k", float("nan")), ("v", float("nan")), ("table", 0))
+            torch.empty_like(max((getattr(data, name) for data in forests), key=len)) for name in ("k", "v", "table")
         )
+        for tensor, fill in ((k, float("nan")), (v, float("nan")), (table, 0)):
+            if tensor.dtype == FP8:
+                tensor.view(torch.uint8).fill_(NAN_E4M3)
+            else:
+                tensor.fill_(fill)
         q, lens, guarded = torch.empty_like(first.q), torch.zeros_like(first.lens), Guarded(first.q)
         sinks = None if first.sinks is None else torch.empty_like(first.sinks)
         wrapper = new_wrapper(make, choice, first)
@@ -338,7 +389,7 @@ def check_capture(choice: Choice, make: Make, device: torch.device | str) -> Out
             wrapper.plan(data.batch.forest, table, lens)
 
         def run() -> None:
-            given = {} if sinks is None else {"sinks": sinks}
+            given = first.given if sinks is None else first.given | {"sinks": sinks}
             lse[:] = [wrapper.run(q, k, v, out=guarded.out, return_lse=True, **given)[1]]
 
         load(forests[1])
@@ -496,6 +547,8 @@ def summary(outcomes: list[Outcome], captures: list[Outcome], bad: list[str] | N
         if len(wrong) > 12:
             lines.append(f"and {len(wrong) - 12} more failed: {' '.join(str(o.choice.seed) for o in wrong[12:60])}")
     lines += [f"FAILED bad input, {problem}" for problem in bad or []]
+    if any(outcome.choice.fp8_kv for outcome in outcomes):
+        lines.append(fp8_table(outcomes))
     if everything:
         worst = max(everything, key=lambda outcome: outcome.ratio)
         times = max(everything, key=lambda outcome: outcome.times)
@@ -516,6 +569,34 @@ def summary(outcomes: list[Outcome], captures: list[Outcome], bad: list[str] | N
     return "\n".join(lines)
 
 
+def fp8_table(outcomes: list[Outcome]) -> str:
+    """Errors with 8-bit caches, and of the kernel for 16 bits on the same values, over those of PyTorch's attention."""
+    groups: dict[tuple[str, int, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        choice = outcome.choice
+        path = str(dict(choice.wrapper).get("path", "auto"))
+        groups.setdefault((choice.dtype, choice.head_dim, path), []).append(outcome)
+    rows = [["dtype head_dim path", "cases", "wrong", "of allowed", "times PyTorch's: fp8", "16 bits", "log-sum-exp"]]
+    for (dtype, head_dim, path), group in sorted(groups.items()):
+        means = (sum(getattr(one, name) for one in group) / len(group) for name in ("times", "wide_times"))
+        most = max(group, key=lambda one: one.ratio).ratio
+        wrong, lse = sum(bool(one.failure) for one in group), max(one.lse_error for one in group)
+        numbers = [str(len(group)), str(wrong), f"{most:.2f}", *(f"{mean:.2f}" for mean in means), f"{lse:.1e}"]
+        rows.append([f"{dtype} {head_dim} {path}", *numbers])
+    return grid(rows)
+
+
+def write(path: Path, outcomes: list[Outcome], captures: list[Outcome]) -> None:
+    """Every outcome as JSON."""
+    records = [
+        {"graph": graph, "case": one.choice.seed, "batch": str(one.choice), "of_allowed": one.ratio,
+         "times_pytorch": one.times, "times_pytorch_16_bits": one.wide_times, "lse_error": one.lse_error,
+         "failure": one.failure}
+        for graph, group in ((False, outcomes), (True, captures)) for one in group
+    ]  # fmt: skip
+    path.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "outcomes": records}, indent=1) + "\n")
+
+
 def device_alive() -> bool:
     """Whether CUDA still answers; after an illegal access it does not."""
     try:
@@ -526,8 +607,9 @@ def device_alive() -> bool:
 
 
 def build(
-    watchdog: Watchdog, head_dims: tuple[int, ...], tiles: tuple[tuple[str, int, int], ...] = (), sinks: bool = False
-) -> bool:
+    watchdog: Watchdog, head_dims: tuple[int, ...], tiles: tuple[tuple[str, int, int], ...] = (), sinks: bool = False,
+    fp8_kv: bool = False,
+) -> bool:  # fmt: skip
     """Load the kernels, compiling what is not built yet; whether this is a Hopper GPU."""
     from feather_kernels.build import load_kernel
 
@@ -535,8 +617,9 @@ def build(
     for dtype in ("float16", "bfloat16"):
         for head_dim in head_dims:
             watchdog.expect(900, f"building the kernels for {dtype}, head_dim {head_dim}")
-            for soft_cap in (False, True):  # a case that had to build its own would be taken for a hung kernel
-                load_kernel(dtype, head_dim, 10 * major + minor, soft_cap, tiles, sinks)
+            # A case that had to build its own would be taken for a hung kernel.
+            for soft_cap, fp8 in itertools.product((False, True), sorted({False, fp8_kv})):
+                load_kernel(dtype, head_dim, 10 * major + minor, soft_cap, tiles, sinks, fp8)
     return major >= 9
 
 
@@ -556,6 +639,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, help="all cases with this head dimension")
     parser.add_argument("--sinks", action="store_true", help="all cases with attention sinks")
+    parser.add_argument("--kv", choices=("16bit", "fp8"), default="16bit", help="the caches (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the outcomes here")
     parser.add_argument("--stop", type=int, default=20, help="end after so many failures (default: %(default)s)")
     parser.add_argument("--verbose", action="store_true", help="print every case before it runs")
     options = parser.parse_args(argv)
@@ -585,7 +670,7 @@ def run_all(
             choice = replace(choice, head_dim=options.head_dim, wrapper=_without(choice.wrapper, "tiles"))
         if options.tile:
             choice = replace(choice, wrapper=with_tiles(choice, options.tile))
-        choice = replace(choice, sinks=options.sinks)
+        choice = replace(choice, sinks=options.sinks, fp8_kv=options.kv == "fp8")
         if options.verbose:
             print(f"case {choice.seed}: {choice}", flush=True)
         watchdog.expect(600 if options.sanitize_small else 30, f"{check.__name__}, case {choice.seed}: {choice}")
@@ -612,7 +697,7 @@ def main(argv: list[str] | None = None) -> int:
     watchdog, begun = Watchdog(), time.monotonic()
     try:
         dims = (options.head_dim,) if options.head_dim else (64, 128)
-        hopper = build(watchdog, dims, tuple(options.tile), options.sinks)
+        hopper = build(watchdog, dims, tuple(options.tile), options.sinks, options.kv == "fp8")
     except BuildError as error:
         print(f"check_decode_kernel.py: error: {error}", file=sys.stderr)
         return 2
@@ -633,11 +718,13 @@ def main(argv: list[str] | None = None) -> int:
         if device_alive():
             graphs = options.case or range(first, first + options.captures)
             captures = run(check_capture, random_batches.draw, graphs)
-        if not (options.case or options.head_dim or options.sinks) and device_alive():
+        if not (options.case or options.head_dim or options.sinks or options.kv == "fp8") and device_alive():
             watchdog.expect(60, "bad input")
             bad = check_bad_input(PackedDecodeWrapper, "cuda")
     watchdog.stop()
     print(summary(outcomes, captures, bad, time.monotonic() - begun))
+    if options.json:
+        write(options.json, outcomes, captures)
     return int(any(outcome.failure for outcome in outcomes + captures) or bool(bad))
 
 

@@ -64,13 +64,14 @@ class Choice:
     wrapper: tuple[tuple[str, Any], ...]  # arguments of `PackedDecodeWrapper`
     wild: bool = False
     sinks: bool = False  # attention sinks, in float32 or the case's dtype
+    fp8_kv: bool = False  # caches in e4m3, with scales
 
     def __str__(self) -> str:
         given = ", ".join(f"{name}={value}" for name, value in self.wrapper)
         return (
             f"{self.requests} requests to {self.longest} tokens ({self.kind}), {self.heads} x {self.head_dim} "
             f"{self.dtype}, page size {self.page_size}, growth {self.growth}, soft cap {self.soft_cap:g}"
-            f"{', sinks' if self.sinks else ''}; {given}"
+            f"{', sinks' if self.sinks else ''}{', fp8 KV' if self.fp8_kv else ''}; {given}"
         )
 
 

@@ -16,14 +16,13 @@
 #define FEATHER_HOPPER_128 64
 #endif
 
-// Whether the cache has e4m3 instead of 16 bits. The planner and the memory probe do not ask.
-#ifndef FEATHER_KV_FP8
-#define FEATHER_KV_FP8 0
-#endif
-
 namespace feather {
 
-constexpr bool kFp8 = FEATHER_KV_FP8;
+#if FEATHER_KV_FP8  // e4m3 in the cache instead of 16 bits
+constexpr bool kFp8 = true;
+#else
+constexpr bool kFp8 = false;
+#endif
 constexpr int kKvBytes = kFp8 ? 1 : 2;  // of a value in the cache
 
 constexpr int kWarp = 32;         // lanes

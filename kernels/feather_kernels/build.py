@@ -79,6 +79,7 @@ def load_kernel(
     soft_cap: bool = False,
     tiles: tuple[tuple[str, int, int], ...] = (),
     sinks: bool = False,
+    fp8_kv: bool = False,
 ) -> Any:
     """The forward and merge kernels of one configuration.
 
@@ -94,13 +95,15 @@ def load_kernel(
         Tiles of one path to build with another n than `feather_kernels.tiles.TILES` has.
     sinks : bool
         With attention sinks.
+    fp8_kv : bool
+        For caches in e4m3 instead of ``dtype``.
 
     Raises
     ------
     BuildError
         Unsupported configuration or GPU, no library built ahead and no nvcc, missing headers, or a failed compilation.
     """
-    return _load(kernel_library(Configuration(dtype, head_dim, capability, soft_cap, tiles, sinks)))
+    return _load(kernel_library(Configuration(dtype, head_dim, capability, soft_cap, tiles, sinks, fp8_kv)))
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ class Configuration:
     soft_cap: bool = False
     tiles: tuple[tuple[str, int, int], ...] = ()
     sinks: bool = False
+    fp8_kv: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -140,6 +144,8 @@ class Configuration:
                     f"no tile {m}x{n} on the path {path!r} at head_dim {self.head_dim}: {which} may be "
                     f"{', '.join(others) + ' or ' if others else ''}{last}"
                 )
+            if self.fp8_kv and path == "hopper" and n > 64:
+                raise BuildError(f"tile {m}x{n}: with an fp8 KV cache n may be 64 at most on the path 'hopper'")
 
     @property
     def others(self) -> list[tuple[str, int, int]]:
@@ -149,9 +155,9 @@ class Configuration:
     @property
     def name(self) -> str:
         """File name of its library, without what tells versions apart."""
-        cap = "_cap" * self.soft_cap + "_sinks" * self.sinks
+        features = "_cap" * self.soft_cap + "_sinks" * self.sinks + "_fp8kv" * self.fp8_kv
         tiles = "".join(f"_{path}{m}x{n}" for path, m, n in self.others)
-        return f"packed_decode_{self.dtype}_d{self.head_dim}{cap}{tiles}_sm{_target(self.capability)}"
+        return f"packed_decode_{self.dtype}_d{self.head_dim}{features}{tiles}_sm{_target(self.capability)}"
 
     @property
     def flags(self) -> list[str]:
@@ -165,6 +171,7 @@ class Configuration:
             f"-DFEATHER_HEAD_DIM={self.head_dim}",
             f"-DFEATHER_SOFT_CAP={int(self.soft_cap)}",
             f"-DFEATHER_SINKS={int(self.sinks)}",
+            f"-DFEATHER_KV_FP8={int(self.fp8_kv)}",
             *(f"-DFEATHER_{path.upper()}_{m}={n}" for path, m, n in self.others),
         ]
 
@@ -363,6 +370,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], choices=HEAD_DIMS)
     parser.add_argument("--soft-cap", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")
     parser.add_argument("--sinks", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")
+    parser.add_argument("--fp8-kv", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")
     parser.add_argument(
         "--tile",
         nargs="+",
@@ -374,8 +382,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="also copy the libraries here, for FEATHER_KERNELS_PREBUILT")
     options = parser.parse_args(arguments)
     try:
-        scores = map(bool, options.soft_cap), [tuple(options.tile)], map(bool, options.sinks)
-        for choice in itertools.product(options.dtype, options.head_dim, options.arch, *scores):
+        features = (
+            map(bool, options.soft_cap), [tuple(options.tile)], map(bool, options.sinks), map(bool, options.fp8_kv)
+        )  # fmt: skip
+        for choice in itertools.product(options.dtype, options.head_dim, options.arch, *features):
             configuration = Configuration(*choice)
             library = kernel_library(configuration)
             if options.out:

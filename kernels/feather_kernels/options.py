@@ -34,8 +34,8 @@ _MAX_PROCESSORS = 1 << 12
 # ``PlannerOptions`` of csrc/planner/interface.h. The first line's fields are the places of names in their tables.
 _CHOICES = {"strategy": tuple(STRATEGIES), "split": tuple(SPLITS), "merge": tuple(MERGES)}
 _INTEGERS = (
-    "grow", "num_kv_heads", "group_size", "head_dim", "n_sm", "max_requests", "max_items", "max_members", "max_parts",
-    "min_chunk", "shared_chunk", "item_overhead", "head_pack", "tail_warps", "fan_in",
+    "grow", "num_kv_heads", "group_size", "head_dim", "kv_value_bytes", "n_sm", "max_requests", "max_items",
+    "max_members", "max_parts", "min_chunk", "shared_chunk", "item_overhead", "head_pack", "tail_warps", "fan_in",
 )  # fmt: skip
 _RECORD = np.dtype(
     [(name, np.int64) for name in (*_CHOICES, *_INTEGERS, "n_tiles")]
@@ -105,6 +105,8 @@ class PlannerOptions:
         With ``merge`` "fused": a request of more parts than this is closed by an item without tokens, behind the
         queues, whose warps ask for many parts at once. 0 for no limit, and for few packs to stay in their tiles
         (`tiles`); a batch whose plan has no room for the one part more is planned so.
+    kv_value_bytes : {2, 1}
+        Of a value in the caches, for the traffic model.
 
     Raises
     ------
@@ -136,6 +138,7 @@ class PlannerOptions:
     head_pack: int | None = None
     tail_warps: int = BY_DEFAULT
     fan_in: int = FAN_IN
+    kv_value_bytes: int = 2
 
     def __post_init__(self) -> None:
         if self.tail_warps is None:
@@ -156,6 +159,8 @@ class PlannerOptions:
             raise PlanError(f"num_qo_heads {self.num_qo_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         if not 0 <= self.fan_in <= UNLIMITED:
             raise PlanError(f"fan_in is {self.fan_in}: give a number from 0 (no limit) to {UNLIMITED}")
+        if self.kv_value_bytes not in (1, 2):
+            raise PlanError(f"kv_value_bytes is {self.kv_value_bytes}: give 2 or 1")
         if not 0 <= self.item_overhead <= UNLIMITED:
             raise PlanError(f"item_overhead is {self.item_overhead}: give a number from 0 to {UNLIMITED}")
         factor = self.profit_factor

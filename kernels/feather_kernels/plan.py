@@ -190,7 +190,8 @@ class PackPlan:
     @property
     def tokens_read(self) -> int:
         """KV tokens that the items read, per KV head; one that several row tiles read counts in each."""
-        token = 2 * 2 * self.options.head_dim * self.options.num_kv_heads  # bytes of K and V, 16 bits each
+        options = self.options
+        token = 2 * options.kv_value_bytes * options.head_dim * options.num_kv_heads  # bytes of K and V
         return self.scheduled_traffic.kv // token
 
     @property

@@ -30,6 +30,8 @@ def reference_decode(
     logit_soft_cap: float = 0.0,
     seq_lens: IntArray | None = None,
     sinks: Array | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Result:
     """Run every item of a plan, in the order of their launch, and merge the partial results (PAT 7).
 
@@ -54,6 +56,8 @@ def reference_decode(
         Lengths now, where they have grown since the plan was made.
     sinks : float [q_heads], optional
         A logit a head that joins the softmax's sum, once a request, and no value.
+    k_scale, v_scale : float
+        What the caches' values stand for times.
 
     Returns
     -------
@@ -68,6 +72,7 @@ def reference_decode(
         A part is deposited or taken in twice, or an item waits for one that no earlier item deposits.
     """
     seq_lens = plan.forest.seq_len if seq_lens is None else seq_lens
+    sm_scale = (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) * k_scale
     out, lse = np.full(q.shape, np.nan), np.full(q.shape[:2], np.nan)
     part_out, part_lse = np.full((plan.n_parts, *q.shape[1:]), np.nan), np.full((plan.n_parts, q.shape[1]), np.nan)
     deposited, taken = np.zeros(plan.n_parts, bool), np.zeros(plan.n_parts, bool)
@@ -95,7 +100,7 @@ def reference_decode(
         for request, mine in enumerate(map(slice, begin[:-1], begin[1:])):
             if mine.start < mine.stop:
                 out[request], lse[request] = merge(part_out[mine], part_lse[mine])
-    return _take_in(sinks, out, lse)
+    return _take_in(sinks, out * v_scale, lse)
 
 
 def direct_decode(
@@ -108,13 +113,16 @@ def direct_decode(
     sm_scale: float | None = None,
     logit_soft_cap: float = 0.0,
     sinks: Array | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Result:
     """Attention of each request over its own row, from the definition; arguments and results as `reference_decode`."""
     out, lse = np.empty(q.shape), np.empty(q.shape[:2])
     for request, (row, length) in enumerate(zip(forest.row_offset.tolist(), forest.seq_len.tolist(), strict=True)):
         slots = _slots(table, row, 0, length, page_size)
         one = q[request : request + 1]
-        values, sums = _attend(one, k_cache[slots], v_cache[slots], sm_scale, logit_soft_cap, sinks)
+        keys, values = k_cache[slots] * k_scale, v_cache[slots] * v_scale
+        values, sums = _attend(one, keys, values, sm_scale, logit_soft_cap, sinks)
         out[request], lse[request] = values[0], sums[0]
     return out, lse
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ LAUNCHES = ("persistent", "streams", "serial")
 PATHS = ("auto", "portable", "hopper")
 _PREFETCH, _PORTABLE = 1, 2
 _COUNTERS = 16  # per queue: work units popped, and CTAs that have left
+FP8 = torch.float8_e4m3fn
 _NOT_PUBLISHED = -1  # a partial row's stats, as int32, before anybody has written them (csrc/common/partial.cuh)
 
 
@@ -37,7 +39,9 @@ class PackedDecodeWrapper:
     page_size : int
         Tokens per entry of the table, a power of two.
     dtype : torch.dtype
-        float16 or bfloat16, of queries, caches and output.
+        float16 or bfloat16, of queries, output, and caches unless they have another.
+    kv_dtype : torch.dtype, optional
+        float8_e4m3fn: of caches that hold values divided by a scale a tensor (see `run`).
     device : torch.device or str
     max_requests : int
         Requests of the largest batch.
@@ -90,6 +94,7 @@ class PackedDecodeWrapper:
         *,
         page_size: int = 1,
         dtype: torch.dtype = torch.float16,
+        kv_dtype: torch.dtype | None = None,
         device: torch.device | str = "cuda",
         max_requests: int = 1024,
         max_parts: int | None = None,
@@ -121,6 +126,9 @@ class PackedDecodeWrapper:
             raise ValueError(f"sm_scale is {sm_scale}: give a positive scale")
         if dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype is {dtype}: use torch.float16 or torch.bfloat16")
+        kv_dtype = dtype if kv_dtype is None else kv_dtype
+        if kv_dtype not in (dtype, FP8):
+            raise ValueError(f"kv_dtype is {kv_dtype}: use {dtype}, as queries have, or {FP8}")
         for name, value, known in (("launch", launch, LAUNCHES), ("path", path, PATHS)):
             if value not in known:
                 raise ValueError(f"{name} is {value!r}: use one of {', '.join(known)}")
@@ -135,7 +143,7 @@ class PackedDecodeWrapper:
                 f"path is 'hopper', but {torch.cuda.get_device_name(self.device)} is compute {major}.{minor}"
             )
         self.num_qo_heads, self.num_kv_heads, self.head_dim = num_qo_heads, num_kv_heads, head_dim
-        self.page_size, self.dtype, self.debug = page_size, dtype, debug
+        self.page_size, self.dtype, self.kv_dtype, self.debug = page_size, dtype, kv_dtype, debug
         self.launch = launch
         self.sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
         self.logit_soft_cap = logit_soft_cap
@@ -165,6 +173,7 @@ class PackedDecodeWrapper:
             split=split or ("rounds" if self.path == "hopper" else "balanced"),
             merge=merge or ("fused" if may_fuse else "kernel"), n_sm=properties.multi_processor_count,
             max_requests=max_requests, max_parts=max_parts,
+            kv_value_bytes=kv_dtype.itemsize,
             **{"tail_warps": tail_warps_of(self.path, head_dim), **planner_options},
         )  # fmt: skip
         self.pack_plan: PackPlan | None = None
@@ -193,7 +202,9 @@ class PackedDecodeWrapper:
             Nothing to build them with.
         """
         dtype, head_dim, capability, tiles = self._build
-        module = self._modules[soft_cap, sinks] = load_kernel(dtype, head_dim, capability, soft_cap, tiles, sinks)
+        fp8_kv = self.kv_dtype == FP8
+        module = load_kernel(dtype, head_dim, capability, soft_cap, tiles, sinks, fp8_kv)
+        self._modules[soft_cap, sinks] = module
         return module
 
     def plan(self, forest: Forest, table: torch.Tensor, seq_lens: torch.Tensor | None = None) -> PackPlan:
@@ -260,6 +271,8 @@ class PackedDecodeWrapper:
         sm_scale: float | None = None,
         logit_soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend with the last plan; layers that differ in scores only share one.
 
@@ -278,6 +291,8 @@ class PackedDecodeWrapper:
         sinks : torch.Tensor, optional
             (num_qo_heads): logits that join each request's softmax, and its log-sum-exp, with no value; float32, or
             the wrapper's dtype.
+        k_scale, v_scale : float
+            What keys and values in float8 stand for times.
 
         Returns
         -------
@@ -298,8 +313,9 @@ class PackedDecodeWrapper:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
         scale = self.sm_scale if sm_scale is None else sm_scale
         cap = self.logit_soft_cap if logit_soft_cap is None else logit_soft_cap
+        self._check_kv_scales(k_scale, v_scale)
         module = self._module_for(scale, cap, sinks)
-        arguments = self._arguments(q, k_cache, v_cache, out, lse, scale, cap, sinks)
+        arguments = self._arguments(q, k_cache, v_cache, out, lse, scale * k_scale, cap, sinks, v_scale)
         with torch.cuda.device(self.device):
             if self.launch == "persistent":
                 module.forward(*arguments, (1 << len(self._tiles)) - 1)
@@ -357,13 +373,21 @@ class PackedDecodeWrapper:
             raise PlanError(f"run() is captured and its kernels are not loaded: call load{scores} before")
         return self.load(*scores)
 
+    def _check_kv_scales(self, k_scale: float, v_scale: float) -> None:
+        if self.kv_dtype != FP8 and (k_scale, v_scale) != (1.0, 1.0):
+            raise PlanError(f"k_scale is {k_scale} and v_scale {v_scale}: caches in {self.kv_dtype} have none")
+        if not (0 < k_scale < math.inf and 0 < v_scale < math.inf):
+            raise PlanError(f"k_scale is {k_scale} and v_scale {v_scale}: give finite scales above 0")
+
     def _arguments(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
-        scale: float, cap: float, sinks: torch.Tensor | None,
+        scale: float, cap: float, sinks: torch.Tensor | None, v_scale: float = 1.0,
     ) -> tuple[Any, ...]:  # fmt: skip
+        if self.kv_dtype == FP8:  # not every exchange of tensors knows the type
+            k, v = k.view(torch.uint8), v.view(torch.uint8)
         return (
             q, k, v, out, lse, self._part_out, self._part_stats, self._counters, self._plan, self._lens, self._table,
-            self.page_size.bit_length() - 1, scale, cap, sinks, self._flags,
+            self.page_size.bit_length() - 1, scale, cap, sinks, v_scale, self._flags,
         )  # fmt: skip
 
     def _run_on_streams(self, module: Any, arguments: tuple[Any, ...]) -> None:
@@ -420,17 +444,18 @@ class PackedDecodeWrapper:
                 )
             if (
                 tensor.stride(2) != 1
-                or tensor.stride(0) % 8
+                or tensor.stride(0) * tensor.element_size() % 16
                 or tensor.data_ptr() % 16
                 or (self.num_kv_heads > 1 and tensor.stride(1) != self.head_dim)
             ):
                 raise PlanError(
                     f"{name} has strides {tensor.stride()}: a slot's heads must lie side by side, 16-byte aligned"
                 )
-        for name, tensor in (("q", q), ("k_cache", k), ("v_cache", v), ("out", out)):
-            if tensor is not None and (tensor.dtype != self.dtype or tensor.device != self.device):
+        dtypes = (("q", q, self.dtype), ("k_cache", k, self.kv_dtype), ("v_cache", v, self.kv_dtype))
+        for name, tensor, dtype in (*dtypes, ("out", out, self.dtype)):
+            if tensor is not None and (tensor.dtype != dtype or tensor.device != self.device):
                 raise PlanError(
-                    f"{name} is {tensor.dtype} on {tensor.device}: the wrapper is for {self.dtype} on {self.device}"
+                    f"{name} is {tensor.dtype} on {tensor.device}: the wrapper is for {dtype} on {self.device}"
                 )
         if self.debug:
             self._check_slots(min(len(k), len(v)))

@@ -28,7 +28,7 @@ class HostWrapper(PackedDecodeWrapper):
     def __init__(
         self, q_heads, kv_heads, head_dim, *, device="cpu", page_size=1, dtype=torch.float16, max_requests=1024,
         strategy="profit", split="balanced", tiles=None, launch="persistent", merge=None, path="auto", sm_scale=None,
-        logit_soft_cap=0.0, debug=False, grow=True, fan_in=16, min_chunk=64, **_,
+        logit_soft_cap=0.0, debug=False, grow=True, fan_in=16, min_chunk=64, kv_dtype=None, **_,
     ):  # fmt: skip
         if q_heads > 16 * kv_heads:
             raise ValueError("a group is too large")
@@ -39,6 +39,7 @@ class HostWrapper(PackedDecodeWrapper):
         if merge == "fused" and not may_fuse:
             raise ValueError("merge is 'fused' in several launches or a large tile")
         self.device, self.dtype, self.page_size, self.debug = torch.device(device), dtype, page_size, debug
+        self.kv_dtype = kv_dtype or dtype
         self.num_qo_heads, self.num_kv_heads, self.head_dim = q_heads, kv_heads, head_dim
         self.sm_scale, self.logit_soft_cap = sm_scale, logit_soft_cap
         self.planner = Planner(
@@ -58,18 +59,18 @@ class HostWrapper(PackedDecodeWrapper):
         self._lens = torch.from_numpy(np.array(forest.seq_len)) if seq_lens is None else seq_lens
         return self.pack_plan
 
-    def run(self, q, k_cache, v_cache, out=None, return_lse=False, sinks=None):
+    def run(self, q, k_cache, v_cache, out=None, return_lse=False, sinks=None, k_scale=1.0, v_scale=1.0):
         k_cache, v_cache = self._checked(q, k_cache, v_cache, out)
         self.runs += 1
         arrays = [tensor.double().numpy() for tensor in (q, k_cache, v_cache)]
         values, sums = reference_decode(
             self.pack_plan, *arrays, self._table.numpy(), self.page_size, self.sm_scale, self.logit_soft_cap,
-            self._lens.numpy(), None if sinks is None else sinks.double().numpy(),
+            self._lens.numpy(), None if sinks is None else sinks.double().numpy(), k_scale, v_scale,
         )  # fmt: skip
         out = torch.empty_like(q) if out is None else out
         self.write(out, torch.from_numpy(values))
         lse = torch.from_numpy(sums).float()
-        HostGraph.last = self, (q, k_cache, v_cache, out), lse, sinks
+        HostGraph.last = self, (q, k_cache, v_cache, out), lse, (sinks, k_scale, v_scale)
         return (out, lse) if return_lse else out
 
     def write(self, out, values):
@@ -88,8 +89,8 @@ class HostGraph:
         self.captured = HostGraph.last
 
     def replay(self):
-        wrapper, tensors, lse, sinks = self.captured
-        lse.copy_(wrapper.run(*tensors, return_lse=True, sinks=sinks)[1])
+        wrapper, tensors, lse, (sinks, *scales) = self.captured
+        lse.copy_(wrapper.run(*tensors, True, sinks, *scales)[1])
 
 
 def host_choice(seed):
@@ -104,6 +105,15 @@ def test_a_right_kernel_passes(seed, sinks):
     outcome = check.check_forest(check.replace(host_choice(seed), sinks=sinks), HostWrapper, "cpu")
     assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
     assert outcome.ratio <= 1 and outcome.lse_error < 1e-4
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("seed", range(16))
+def test_a_right_kernel_passes_with_fp8_kv(seed, sinks):
+    outcome = check.check_forest(check.replace(host_choice(seed), sinks=sinks, fp8_kv=True), HostWrapper, "cpu")
+    assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
+    assert outcome.ratio <= 1 and outcome.lse_error < 1e-4 and 0 < outcome.wide_times < 3
+    assert f"{outcome.choice.dtype} {outcome.choice.head_dim}" in check.fp8_table([outcome])
 
 
 @pytest.mark.parametrize("seed", range(check.SMALL_CASES))
@@ -188,6 +198,21 @@ class OneSinkEach(HostWrapper):
         return super().run(*arguments, sinks=sinks[:1].expand(len(sinks)), **named)
 
 
+class OneScale(HostWrapper):
+    """Takes the keys' scale for the values', too."""
+
+    def run(self, *arguments, k_scale=1.0, v_scale=1.0, **named):
+        return super().run(*arguments, k_scale=k_scale, v_scale=k_scale, **named)
+
+
+class OddFirst(HostWrapper):
+    """Leaves the columns as widening puts them."""
+
+    def write(self, out, values):
+        pairs = values.unflatten(-1, (-1, 8, 2)).transpose(-1, -2)
+        out.copy_(pairs.flatten(-3) if self.kv_dtype != self.dtype else values)
+
+
 class WrongSum(HostWrapper):
     def run(self, *arguments, return_lse=False, **named):
         result = super().run(*arguments, return_lse=return_lse, **named)
@@ -205,6 +230,8 @@ class WrongSum(HostWrapper):
         (Deaf, "error", {"growth": 300, "soft_cap": 0.0}),
         (WrongSum, "log-sum-exp", {"return_lse": True}),
         (OneSinkEach, "error", {"sinks": True}),
+        (OneScale, "error", {"fp8_kv": True, "seed": 6}),
+        (OddFirst, "error", {"fp8_kv": True}),
     ],
 )
 def test_a_wrong_kernel_does_not(wrapper, message, wanted):
@@ -220,13 +247,13 @@ def test_a_merge_kernel_may_leave_its_parts():
     assert not check.check_forest(choice, Leaving, "cpu").failure
 
 
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("more", [{}, {"sinks": True}, {"fp8_kv": True}], ids=["plain", "sinks", "fp8"])
 @pytest.mark.parametrize("seed", [0, 5, 11, 16])
-def test_a_graph_replayed_for_other_batches(seed, sinks, monkeypatch):
+def test_a_graph_replayed_for_other_batches(seed, more, monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", HostGraph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    choice = check.replace(host_choice(seed), sinks=sinks)
+    choice = check.replace(host_choice(seed), **more)
     outcome = check.check_capture(choice, HostWrapper, "cpu")
     assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
 

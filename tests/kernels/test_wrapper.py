@@ -27,7 +27,8 @@ class HostWrapper(PackedDecodeWrapper):
     """Plans into the host's memory; ``recorded`` has the streams that its copies were recorded on."""
 
     def __init__(self):
-        self.device, self.dtype, self.page_size, self.debug = torch.device("cpu"), torch.float16, 1, True
+        self.device, self.page_size, self.debug = torch.device("cpu"), 1, True
+        self.dtype = self.kv_dtype = torch.float16
         self.num_qo_heads, self.num_kv_heads, self.head_dim = HEADS.values()
         self.planner, self.recorded = Planner(**HEADS, max_requests=8), []
         self._plan = torch.zeros(len(self.planner.buffer), dtype=torch.int32)
@@ -77,20 +78,20 @@ def test_a_copy_is_recorded_on_the_wrappers_device(wrapper):
     assert wrapper.recorded == ["the stream of cpu"]
 
 
-def test_layers_of_one_plan_may_have_other_scores_and_sinks(wrapper, monkeypatch):
+@pytest.fixture
+def runs(wrapper, monkeypatch):
+    """`wrapper` with a plan of three requests; what its kernels are asked for, and run with, instead of running."""
     wrapper.sm_scale, wrapper.logit_soft_cap, wrapper._flags, wrapper.launch = 0.125, 0.0, 0, "persistent"
-    wrapper._tiles, wrapper._build, wrapper.asked = TILES["hopper"], ("float16", 64, 90, ()), []
-    ran = []
+    wrapper._tiles, wrapper._build, wrapper._modules = TILES["hopper"], ("float16", 64, 90, ()), {}
+    seen = SimpleNamespace(loaded=[], ran=[], capturing=False)
 
-    def kernels(name):
-        return SimpleNamespace(forward=lambda *given: ran.append((name, *given[12:15])), merge=lambda *_: None)
+    def load_kernel(dtype, head_dim, capability, soft_cap, tiles, sinks, fp8_kv):
+        name = soft_cap, sinks, fp8_kv
+        seen.loaded.append(name)
+        return SimpleNamespace(forward=lambda *given: seen.ran.append((name, *given)), merge=lambda *_: None)
 
-    loaded = []
-    wrapper._modules = {}
-    monkeypatch.setattr(
-        wrapper_module, "load_kernel", lambda *asked: loaded.append((asked[3], asked[5])) or kernels(loaded[-1])
-    )
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(wrapper_module, "load_kernel", load_kernel)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: seen.capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     for name in ("_part_out", "_part_stats", "_counters"):
         setattr(wrapper, name, None)
@@ -98,6 +99,10 @@ def test_layers_of_one_plan_may_have_other_scores_and_sinks(wrapper, monkeypatch
     wrapper._staging = [torch.zeros(len(wrapper.planner.buffer), dtype=torch.int32) for _ in range(2)]
     wrapper._plan = torch.zeros_like(wrapper._staging[0])
     wrapper.plan(alone([1, 1, 1], [0, 1, 2]), torch.arange(3))
+    return seen
+
+
+def test_layers_of_one_plan_may_have_other_scores_and_sinks(wrapper, runs):
     tensors = tensor(8), tensor(2), tensor(2)
     sinks = torch.zeros(8)
     wrapper.run(*tensors)
@@ -105,25 +110,55 @@ def test_layers_of_one_plan_may_have_other_scores_and_sinks(wrapper, monkeypatch
     wrapper.run(*tensors, logit_soft_cap=30.0)
     wrapper.run(*tensors, sinks=sinks)
     wrapper.run(*tensors, logit_soft_cap=30.0, sinks=sinks.half())
-    given = [(name, scale, cap, sinks is not None) for name, scale, cap, sinks in ran]
+    given = [(name[:2], *args[12:14], args[14] is not None) for name, *args in runs.ran]
     assert given == [
         ((False, False), 0.125, 0.0, False), ((False, False), 0.5, 0.0, False), ((True, False), 0.125, 30.0, False),
         ((False, True), 0.125, 0.0, True), ((True, True), 0.125, 30.0, True),
     ]  # fmt: skip
-    assert loaded == [(False, False), (True, False), (False, True), (True, True)]  # each once
+    kernels = [(False, False, False), (True, False, False), (False, True, False), (True, True, False)]
+    assert runs.loaded == kernels  # each once
     for wrong in ({"sinks": sinks[:4]}, {"sinks": sinks.bfloat16()}, {"sinks": torch.zeros(16)[::2]}):
         with pytest.raises(PlanError, match=r"^sinks is .* give torch.float16 or float32 \[8\] on cpu$"):
             wrapper.run(*tensors, **wrong)
     for wrong in ({"sm_scale": 0.0}, {"logit_soft_cap": -1.0}):
         with pytest.raises(PlanError, match="give a positive scale and no negative cap"):
             wrapper.run(*tensors, **wrong)
-    assert len(ran) == 5
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for wrong in ({"k_scale": 0.5}, {"v_scale": 2.0}):
+        with pytest.raises(PlanError, match=r"caches in torch.float16 have none$"):
+            wrapper.run(*tensors, **wrong)
+    assert len(runs.ran) == 5
+
+
+def test_caches_in_fp8_have_scales_and_kernels_of_their_own(wrapper, runs):
+    wrapper.kv_dtype = torch.float8_e4m3fn
+    q, *caches = tensor(8), tensor(2), tensor(2)
+    with pytest.raises(PlanError, match=r"k_cache is torch.float16 on cpu: the wrapper is for torch.float8_e4m3fn"):
+        wrapper.run(q, *caches)
+    caches = [cache.to(torch.float8_e4m3fn) for cache in caches]
+    for wrong in ({"k_scale": 0.0}, {"v_scale": float("nan")}):
+        with pytest.raises(PlanError, match="give finite scales above 0"):
+            wrapper.run(q, *caches, **wrong)
+    wrapper.run(q, *caches, sm_scale=0.5, logit_soft_cap=30.0, k_scale=0.25, v_scale=3.0)
+    wrapper.run(q, *caches, sinks=torch.zeros(8))
+    assert runs.loaded == [(True, False, True), (False, True, True)]
+    given = [(name, args[1].dtype, *args[12:14], args[15]) for name, *args in runs.ran]
+    assert given == [
+        ((True, False, True), torch.uint8, 0.125, 30.0, 3.0), ((False, True, True), torch.uint8, 0.125, 0.0, 1.0)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn])
+def test_a_capture_loads_nothing(wrapper, runs, kv_dtype):
+    wrapper.kv_dtype = kv_dtype
+    tensors = tensor(8), *(tensor(2).to(kv_dtype) for _ in range(2))
+    sinks = torch.zeros(8)
+    wrapper.run(*tensors, sinks=sinks)
+    runs.capturing = True
     wrapper.run(*tensors, sinks=sinks)  # its kernels are there
-    del wrapper._modules[False, True]
-    with pytest.raises(PlanError, match=r"captured and its kernels are not loaded: call load\(False, True\) before$"):
-        wrapper.run(*tensors, sinks=sinks)
-    assert len(loaded) == 4
+    for missing, soft_cap in ((r"False, False", 0.0), (r"True, False", 3.0)):
+        with pytest.raises(PlanError, match=rf"captured and its kernels are not loaded: call load\({missing}\) before$"):
+            wrapper.run(*tensors, logit_soft_cap=soft_cap)
+    assert runs.loaded == [(False, True, kv_dtype != torch.float16)] and len(runs.ran) == 2
 
 
 # Which library a wrapper asks for --------------------------------------------------------------------------------
@@ -159,16 +194,21 @@ N_32 = ((8, 16), (16, 16), (64, 32), (128, 32))
 
 
 def test_by_default_and_for_the_default_tiles_it_is_the_same_library(asks):
-    usual = ("float16", 128, 90, False, (), False)
+    usual = ("float16", 128, 90, False, (), False, False)
     assert asks() == asks(tiles=TILES["hopper"]) == asks(tiles=[[64, 64], [128, 64]]) == usual
     assert asks(path="portable") == asks(name="NVIDIA H100 80GB HBM3") == usual
-    assert asks(head_dim=96) == ("float16", 96, 90, False, (), False)  # which says that there is none
-    assert asks(name="NVIDIA A100", capability=(8, 0), logit_soft_cap=3.0) == ("float16", 128, 80, True, (), False)
+    assert asks(head_dim=96) == ("float16", 96, 90, False, (), False, False)  # which says that there is none
+    a100 = {"name": "NVIDIA A100", "capability": (8, 0)}
+    assert asks(**a100, logit_soft_cap=3.0) == ("float16", 128, 80, True, (), False, False)
+    assert asks(**a100, kv_dtype=torch.float8_e4m3fn) == ("float16", 128, 80, False, (), False, True)
+    with pytest.raises(ValueError, match=r"kv_dtype is torch.float8_e5m2: use torch.float16, as queries have, or"):
+        asks(kv_dtype=torch.float8_e5m2)
 
 
 def test_who_will_run_with_sinks_asks_for_their_kernels_alone(asks):
     assert asks(sinks=True)[3::2] == (False, True)
     assert asks(sinks=True, logit_soft_cap=3.0)[3::2] == (True, True)
+    assert asks(sinks=True, kv_dtype=torch.float8_e4m3fn)[5:] == (True, True)
 
 
 def test_another_n_is_another_library(asks):

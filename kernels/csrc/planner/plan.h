@@ -76,10 +76,10 @@ struct Config : PlannerOptions {
   // The parts of a request that are deposited.
   int32_t deposits(Parts parts) const { return parts.count < 2 ? 0 : parts.count - closed_by_last(parts); }
 
-  // The traffic model, bytes per KV head. One KV token is K and V in 16 bits; one part of a request is its group's
+  // The traffic model, bytes per KV head. One KV token is K and V; one part of a request is its group's
   // rows of output in 16 bits, each with a log-sum-exp and a step in fp32, written once and read once. A request with
   // one part only has none: its item writes the result itself; neither has the part that closes a request.
-  int64_t token_bytes() const { return 2 * head_dim * 2; }
+  int64_t token_bytes() const { return 2 * head_dim * kv_value_bytes; }
   int64_t part_bytes() const { return group_size * (head_dim + 4) * 2 * 2; }
 };
 
