@@ -32,14 +32,17 @@ class PlainAttention(TorchNativeAttnBackend):
     def _attend(self, q, k, v, layer, forward_batch, save_kv_cache, sinks, counts):
         if save_kv_cache and k is not None:
             location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
-            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
         keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out, begin = [], 0
         rows = zip(forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist(), counts, strict=True)
         for row, length, count in rows:
             slots = self._slots(layer, self.req_to_token_pool.req_to_token[row, :length].long())
-            out.append(self._one(q[begin : begin + count], keys[slots], values[slots], layer, sinks))
+            mine = keys[slots].double(), values[slots].double()
+            if layer.k_scale is not None:
+                mine = mine[0] * layer.k_scale, mine[1] * layer.v_scale
+            out.append(self._one(q[begin : begin + count], *mine, layer, sinks))
             begin += count
         return torch.cat(out).to(q.dtype).flatten(1)
 
@@ -50,7 +53,7 @@ class PlainAttention(TorchNativeAttnBackend):
     def _one(self, q, keys, values, layer, sinks):
         """The last ``len(q)`` tokens of a request, float64 [tokens, heads, dim]."""
         group = q.shape[1] // keys.shape[1]
-        keys, values = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
+        keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * layer.scaling
         if layer.logit_cap:
             scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)

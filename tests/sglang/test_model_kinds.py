@@ -227,6 +227,31 @@ def test_what_stands_in_for_gpu_backends_is_right(server, name):
     assert_same(serve(server(name, "pat", stock="torch_native")), serve(server(name)))
 
 
+@pytest.mark.parametrize("scales", [{}, {"k": 0.125, "v": 2.0}], ids=["no scales", "scales"])
+@pytest.mark.parametrize("name", ["dense", "scores", "sinks"])
+def test_a_kv_cache_in_fp8(server, name, scales, monkeypatch):
+    """SGLang's backend for CPUs cannot read one, so `PlainAttention` alone says what is right."""
+    kind, own = KINDS[name], {}
+    for which, scale in scales.items():
+        own |= {f"{which}_scale": torch.tensor(scale), f"{which}_scale_float": scale}
+    layers = {layer: kind.layers.get(layer, {}) | own for layer in range(kind.config["num_hidden_layers"])}
+    monkeypatch.setitem(KINDS, name, SimpleNamespace(config=kind.config, layers=layers))
+    expected = serve(server(name, kv_cache_dtype="fp8_e4m3"))
+    one = server(name, "pat", kv_cache_dtype="fp8_e4m3")
+    pool = runner_of(one).token_to_kv_pool
+    assert pool.get_key_buffer(kind.packed[0]).dtype == torch.float8_e4m3fn
+    assert_same(serve(one), expected)
+    assert [layer for layer in attention_layers(one) if layer in runner_of(one).feather_pat._engines] == kind.packed
+    exact = serve(server(name))
+    assert any(got[1] != pytest.approx(exact[rid][1], abs=1e-3) for rid, got in expected.items())
+
+
+def test_other_kv_caches_of_8_bits_are_refused(server, monkeypatch):
+    monkeypatch.setattr(torch, "float8_e4m3fn", torch.float8_e5m2)  # SGLang refuses it on a CPU itself
+    with pytest.raises(FeatherError, match=r"^the pat backend does not support a KV cache of float8_e5m2 under"):
+        server("dense", "pat", kv_cache_dtype="fp8_e4m3")
+
+
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [

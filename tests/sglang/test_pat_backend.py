@@ -785,8 +785,8 @@ def test_a_hook_that_did_not_work_ends_start_up(one_rank, started):
         (
             "",
             "kv_cache_dtype",
-            torch.float8_e4m3fn,
-            "a KV cache of float8_e4m3fn under a model in float32 .drop --kv-c",
+            torch.float8_e5m2,
+            "a KV cache of float8_e5m2 under a model in float32 .--kv-cache-dtype: auto or fp8_e4m3.",
         ),
         ("", "token_to_kv_pool", SimpleNamespace(), "the KV cache SimpleNamespace"),
         ("server_args", "speculative_algorithm", "EAGLE", "--speculative-algorithm"),

@@ -29,7 +29,7 @@ LAYERS = (
 def test_layers_share_the_plan_of_their_shape_and_have_scores_of_their_own():
     forest = tree_forest((1, 5), (40, 9))
     table, slots = forest_table(forest)
-    engines = Engines(LAYERS, torch.float32, "cpu", 8, reference=True)
+    engines = Engines(LAYERS, torch.float32, torch.float32, "cpu", 8, reference=True)
     lens = torch.from_numpy(np.array(forest.seq_len))
     assert not engines.valid_for(forest.seq_len) and 1 not in engines
     engines.plan(forest, torch.from_numpy(table), lens)
@@ -46,6 +46,7 @@ def test_layers_share_the_plan_of_their_shape_and_have_scores_of_their_own():
         np.testing.assert_allclose(out.numpy(), direct_decode(forest, q, k, v, table, 1, *scores)[0], atol=1e-12)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     ("layers", "loaded"),
     [
@@ -54,27 +55,29 @@ def test_layers_share_the_plan_of_their_shape_and_have_scores_of_their_own():
         ([replace(SMALL, logit_soft_cap=5.0), replace(SMALL, layer_id=1, sinks=True)], [(False, True), (True, False)]),
     ],
 )
-def test_the_kernels_that_layers_need_are_loaded_and_no_others(monkeypatch, layers, loaded):
-    """Before anything is captured; with a soft cap or without, with sinks or without."""
+def test_the_kernels_that_layers_need_are_loaded_and_no_others(monkeypatch, layers, loaded, kv_dtype):
+    """Before anything is captured; with a soft cap or without, with sinks or without, of the cache's dtype."""
     asked = set()
 
     class Wrapper:
-        def __init__(self, *shape, logit_soft_cap, sinks, **_):
+        def __init__(self, *shape, kv_dtype, logit_soft_cap, sinks, **_):
+            self.kv_dtype = kv_dtype
             self.load(logit_soft_cap > 0, sinks)
 
         def load(self, soft_cap, sinks):
-            asked.add((soft_cap, sinks))
+            asked.add((soft_cap, sinks, self.kv_dtype))
 
     monkeypatch.setattr(feather_kernels, "PackedDecodeWrapper", Wrapper)
-    Engines([replace(layer, head_dim=64, reference=False) for layer in layers], torch.bfloat16, "cuda", 8, False)
-    assert sorted(asked) == loaded
+    layers = [replace(layer, head_dim=64, reference=False) for layer in layers]
+    Engines(layers, torch.bfloat16, kv_dtype, "cuda", 8, reference=False)
+    assert asked == {(*scores, kv_dtype) for scores in loaded}
 
 
 def test_a_layer_that_comes_with_other_scores_than_it_said_is_no_surprise_to_a_capture():
     """The reference refuses what the kernel would have to load."""
     forest = tree_forest((1, 5), (40, 9))
     table, slots = forest_table(forest)
-    engines = Engines(LAYERS[2:3], torch.float32, "cpu", 8, reference=True)
+    engines = Engines(LAYERS[2:3], torch.float32, torch.float32, "cpu", 8, reference=True)
     engines.plan(forest, torch.from_numpy(table), torch.from_numpy(np.array(forest.seq_len)))
     q, kv = torch.zeros(5, 6, 8), torch.zeros(slots, 1, 8)
     engines.run(5, q, kv, kv, torch.empty_like(q), None)

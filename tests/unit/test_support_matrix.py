@@ -59,7 +59,7 @@ def test_a_gpu_that_nothing_has_run_on_is_not_called_served():
         ({"pool": "MLATokenToKVPool"}, "the KV cache MLATokenToKVPool: choose another"),
         ({"full_pool": "UnifiedMHATokenToKVPool"}, r"the KV cache UnifiedMHATokenToKVPool \(nhd\)"),
         ({"layout": "hnd"}, r"the KV cache MHATokenToKVPool \(hnd\)"),
-        ({"kv_dtype": "float8_e4m3fn"}, r"a KV cache of float8_e4m3fn under a model in bfloat16 \(drop --kv-cache-dt"),
+        ({"kv_dtype": "float8_e5m2"}, r"float8_e5m2 under a model in bfloat16 \(--kv-cache-dtype: auto or fp8_e4m3\)"),
         ({"attn_dp_size": 2}, "data-parallel attention"),
         ({"attn_cp_size": 2}, "context parallelism"),
         ({"latent": True}, "multi-head latent attention"),
@@ -70,6 +70,7 @@ def test_a_gpu_that_nothing_has_run_on_is_not_called_served():
 )
 def test_models_that_are_refused(changed, says):
     assert limits.packed_layers(ModelFacts((LAYER,))) == (LAYER,)
+    assert limits.packed_layers(ModelFacts((LAYER,), kv_dtype="float8_e4m3fn")) == (LAYER,)
     with pytest.raises(FeatherError, match=says):
         limits.packed_layers(ModelFacts(**{"layers": (LAYER,), **changed}))
 

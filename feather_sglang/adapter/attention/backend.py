@@ -69,7 +69,8 @@ class PatBackend(AttentionBackend):
         refuse_pat_flags(model_runner.server_args)
         facts = facts_of(model_runner, self._reference)
         self._layers = packed_layers(facts)
-        self._dtype, self._device = model_runner.dtype, model_runner.device
+        self._dtype, self._kv_dtype = model_runner.dtype, model_runner.kv_cache_dtype
+        self._device = model_runner.device
         self._pool = self.token_to_kv_pool = model_runner.token_to_kv_pool
         rows = self.req_to_token_pool = model_runner.req_to_token_pool
         self._table = rows.req_to_token
@@ -91,7 +92,7 @@ class PatBackend(AttentionBackend):
     def _allocate(self, max_requests: int) -> None:
         """Build the engines and the lengths that they read; both keep their addresses from here on."""
         self._max_requests = max_requests
-        self._engines = Engines(self._layers, self._dtype, self._device, max_requests, self._reference)
+        self._engines = Engines(self._layers, self._dtype, self._kv_dtype, self._device, max_requests, self._reference)
         self._lens = torch.full((max_requests,), FILL, dtype=torch.int32, device=self._device)
 
     @property
@@ -209,8 +210,17 @@ class PatBackend(AttentionBackend):
             self._pool.get_value_buffer(layer.layer_id),
             out.view(-1, heads, dim),
             sinks,
+            *self._kv_scales(layer),
         )
         return out
+
+    def _kv_scales(self, layer: Any) -> tuple[float, float]:
+        """What a layer's keys and values in the pool stand for times, as SGLang divides them when it writes them."""
+        if self._kv_dtype == self._dtype:
+            return 1.0, 1.0
+        scales = ((layer.k_scale, layer.k_scale_float), (layer.v_scale, layer.v_scale_float))
+        k_scale, v_scale = (1.0 if scale is None else number for scale, number in scales)
+        return k_scale, v_scale
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Raise: prefill belongs to another backend."""

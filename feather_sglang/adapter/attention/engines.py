@@ -30,8 +30,8 @@ class Engines:
     ----------
     layers : sequence of LayerFacts
         Those to pack, at least one.
-    dtype, device
-        Of queries and caches.
+    dtype, kv_dtype, device
+        Of queries, and of caches.
     max_requests : int
         Rows of the largest batch.
     reference : bool
@@ -44,13 +44,13 @@ class Engines:
     """
 
     def __init__(
-        self, layers: Sequence[LayerFacts], dtype: Any, device: Any, max_requests: int, reference: bool
+        self, layers: Sequence[LayerFacts], dtype: Any, kv_dtype: Any, device: Any, max_requests: int, reference: bool
     ) -> None:
         engines: dict[tuple[int, int, int], Any] = {}
         try:
             for layer in layers:
                 if layer.shape not in engines:
-                    engines[layer.shape] = _engine(layer, dtype, device, max_requests, reference)
+                    engines[layer.shape] = _engine(layer, dtype, kv_dtype, device, max_requests, reference)
                 # Compiled now, and not while a graph is captured.
                 engines[layer.shape].load(layer.logit_soft_cap > 0, layer.sinks)
         except (BuildError, ValueError) as error:
@@ -79,16 +79,18 @@ class Engines:
         return bool(self.plans) and all(plan.valid_for(lens)[0] for plan in self.plans)
 
     def run(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, sinks: Any
-    ) -> None:
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, sinks: Any,
+        k_scale: float = 1.0, v_scale: float = 1.0,
+    ) -> None:  # fmt: skip
         """Attend with the last plan: q and out (rows, heads, head_dim), k and v (slots, kv_heads, head_dim)."""
         engine, scale, cap = self._served[layer_id]
         if sinks is not None and sinks.dtype != q.dtype:  # SGLang has them in bfloat16 under a model in float16, too
             sinks = sinks.float()
-        engine.run(q, k, v, out=out, sm_scale=scale, logit_soft_cap=cap, sinks=sinks)
+        scores = {"sm_scale": scale, "logit_soft_cap": cap, "sinks": sinks}
+        engine.run(q, k, v, out=out, **scores, k_scale=k_scale, v_scale=v_scale)
 
 
-def _engine(layer: LayerFacts, dtype: Any, device: Any, max_requests: int, reference: bool) -> Any:
+def _engine(layer: LayerFacts, dtype: Any, kv_dtype: Any, device: Any, max_requests: int, reference: bool) -> Any:
     if reference:
         from feather_sglang.adapter.attention.reference import ReferenceEngine
 
@@ -96,6 +98,6 @@ def _engine(layer: LayerFacts, dtype: Any, device: Any, max_requests: int, refer
     from feather_kernels import PackedDecodeWrapper
 
     return PackedDecodeWrapper(
-        *layer.shape, page_size=1, dtype=dtype, device=device, max_requests=max_requests,
+        *layer.shape, page_size=1, dtype=dtype, kv_dtype=kv_dtype, device=device, max_requests=max_requests,
         logit_soft_cap=layer.logit_soft_cap, sinks=layer.sinks,
     )  # fmt: skip

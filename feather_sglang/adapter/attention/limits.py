@@ -12,6 +12,7 @@ from feather_kernels.build import ARCHITECTURES, HEAD_DIMS
 from feather_sglang.adapter.refusals import ANOTHER_BACKEND, Limit, first_limit
 from feather_sglang.errors import FeatherError
 
+FP8 = "float8_e4m3fn"  # of KV; --kv-cache-dtype fp8_e4m3
 MAX_GROUP = 16
 POOLS = ("MHATokenToKVPool", "SWAKVPool", "HybridLinearKVPool")
 
@@ -70,9 +71,9 @@ MODEL_LIMITS = (
     Limit("multi-head latent attention, which this model has", lambda model: model.latent, "latent attention (MLA)"),
     Limit("encoder-decoder models, which this is", lambda model: model.encoder_decoder, "encoder-decoder models"),
     Limit(
-        "a KV cache of {0.kv_dtype} under a model in {0.dtype} (drop --kv-cache-dtype)",
-        lambda model: model.kv_dtype != model.dtype,
-        "KV in another dtype than the model (fp8, fp4)",
+        "a KV cache of {0.kv_dtype} under a model in {0.dtype} (--kv-cache-dtype: auto or fp8_e4m3)",
+        lambda model: model.kv_dtype not in (model.dtype, FP8),
+        "KV in another dtype than the model or fp8_e4m3 (fp8_e5m2, fp4)",
     ),
     # Others hold latents or quantised values, or rows of ids that stand for slots.
     Limit(

@@ -24,6 +24,7 @@ from feather_sglang.adapter.refusals import PAT_FLAGS, first_limit
 from feather_sglang.errors import FeatherError
 
 KIND_TEST = "tests/sglang/test_model_kinds.py::test_the_tokens_of_sglangs_own_backend"
+FP8_TEST = "tests/sglang/test_model_kinds.py::test_a_kv_cache_in_fp8"
 PAT_TEST = "tests/sglang/test_pat_backend.py::test_"
 _FULL = LayerFacts(0, 32, 8, 128, 128, 0.088)
 _WINDOW = replace(_FULL, window=127)
@@ -102,6 +103,7 @@ MODES = (
     Mode("a feather policy", f"{_TOKENS}[policy]", {"schedule_policy": "feather-order"}),
     Mode("no prefix cache", f"{_TOKENS}[disable_radix_cache]", {"disable_radix_cache": True}),
     Mode("retraction and abortion", f"{PAT_TEST}retractions_and_aborts"),
+    Mode("--kv-cache-dtype fp8_e4m3", FP8_TEST, {"kv_cache_dtype": "fp8_e4m3"}),
     Mode("tensor parallelism", "benchmarks/checks/check_pat_server.py --variants tp2", {"tp_size": 2}),
 )
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))

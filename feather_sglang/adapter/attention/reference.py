@@ -43,6 +43,8 @@ class ReferenceEngine:
         sm_scale: float,
         logit_soft_cap: float,
         sinks: torch.Tensor | None,
+        k_scale: float,
+        v_scale: float,
     ) -> torch.Tensor:
         """Attend with the last plan; raises ``PlanError`` for scores that were not loaded, as a capture would."""
         if (logit_soft_cap > 0, sinks is not None) not in self._loaded:
@@ -50,10 +52,12 @@ class ReferenceEngine:
         values, _ = reference_decode(
             self._plan, to_numpy(q), to_numpy(k_cache), to_numpy(v_cache), self._table.view(-1).numpy(), 1, sm_scale,
             logit_soft_cap, self._lens.numpy(), None if sinks is None else to_numpy(sinks.detach()),
+            k_scale, v_scale,
         )  # fmt: skip
         return out.copy_(torch.from_numpy(values))
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A copy on the host; NumPy has no bfloat16."""
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
+    """A copy on the host; NumPy has neither bfloat16 nor float8."""
+    unknown = tensor.dtype == torch.bfloat16 or (tensor.is_floating_point() and tensor.element_size() == 1)
+    return (tensor.float() if unknown else tensor).cpu().numpy()
