@@ -2,6 +2,7 @@
 
     PYTHONPATH=.:kernels python benchmarks/checks/check_models.py --json models.json
     PYTHONPATH=.:kernels python benchmarks/checks/check_models.py --shapes gpt-oss-20b,gemma-3-4b --repeat 3
+    ... --shapes llama-3.2-1b,qwen2.5-7b --stock triton --flags "--kv-cache-dtype fp8_e4m3"
 
 For each shape of `model_shapes`, with weights that are random but not negligible (`spread_weights`): one server for
 each of its stock backends and one of pat, up together. All answer prompts that share prefixes, greedily and all at
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
                         "the GPU's memory holds them (default: %(default)s)")  # fmt: skip
     parser.add_argument("--slack", type=float, default=0.02, help="share that pat may be slower without sharing")
     parser.add_argument("--flags", default="", help="further flags of all servers; they overrule the others")
+    parser.add_argument("--stock", help="backends to compare with, with commas (default: each shape's own)")
     parser.add_argument("--start-timeout", type=float, default=180.0, help="seconds (default: %(default)g)")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds for everything")
     parser.add_argument("--json", type=Path, help="write all results there, anew after each shape")
@@ -88,6 +91,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if not any(point.name == "feather" for point in metadata.entry_points(group="sglang.srt.plugins")):
         parser.error("feather-sglang is not installed here: pip install --no-deps .")
     return options
+
+
+def shape_of(options: argparse.Namespace, name: str) -> Shape:
+    """A shape, with the stock backends that are asked for."""
+    shape = SHAPES[name]
+    return replace(shape, stock=tuple(options.stock.split(",")), spread=()) if options.stock else shape
 
 
 def cases_of(options: argparse.Namespace, shape: Shape) -> dict[str, Case]:
@@ -329,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             break
         names = options.names[first : first + options.together]
         print(f"[{time.monotonic() - begun:4.0f} s] starting the servers of {', '.join(names)}", flush=True)
-        checks = [ShapeCheck(name, SHAPES[name], options, logs, remaining) for name in names]
+        checks = [ShapeCheck(name, shape_of(options, name), options, logs, remaining) for name in names]
         try:
             for check in checks:
                 check.start()

@@ -36,6 +36,15 @@ def test_attention_sinks(seed):
     assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seed", range(10_000, 10_016))
+def test_an_fp8_cache(seed, head_dim):
+    choice = replace(random_batches.draw(seed, HOPPER), fp8_kv=True, head_dim=head_dim)
+    choice = replace(choice, wrapper=tuple(pair for pair in choice.wrapper if pair[0] != "tiles"))
+    outcome = check.check_forest(choice, PackedDecodeWrapper, "cuda")
+    assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
+
+
 @pytest.mark.parametrize("seed", range(check.SMALL_CASES))
 def test_a_tiny_batch(seed):
     outcome = check.check_forest(random_batches.small(seed, HOPPER), PackedDecodeWrapper, "cuda")

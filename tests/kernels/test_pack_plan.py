@@ -263,6 +263,20 @@ def test_scheduled_traffic_counts_row_tiles_and_chunks(merge, parts):
     assert plan_of(plan.forest, **ONE_TILE, strategy="naive", merge=merge).scheduled_traffic == plan.traffic
 
 
+def test_a_token_of_8_bits_is_half_the_traffic():
+    read = {}
+    for tokens in (4, 8, 12):
+        forest = tree_forest((1, 2), (tokens, 5))
+        for size in (2, 1):
+            plan = plan_of(forest, strategy="profit", kv_value_bytes=size, **ONE_TILE)
+            assert plan.traffic.kv == plan.tokens_read * 2 * 2 * 64 * size
+            read[tokens, size] = plan.tokens_read
+    # Read twice, where it weighs less than a part: in 8 bits up to twice as many tokens do.
+    assert read == {(4, 2): 18, (4, 1): 18, (8, 2): 18, (8, 1): 26, (12, 2): 22, (12, 1): 22}
+    with pytest.raises(PlanError, match="kv_value_bytes is 4: give 2 or 1"):
+        plan_of(forest, kv_value_bytes=4)
+
+
 @pytest.mark.parametrize("heads", [{}, {"num_qo_heads": 12, "num_kv_heads": 3, "head_dim": 128}])
 def test_tokens_read_are_the_items_own(heads):
     plan = plan_of(tree_forest((1, 40), (4096, 64)), strategy="naive", **heads)

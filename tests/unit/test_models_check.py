@@ -111,6 +111,14 @@ def test_a_right_backend_is_right(row):
     assert "right" in check.table([found]) and "0.990x" in check.table([found])
 
 
+def test_other_stock_backends_are_compared_with(monkeypatch):
+    monkeypatch.setattr(check.metadata, "entry_points", lambda group: [type("Point", (), {"name": "feather"})])
+    own, named = check.arguments([]), check.arguments(["--stock", "triton,flashinfer"])
+    assert check.shape_of(own, "gemma-3-4b") is check.SHAPES["gemma-3-4b"]
+    shape = check.shape_of(named, "gemma-3-4b")
+    assert (shape.stock, shape.spread) == (("triton", "flashinfer"), ()) and shape.kind == "windows"
+
+
 def test_other_tokens_and_logprobs_are_wrong(row):
     assert any("another token" in problem for problem in row(given={**GOOD, "pat": answers(token=6)})["problems"])
     assert any("largest difference 0.2" in problem for problem in row(given={**GOOD, "pat": answers(0.2)})["problems"])
