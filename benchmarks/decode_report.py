@@ -153,6 +153,16 @@ def behind(records: Sequence[Record], kind: str = "warm", most: int = 30) -> str
     return "\n".join(lines)
 
 
+def accuracy(records: Sequence[Record]) -> str:
+    """The largest relative error of each system's output."""
+    largest: dict[str, float] = {}
+    for record in records:
+        for name, result in record["systems"].items():
+            if "relative_error" in result:
+                largest[name] = max(largest.get(name, 0.0), result["relative_error"])
+    return "largest relative error: " + ", ".join(f"{short(name)} {error:.1e}" for name, error in largest.items())
+
+
 def errors(records: Sequence[Record]) -> str:
     """What was not measured, by system and reason, and how often."""
     found: dict[tuple[str, str], list[Record]] = defaultdict(list)
@@ -171,7 +181,7 @@ def summary(records: Sequence[Record]) -> str:
     """All of the above but the rows."""
     kinds = [kind for kind in KINDS if any(f"{kind}_us" in s for r in records for s in r["systems"].values())]
     parts: list[Callable[[Sequence[Record], str], str]] = [means, worst, behind]
-    texts = [*(part(records, kind) for part in parts for kind in kinds), errors(records)]
+    texts = [*(part(records, kind) for part in parts for kind in kinds), accuracy(records), errors(records)]
     return "\n\n".join(text for text in texts if text)
 
 

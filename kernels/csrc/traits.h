@@ -45,7 +45,7 @@ struct PortableTraits {
 
 // Stages of 8 bits that travel ahead of those that are widened, on the Hopper path.
 template <int kHeadDim>
-inline constexpr int kWideningDepth = kHeadDim == 64 ? 4 : 2;
+inline constexpr int kWideningDepth = kHeadDim == 64 ? 3 : 2;
 
 // Warpgroups that compute, and one that copies for them (sm_90a). At head_dim 256 two warpgroups' results do not fit
 // into registers.
@@ -59,7 +59,7 @@ struct HopperTraits {
   // Of a ring that so many groups share. Stages in 8 bits, half as large, leave room for fewer; of more than four there
   // is no room for what must be known of each.
   static constexpr int stages(int tokens, int groups) {
-    int const all = groups * kRingTokens / tokens, fewer = all - kWideningDepth<kHeadDim> / 2;
+    int const all = groups * kRingTokens / tokens, fewer = all - (kWideningDepth<kHeadDim> + 1) / 2;
     return !kFp8 ? all : fewer < 4 ? fewer : 4;
   }
   // Registers of a thread at launch, and then: as many as the copying warps give up, the computing ones get. Beside one

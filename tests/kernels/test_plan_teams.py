@@ -37,6 +37,12 @@ def test_a_long_shared_pack_has_a_chunk_for_every_team(path, head_dim):
         assert len(shared) == KernelPath.of(path, head_dim).teams_per_processor(m)
 
 
+def test_tails_of_8_bits_are_left_to_single_warps():
+    for size, m in ((2, 64), (1, 8)):
+        plan = plan_of(tree_forest((256,), (1024,)), num_qo_heads=32, num_kv_heads=8, kv_value_bytes=size)
+        assert {plan.options.tiles[tile][0] for tile in plan.items[:, 7]} == {m}
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_tails_are_cut_for_the_warps_of_the_hopper_path(head_dim):
     """Where they are all there is, for two of three; beside a shared pack in a larger tile, for all."""

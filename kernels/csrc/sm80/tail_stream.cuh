@@ -27,8 +27,9 @@ struct TailStream {
   // Behind them, in whole lines.
   static constexpr int kStatsElements = std::max<int>(kParts * 8 * sizeof(PartialStats), 128) / sizeof(T);
   static_assert(kStatsElements * sizeof(T) % 128 == 0 && 4 % kParts == 0);
-  // A ring has one of two lengths: kSlots, or half as many more.
-  static constexpr int kSlots = (kHeadDim <= 128 ? 4 : 2) * (2 / kKvBytes) / kHeads, kMostSlots = kSlots * 3 / 2;
+  // A ring has one of two lengths: kSlots, or half as many more. Of 8 bits there are twice as many, but for want of room.
+  static constexpr int kUsual = (kHeadDim <= 128 ? 4 : 2) / kHeads;
+  static constexpr int kSlots = !kFp8 ? kUsual : kUsual == 4 ? 7 : 2 * kUsual, kMostSlots = kSlots * 3 / 2;
   static constexpr int kSlotElements = kHeads * kHeadElements + kStatsElements;
   static constexpr int kSlotBytes = kSlotElements * int(sizeof(T)), kRingBytes = kSlots * kSlotBytes;
   // Two heads' rows lie side by side: whole rows at once keep them together.

@@ -22,7 +22,8 @@ struct HopperForward {
   using Wide = WarpgroupTeam<T, kHeadDim, kGroups, Traits::kTokens128, Traits::stages(Traits::kTokens128, kGroups)>;
   using Group = WarpgroupTeam<T, kHeadDim, 1, Traits::kTokens64, Traits::stages(Traits::kTokens64, 1)>;
   static constexpr int kTailWarps = Traits::kTailWarps, kFewTailWarps = few_tail_warps(kTailWarps);
-  static constexpr int kTailBytes = TailStream<T, kHeadDim, 1>::kRingBytes;
+  static constexpr int kTailBytes =
+      std::max(TailStream<T, kHeadDim, 1>::kRingBytes, TailStream<T, kHeadDim, 2>::kRingBytes);
   // Stages of 8 bits are half as large, and there is room for as many as these.
   static constexpr int kFewStages = kFp8 ? 5 : kSmallStages;
   static constexpr int kSmallBytes =

@@ -26,15 +26,16 @@ struct KvPipeline {
   static constexpr int kUnits = kStages < 7 ? 8 : 16;
   static_assert(!kAsks || kUnits > kStages + 1);
 
-  // Whoever widens tells of a stage before it is free: while two rounds through the ring are told apart, nobody reads
-  // there any more. So a place is a stage and a round.
-  static constexpr int kRounds = kFp8 ? 2 : 1;
-  static __device__ __forceinline__ int stage_of(int place) {
-    return kRounds == 1 || place < kStages ? place : place - kStages;
-  }
+  // Whoever widens tells of a stage before it is free: while so many rounds through the ring are told apart, nobody
+  // reads there any more. So a place is a stage and a round.
+  static constexpr int kRounds = !kFp8 ? 1 : kStages > kWideningDepth<kHeadDim> ? 2 : 3;
+  static __device__ __forceinline__ int stage_of(int place) { return kRounds == 1 ? place : place % kStages; }
+  // There are few stages where values are widened into them: so that this is done while others are multiplied, V of a
+  // stage has barriers of its own, behind those of K.
+  static constexpr int kBarriers = kFp8 ? 2 * kStages : kStages;
 
   struct Control {
-    uint64_t full[kStages], empty[kStages], unit_known[kUnits];
+    uint64_t full[kBarriers], empty[kBarriers], unit_known[kUnits];
     int units[kUnits];
     StageInfo infos[kRounds * kStages];  // of a unit, with its first and last stages; tokens are the unit's
     int members[kRounds * kStages][kMemberWords];  // request and part of each, with them
@@ -42,10 +43,10 @@ struct KvPipeline {
   static __device__ void init(Control& control, int thread) {
     if (kAsks && thread < kUnits) barrier_init(control.unit_known + thread, 1);
     // Full: every copying thread, once its copies have landed, and who publishes the stage. Empty: all that compute.
-    constexpr int kPublishers = kFp8 ? 0 : 1;
-    for (int i = thread; i < 2 * kStages; i += kWarp) {
-      barrier_init(i < kStages ? control.full + i : control.empty + i - kStages,
-                   i < kStages ? 2 * kGroups * kWarp + kPublishers : 4 * kGroups * kWarp);
+    constexpr int kArrivals = kFp8 ? kGroups * kWarp : 2 * kGroups * kWarp + 1;
+    for (int i = thread; i < 2 * kBarriers; i += kWarp) {
+      barrier_init(i < kBarriers ? control.full + i : control.empty + i - kBarriers,
+                   i < kBarriers ? kArrivals : 4 * kGroups * kWarp);
     }
   }
 };
@@ -255,6 +256,7 @@ struct KvConsumer {
   typename Pipeline::Control& control;
   Value* const ring;
   int stage = 0, parity = 0;
+  int v_stage = 0, v_parity = 0;  // the next whose V is waited for, where that has barriers of its own
 
   __device__ KvConsumer(typename Pipeline::Control& control_, Value* ring_) : control(control_), ring(ring_) {}
 
@@ -262,6 +264,13 @@ struct KvConsumer {
   __device__ void wait() const {
     barrier_wait(control.full + Pipeline::stage_of(stage), parity);
     if (!kFp8) cutlass::arch::fence_view_async_shared();
+  }
+  // Its V, once for every stage, in order.
+  __device__ void wait_for_values() {
+    if constexpr (kFp8) {
+      barrier_wait(control.full + Pipeline::kStages + v_stage, v_parity);
+      if (++v_stage == Pipeline::kStages) v_stage = 0, v_parity ^= 1;
+    }
   }
   // The next unit's first stage; tokens = -1 if there is none.
   __device__ StageInfo open() const {
@@ -282,7 +291,7 @@ struct KvConsumer {
       if (++stage == Pipeline::kStages) stage = 0, parity ^= 1;
     } else {
       if (++stage == Pipeline::kRounds * Pipeline::kStages) stage = 0;
-      parity = stage >= Pipeline::kStages;
+      if (Pipeline::stage_of(stage) == 0) parity ^= 1;
     }
     return taken;
   }
@@ -290,7 +299,10 @@ struct KvConsumer {
   __device__ void skip(int tokens) {
     do {
       wait();
-      release(take());
+      wait_for_values();
+      int const taken = take();
+      release_keys(taken);
+      release(taken);
       tokens -= Pipeline::kTokens;
     } while (tokens > 0);
   }
@@ -300,7 +312,13 @@ struct KvConsumer {
   }
   __device__ Value const* v_tile(int stage) const { return k_tile(stage) + Pipeline::kTile; }
   // Every lane says so for itself: racecheck does not see that one which speaks for its warp has heard the others.
-  __device__ void release(int stage) { barrier_arrive(control.empty + Pipeline::stage_of(stage)); }
+  __device__ void release(int stage) {
+    barrier_arrive(control.empty + Pipeline::stage_of(stage) + Pipeline::kBarriers - Pipeline::kStages);
+  }
+  // K alone, before its V, where that can be.
+  __device__ void release_keys(int stage) {
+    if constexpr (kFp8) barrier_arrive(control.empty + Pipeline::stage_of(stage));
+  }
 };
 
 }  // namespace feather

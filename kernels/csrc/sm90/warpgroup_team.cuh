@@ -78,22 +78,26 @@ struct WarpgroupTeam {
     if (kLarge && left > Pipeline::kTokens) consumer.wait();
     tile.template wait<0>();
     tile.online_softmax_first(left, params);
+    consumer.release_keys(stage);
     tile.round_probabilities();
     pending.publish(params);  // of the unit before: its values have been written meanwhile
     while ((left -= Pipeline::kTokens) > 0) {
       if (!kLarge) consumer.wait();
       int const next = consumer.take();
       tile.score(consumer.k_tile(next));
+      consumer.wait_for_values();
       tile.accumulate(consumer.v_tile(stage));
       if (kLarge && left > Pipeline::kTokens) consumer.wait();
       tile.template wait<1>();
       bool const fits = tile.online_softmax_next(left, params);
       tile.template wait<0>();
       if (!fits) tile.online_softmax_redo(consumer.k_tile(next), left, params);
+      consumer.release_keys(next);
       consumer.release(stage);
       tile.round_probabilities();
       stage = next;
     }
+    consumer.wait_for_values();
     tile.accumulate(consumer.v_tile(stage));
     Row rows[2];
     find_rows<typename Tile::Layout>(params, consumer.info(stage), consumer.members(stage), 16 * warp, rows);
@@ -115,6 +119,8 @@ struct WarpgroupTeam {
                                       StageInfo const& info, int stage, int warp, PendingPublish& pending) {
     Row rows[2];
     find_rows<typename Tile::Layout>(params, info, consumer.members(stage), 16 * warp, rows);
+    consumer.wait_for_values();
+    consumer.release_keys(stage);
     consumer.release(stage);
     pending.publish(params);
     tile.begin();

@@ -4,24 +4,24 @@
 
 namespace feather {
 
-// As its base, but wgmma wants 16 bits: what this warp has asked for, 16 rows at a time, it widens kDepth stages later,
-// once it is there, into the ring, and asks for other rows in its place. A lane widens the very bytes that it copied,
-// so nobody else waits for them.
+// As its base, but wgmma wants 16 bits: what this warp has asked for, a block of rows at a time, it widens kDepth stages
+// later, once it is there, into the ring, and asks for other rows in its place. A lane widens the very bytes that it
+// copied, so nobody else waits for them.
 template <typename T, class Pipeline>
 struct WideningProducer : KvProducer<T, Pipeline> {
   using Base = KvProducer<T, Pipeline>;
   using Copy = typename Base::Copy;
   static constexpr int kHeadDim = Pipeline::kHeadDim, kTokens = Pipeline::kTokens, kStages = Pipeline::kStages;
-  static constexpr int kOwn = Base::kOwn, kAtOnce = Base::kAtOnce, kPerLane = Base::kPerLane, kBlock = Base::kBlock;
+  static constexpr int kOwn = Base::kOwn, kAtOnce = Base::kAtOnce, kPerLane = Base::kPerLane;
   static constexpr int kDepth = kWideningDepth<kHeadDim>, kPlaces = Pipeline::kRounds * kStages;
   static constexpr int kRowBytes = kHeadDim, kOwnBytes = kOwn * kRowBytes;
+  static constexpr int kBlock = kOwn < 2048 / kHeadDim ? kOwn : 2048 / kHeadDim;  // 4 loads of 16 bytes a lane
   static constexpr int kBlocks = kOwn / kBlock, kTurns = kBlock / Copy::kRowsAtOnce, kWidth = 16 * Copy::kLanes;
-  static_assert(kDepth <= kStages, "a place is told of kDepth stages before its stage is free, see Pipeline::kRounds");
-  static_assert(kAtOnce % kBlock == 0);
+  // When K of a stage is released, all of the stage before it is. A place is told of once K is that lay kDepth stages
+  // before in the round before.
+  static_assert(kDepth + 1 <= (Pipeline::kRounds - 1) * kStages);
 
   uint32_t const staged;   // where this lane's first bytes lie of the first stage in 8 bits
-  uint32_t const to;       // and, widened, in the ring
-  uint32_t const pairs;    // which of four values are stored there, and which 16 bytes away
   int place = 0;           // of the stage that is asked for next
   int asked_stages = 0;    // up to kDepth
   int slot = 0;            // in 8 bits: where the next stage goes, and the oldest lies
@@ -29,16 +29,18 @@ struct WideningProducer : KvProducer<T, Pipeline> {
 
   // Eight lanes that share a row store to the banks of four: half of them begin with the odd columns.
   static constexpr bool kShares = kRowBytes >= 128;
-  static __device__ bool odd_first() { return kShares && threadIdx.x / 4 % 2; }
+  static __device__ bool odd_first() {
+    int index;  // read again, as every register counts
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return kShares && index / 4 % 2;
+  }
 
   __device__ WideningProducer(Params<T> const& params, Queue const& queue, typename Pipeline::Value* ring, bool keys,
                               int copier, int first, int stride)
       : Base(params, queue, ring, keys, copier, first, stride),
         staged(smem_address(ring) + Pipeline::kRingBytes +
                ((keys ? 0 : Pipeline::kGroups) + copier) * (kDepth * kOwnBytes) + Copy::row() * kRowBytes +
-               Copy::byte()),
-        to(Base::to ^ (odd_first() ? 16 : 0)),
-        pairs(odd_first() ? 0x2031 : 0x3120) {}
+               Copy::byte()) {}
 
   __device__ void run(typename Pipeline::Control& control) {
     auto const& params = this->params;
@@ -75,7 +77,7 @@ struct WideningProducer : KvProducer<T, Pipeline> {
         // As late as there is time for it: who asks early holds a unit that others could begin.
         bool const two_left = pos + 2 * kTokens >= stop && (first || !last);
         if (Pipeline::kAsks && two_left) this->advance(control, publishes);
-        int const n_rows = (min(kTokens, max(0, stop - pos)) + kBlock - 1) / kBlock * kBlock;
+        int const n_rows = (min(kTokens, max(0, stop - pos)) + Base::kBlock - 1) / Base::kBlock * Base::kBlock;
         int slots[kPerLane];
 #pragma unroll
         for (int j = 0; j < kPerLane; ++j) {
@@ -88,7 +90,7 @@ struct WideningProducer : KvProducer<T, Pipeline> {
           look_up_next(pages);
         }
         bool const widens = asked_stages == kDepth;
-        if (widens) barrier_wait(control.empty + stage, parity);
+        if (widens) barrier_wait(control.empty + barrier(), parity);
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
           if (widens) {
@@ -123,18 +125,26 @@ struct WideningProducer : KvProducer<T, Pipeline> {
                   item_word(this->words, kItemStop), pages);
   }
 
-  // Widen what is still on its way, and tell of the end of the queue.
+  // This warp's, of the oldest stage.
+  __device__ int barrier() const { return stage + (this->keys ? 0 : kStages); }
+
+  // Widen what is still on its way, and tell of the end of the queue: who waits for it waits for K.
   __device__ void finish(typename Pipeline::Control& control, bool publishes) {
-    asm volatile("cp.async.wait_all;" ::: "memory");
     slot = slot < asked_stages ? slot - asked_stages + kDepth : slot - asked_stages;  // the oldest's
 #pragma unroll 1
     for (; asked_stages > 0; --asked_stages) {
-      barrier_wait(control.empty + stage, parity);
+      if (asked_stages > 1) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(kBlocks) : "memory");
+      } else {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+      }
+      barrier_wait(control.empty + barrier(), parity);
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) widen_block(block);
       pass_on(control);
       if (++slot == kDepth) slot = 0;
     }
+    if (!this->keys) return;
     barrier_wait(control.empty + stage, parity);
     if (publishes && this->lane == 0) control.infos[place] = {-1, 0, 0};
     __syncwarp();
@@ -144,23 +154,23 @@ struct WideningProducer : KvProducer<T, Pipeline> {
   // The oldest stage has been widened. wgmma may read what this lane has stored.
   __device__ void pass_on(typename Pipeline::Control& control) {
     cutlass::arch::fence_view_async_shared();
-    barrier_arrive(control.full + stage);
+    barrier_arrive(control.full + barrier());
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
 
-  // Request 16 rows of a stage, 16 bytes a lane: always one cp.async group. `n_rows` of the stage are there; V has zeros
-  // behind them.
+  // Request a block of a stage's rows, 16 bytes a lane: always one cp.async group. `n_rows` of the stage are there; V has
+  // zeros behind them.
   __device__ void ask_for_block(int block, char const* from, int const (&slots)[kPerLane], int n_rows) {
-    int const row = block * kBlock;
-    bool const there = this->own_first + row < n_rows;
-    if (there || !this->keys) {
+    if (this->own_first + block * kBlock < n_rows || !this->keys) {
       char const* rows[kTurns];
 #pragma unroll
       for (int i = 0; i < kTurns; ++i) {
-        rows[i] = Copy::find(from, slots[row / kAtOnce], row % kAtOnce / Copy::kRowsAtOnce + i, this->slot_bytes);
+        int const row = block * kBlock + i * Copy::kRowsAtOnce;
+        rows[i] = Copy::find(from, slots[row / kAtOnce], row % kAtOnce / Copy::kRowsAtOnce, this->slot_bytes);
       }
 #pragma unroll
       for (int i = 0; i < kTurns; ++i) {
+        bool const there = this->own_first + block * kBlock + i * Copy::kRowsAtOnce < n_rows;
 #pragma unroll
         for (int part = 0; part < Copy::kTimes; ++part) {
           cp_async_zfill(bytes_of(block, i, part), rows[i] + part * kWidth, there);
@@ -175,9 +185,11 @@ struct WideningProducer : KvProducer<T, Pipeline> {
     return staged + slot * kOwnBytes + (block * kBlock + i * Copy::kRowsAtOnce) * kRowBytes + part * kWidth;
   }
 
-  // Widen this lane's share of 16 rows of the oldest stage.
+  // Widen this lane's share of a block of the oldest stage.
   __device__ void widen_block(int block) const {
     uint32_t const down = stage * (Pipeline::kStageElements * int(sizeof(T)));
+    bool const odd = odd_first();
+    uint32_t const to = this->to ^ (odd ? 16 : 0), pairs = odd ? 0x2031 : 0x3120;
     uint4 values[kTurns][Copy::kTimes];
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) {
@@ -190,10 +202,10 @@ struct WideningProducer : KvProducer<T, Pipeline> {
 #pragma unroll
       for (int part = 0; part < Copy::kTimes; ++part) {
         uint4 first, second;
-        widen_pairs(values[i][part].x, first.x, second.x);
-        widen_pairs(values[i][part].y, first.y, second.y);
-        widen_pairs(values[i][part].z, first.z, second.z);
-        widen_pairs(values[i][part].w, first.w, second.w);
+        widen_pairs(values[i][part].x, pairs, first.x, second.x);
+        widen_pairs(values[i][part].y, pairs, first.y, second.y);
+        widen_pairs(values[i][part].z, pairs, first.z, second.z);
+        widen_pairs(values[i][part].w, pairs, first.w, second.w);
         uint32_t const at = row + part * (kTokens * kWidth * 2);
         store(at, first);
         store(at ^ 16, second);
@@ -202,7 +214,8 @@ struct WideningProducer : KvProducer<T, Pipeline> {
   }
 
   // Four values as two pairs, the one first that is stored first.
-  __device__ __forceinline__ void widen_pairs(uint32_t values, uint32_t& first, uint32_t& second) const {
+  static __device__ __forceinline__ void widen_pairs(uint32_t values, uint32_t pairs, uint32_t& first,
+                                                     uint32_t& second) {
     asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
         : "=r"(first), "=r"(second)
         : "r"(__byte_perm(values, 0, pairs)));
