@@ -144,8 +144,9 @@ class Configuration:
                     f"no tile {m}x{n} on the path {path!r} at head_dim {self.head_dim}: {which} may be "
                     f"{', '.join(others) + ' or ' if others else ''}{last}"
                 )
-            if self.fp8_kv and path == "hopper" and n > 64:
-                raise BuildError(f"tile {m}x{n}: with an fp8 KV cache n may be 64 at most on the path 'hopper'")
+            other = (m, n) not in built_tiles(path, self.head_dim)
+            if self.fp8_kv and path == "hopper" and other and self.head_dim != 128:
+                raise BuildError(f"tile {m}x{n}: for an fp8 KV cache there is another n at head_dim 128 only")
 
     @property
     def others(self) -> list[tuple[str, int, int]]:

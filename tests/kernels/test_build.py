@@ -123,6 +123,15 @@ def test_a_tile_that_is_built_anyhow_is_no_other_library():
     assert len({Configuration("float16", 128, 90, tiles=tiles).prebuilt for tiles in (pair, pair[::-1])}) == 1
 
 
+def test_with_an_fp8_cache_some_tiles_cannot_be_built():
+    assert Configuration("float16", 64, 90, tiles=(("hopper", 64, 64),), fp8_kv=True).others == []
+    for head_dim, tile in ((128, ("hopper", 64, 32)), (64, ("portable", 64, 64))):
+        assert Configuration("float16", head_dim, 90, tiles=(tile,), fp8_kv=True).others == [tile]
+    for head_dim, n in ((64, 128), (256, 32)):
+        with pytest.raises(BuildError, match=f"^tile 64x{n}: for an fp8 KV cache there is another n at head_dim 128"):
+            Configuration("float16", head_dim, 90, tiles=(("hopper", 64, n),), fp8_kv=True)
+
+
 def test_a_hopper_tile_needs_a_hopper_gpu():
     with pytest.raises(BuildError, match=r"^tile 64x32: compute capability 8\.0 has no path 'hopper'$"):
         Configuration("float16", 128, 80, tiles=(("hopper", 64, 32),))
