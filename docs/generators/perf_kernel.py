@@ -8,7 +8,7 @@ from pathlib import Path
 from perf_results import PEERS, TreeTime, day, geometric_mean, get, load, trees
 from perf_text import Section, command, table
 
-PAT, H100 = "decode_h200.json", "decode_h100.json"
+PAT, H100, FP8 = "decode_h200.json", "decode_h100.json", "decode_h200_fp8.json"
 SETS = {
     "PAT's 20 trees": PAT,
     "1-20 prompts, 32-500 requests": "decode_h200_serving.json",
@@ -73,6 +73,23 @@ def by_set(folder: Path) -> str:
     return table(["batches", "rows", "to best peer", "worst", "behind by >1%"], lines)
 
 
+def with_fp8(folder: Path) -> str:
+    """PAT's trees on an fp8 cache, beside a peer on it and this package on 16 bits."""
+    records = get(load(folder, FP8), FP8, "records")
+    times = [
+        {name: get(record, FP8, "systems", name, "warm_us") for name in ("feather", "feather-16bit", "triton")}
+        | {"floor": get(record, FP8, "floor_us")}
+        for record in records
+    ]
+
+    def against(name: str) -> list[float]:
+        return [time["feather"] / time[name] for time in times]
+
+    cells = [f"{geometric_mean(against(name)):.2f} ({max(against(name)):.2f})" for name in ("triton", "feather-16bit")]
+    row = [*cells, f"{geometric_mean(against('floor')):.2f}", str(len(times))]
+    return table(["to Triton (worst)", "to `pat` on 16 bits", "`pat`<br>/floor", "rows"], [row])
+
+
 def losses(folder: Path) -> tuple[str, int]:
     """The worst rows of all sets, and how many are behind."""
     behind = sorted(
@@ -104,10 +121,12 @@ def section(folder: Path) -> Section:
         by_heads(folder),
         "![Time over the floor by tree](performance/kernel.svg)",
         by_set(folder),
+        "With an fp8 KV cache, PAT's trees at 32/8:",
+        with_fp8(folder),
     ]
     if lost:
         body += [f"Behind by more than 1% in {count} rows, the worst:", lost]
-    return Section("The kernel beside its peers", body, setup, [command(typed)], [*SETS.values(), H100])
+    return Section("The kernel beside its peers", body, setup, [command(typed)], [*SETS.values(), H100, FP8])
 
 
 def plotted(folder: Path) -> dict[str, list[tuple[int, float]]]:

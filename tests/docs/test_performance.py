@@ -208,6 +208,8 @@ def files() -> dict[str, Any]:
     steady = {name: flags_of(name) for name in perf_servers.BACKENDS}
     batch = {"pat": 300.0, "fa3": 100.0, "flashinfer": 110.0, "triton": 90.0}
     made: dict[str, Any] = {name: kernel_file() for name in (*perf_kernel.SETS.values(), perf_kernel.H100)}
+    on_fp8 = {name: {"warm_us": us} for name, us in (("feather", 10.0), ("feather-16bit", 16.0), ("triton", 40.0))}
+    made[perf_kernel.FP8] = {"records": [{"systems": on_fp8, "floor_us": 8.0}]}
     made |= {file: one_backend(name) for name, file in perf_servers.SERVERS.items()}
     made |= {file: server_file(steady, {"decode:500,5,5000,64": batch}) for file in perf_servers.DECODE}
     made |= {file: server_file(steady, {"W1": batch}) for file in (perf_servers.TWO_GPUS, perf_servers.LONG)}
@@ -303,6 +305,12 @@ def test_what_a_promise_brings_stands_beside_the_policies(files: dict[str, Any],
     )
 
 
+def test_a_cache_of_8_bits_is_beside_triton_and_16_bits(files: dict[str, Any], tmp_path: Path) -> None:
+    slow = {name: {"warm_us": us} for name, us in (("feather", 40.0), ("feather-16bit", 16.0), ("triton", 40.0))}
+    files[perf_kernel.FP8]["records"].append({"systems": slow, "floor_us": 8.0})
+    assert "|0.50 (1.00)|1.25 (2.50)|2.50|2|" in performance.page(written(files, tmp_path))
+
+
 def test_a_replay_that_is_far_off_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
     files[perf_replay.REPLAYS]["runs"][0]["replay"] = {
         "output_tok_s": 500.0, "ttft_mean": 2.0, "ttft_p99": 4.0, "e2e_mean": 8.0}  # fmt: skip
@@ -315,6 +323,7 @@ def test_a_replay_that_is_far_off_is_shown(files: dict[str, Any], tmp_path: Path
     [
         ("decode_h200.json", lambda content: content.pop("records"), "records"),
         ("decode_h200_long.json", lambda content: content["records"].clear(), "peer"),
+        ("decode_h200_fp8.json", lambda content: content["records"][0]["systems"].pop("triton"), "systems.triton"),
         ("servers_h200_pat.json", lambda content: content["records"][0]["overall"].pop("tok_s"), "overall.tok_s"),
         ("servers_h200_pat.json", lambda content: content["machine"]["versions"].clear(), "versions.sglang"),
         ("server_h200_tp2.json", lambda content: content.pop("when"), "when"),

@@ -53,6 +53,20 @@ def test_time_to_that_of_the_best_peer(name, rows, mean, worst, behind):
     assert sum(ratio > 1 for ratio in ratios) <= behind
 
 
+def test_time_on_an_fp8_cache():
+    """To Triton's on it, and to this package's on 16 bits, which trees bound by latencies may exceed."""
+    rows = [
+        {name: one["warm_us"] for name, one in row["systems"].items()} | {"floor": row["floor_us"]}
+        for row in records("decode_h200_fp8.json")
+    ]
+    ratio = {name: [row["feather"] / row[name] for row in rows] for name in ("triton", "feather-16bit", "floor")}
+    assert len(rows) == 20
+    assert geometric_mean(ratio["triton"]) <= 0.18 and max(ratio["triton"]) <= 0.47
+    assert geometric_mean(ratio["feather-16bit"]) <= 0.87 and max(ratio["feather-16bit"]) <= 1.16
+    assert sum(one > 1.01 for one in ratio["feather-16bit"]) <= 8
+    assert geometric_mean(ratio["floor"]) <= 2.67
+
+
 def test_where_a_peer_is_faster_little_is_shared():
     """Few requests to a prefix, a single request, or none that share."""
     slower = {name for name, ratio in to_the_best_peer("decode_h200_serving.json").items() if ratio > 1}

@@ -148,7 +148,7 @@ inline int32_t make_row_tiles(const Config& config, const Packing& packing, Sche
   promote_long(config, packing, out.rows);
   if (config.fan_in == 0 || team == kNoTile || fixed) return kNoTile;
   if (merge_into_warpgroup_tile(config, packing, team, out)) return team;
-  // Teams widen a cache of 8 bits no faster than one of 16 comes: 256 tails of 4,096 tokens took 875 us for 507.
+  // "What does an fp8 cache bring?": 256 tails of 4,096 tokens in 8 bits took teams 875 us for 491.
   if (config.split != kSplitRounds || team == tail || config.kv_value_bytes == 1) return kNoTile;
   return give_tails_to_teams(config, packing, team, out) ? team : kNoTile;
 }
