@@ -76,6 +76,7 @@ def batch_text(plan: PackPlan, requests: int) -> str:
         "num_qo_heads": options.num_qo_heads,
         "num_kv_heads": options.num_kv_heads,
         "head_dim": options.head_dim,
+        "kv_value_bytes": options.kv_value_bytes,
         "strategy": options.strategy,
         "split": options.split,
         "merge": options.merge,
@@ -144,6 +145,8 @@ def _batch(path: Path, found: dict[str, Any]) -> Batch:
     # Without a GPU a server has those that are built by default, at any head_dim.
     if not tiles or not any(set(tiles) <= set(TILES[path]) or are_tiles(path, head_dim, tiles) for path in TILES):
         raise ValueError(f"the kernels have no tiles {tiles} at head_dim {head_dim}")
+    if "kv_value_bytes" in planner:  # older files are of 16 bits
+        arguments["kv_value_bytes"] = _whole("kv_value_bytes", planner["kv_value_bytes"], most=2)
     if planner["head_pack"] is not None:
         arguments["head_pack"] = _whole("head_pack", planner["head_pack"])
     nowhere = np.zeros(len(arrays["seq_len"]), np.int64)  # where rows lie in memory changes nothing in a plan

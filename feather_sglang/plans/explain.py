@@ -112,7 +112,7 @@ class QueueFacts:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """A plan as a whole. Tokens are KV tokens of one layer, bytes those of all its KV heads in 16 bits.
+    """A plan as a whole. Tokens are KV tokens of one layer, bytes those of all its KV heads.
 
     Attributes
     ----------

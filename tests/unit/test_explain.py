@@ -242,6 +242,21 @@ def test_a_recorded_batch_has_the_servers_plan(recorded):
         assert report.alone.count + sum(group.tails.count for group in report.forest) == 37
 
 
+def test_a_recorded_batch_on_a_cache_of_8_bits_has_the_servers_plan(tmp_path):
+    file = tmp_path / LATEST
+    given = {"strategy": "profit", "kv_value_bytes": 1, "max_requests": 64, "max_items": 900, "max_members": 9000}
+    file.write_text(batch_text(make_plan(tree("1,2_8,5"), **arguments(16, 4, **given)), 2))
+    assert explain(load_batch(file)).same_as_server is True
+    found = json.loads(file.read_text())
+    del found["planner"]["kv_value_bytes"]  # as older servers write it, of 16 bits
+    file.write_text(json.dumps(found))
+    assert explain(load_batch(file)).same_as_server is False
+    found["planner"]["kv_value_bytes"] = 3
+    file.write_text(json.dumps(found))
+    with pytest.raises(FeatherError, match="kv_value_bytes is 3: expected a whole number from 1 to 2"):
+        load_batch(file)
+
+
 def test_another_plan_than_the_servers_is_said_to_be(recorded, capsys):
     file, _ = recorded
     found = json.loads(file.read_text())

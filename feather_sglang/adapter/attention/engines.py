@@ -94,7 +94,7 @@ def _engine(layer: LayerFacts, dtype: Any, kv_dtype: Any, device: Any, max_reque
     if reference:
         from feather_sglang.adapter.attention.reference import ReferenceEngine
 
-        return ReferenceEngine(*layer.shape, max_requests=max_requests)
+        return ReferenceEngine(*layer.shape, max_requests=max_requests, kv_dtype=kv_dtype)
     from feather_kernels import PackedDecodeWrapper
 
     return PackedDecodeWrapper(
