@@ -87,7 +87,7 @@ def with_fp8(folder: Path) -> str:
 
     cells = [f"{geometric_mean(against(name)):.2f} ({max(against(name)):.2f})" for name in ("triton", "feather-16bit")]
     row = [*cells, f"{geometric_mean(against('floor')):.2f}", str(len(times))]
-    return table(["to Triton (worst)", "to `pat` on 16 bits", "`pat`<br>/floor", "rows"], [row])
+    return table(["/Triton (worst)", "/16-bit `pat`", "/floor", "rows"], [row])
 
 
 def losses(folder: Path) -> tuple[str, int]:
@@ -116,12 +116,11 @@ def section(folder: Path) -> Section:
     lost, count = losses(folder)
     body = [
         "One layer's decode attention, L2 warm: time to the fastest of FlashAttention-3 (FA3), FlashInfer and its "
-        "cascade, and over the floor (KV bytes at copy bandwidth or FLOP at matrix rate). Geometric means over PAT's "
-        "trees:",
+        "cascade, and over the floor (bytes at copy bandwidth, FLOP at matrix rate). Geometric means, PAT's trees:",
         by_heads(folder),
         "![Time over the floor by tree](performance/kernel.svg)",
         by_set(folder),
-        "With an fp8 KV cache, PAT's trees at 32/8:",
+        "Time with fp8 KV, PAT's trees at 32/8:",
         with_fp8(folder),
     ]
     if lost:
