@@ -15,7 +15,7 @@ from feather_sglang.suite.report import summary
 SUITE, MODES = "suite.json", "modes.json"
 SAME = ("sglang", "profile", "model", "attention", "slo", "seed", "form")
 PROMISE = "`--feather-slo`"
-SHOWN = ("fcfs", "dfs-weight", "hrrn", "shortest-prefill-first", "feather", PROMISE)
+SHOWN = ("fcfs", "hrrn", "shortest-prefill-first", "feather", PROMISE)
 
 
 def together(folder: Path) -> dict[str, Any]:
@@ -35,8 +35,9 @@ def together(folder: Path) -> dict[str, Any]:
 
 
 def share(results: dict[str, Any], policy: str) -> float:
-    """Mean over the cases of the share of requests within the bounds."""
-    return mean(case["policies"][policy].get("slo_share", 0.0) for case in results["cases"].values())
+    """Mean of the share of requests within the bounds over the cases that the policy came through."""
+    cases = [case["policies"][policy] for case in results["cases"].values()]
+    return mean(figures["slo_share"] for figures in cases if "error" not in figures)
 
 
 def best_stock(results: dict[str, Any]) -> str:
@@ -50,10 +51,8 @@ def section(folder: Path) -> Section:
     head, *rows = summary(results)
     shown = [row[:-1] for row in rows if row[0] in SHOWN]
     body = [
-        f"{len(results['cases'])} kinds of traffic by replay; SLO: {results['slo']}. To fcfs, geometric means:",
+        f"{len(results['cases'])} kinds of traffic, SLO {results['slo']}, replayed; to fcfs:",
         table(head[:-1], shown),
     ]
-    setup = f"Profile {results['profile']}, {results['model']}, `{results['attention']}`. Files: `{SUITE}`, `{MODES}`."
-    return Section(
-        "Within bounds", body, setup, ["feather suite --short --traces TRACES", "feather learn --traces TRACES"]
-    )
+    setup = f"`{results['attention']}`."
+    return Section("Within bounds", body, setup, ["feather learn --traces TRACES"])

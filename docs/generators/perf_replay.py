@@ -72,8 +72,7 @@ def agreement(folder: Path) -> Section:
     replays = load(folder, REPLAYS)
     body = [
         "Every workload measured both ways: geometric mean of replay/server; mean/worst |replay/server-1|. "
-        "*Queueing*: server's mean TTFT a second or more. Without a queue replayed TTFT is far too low; "
-        "processor time, left out here, is a part of that.",
+        "*Queueing*: server's mean TTFT a second or more. Without a queue replayed TTFT is far too low.",
         summary(found),
         "![Replay against server](performance/agreement.svg)",
         f"<details><summary>All {len(found)} runs: server/replay/ratio, seconds</summary>\n{every_pair(found)}\n"
@@ -137,8 +136,8 @@ def tail(folder: Path) -> Section:
     counts = ", ".join(f"{name} in {count}" for name, count in lost.items() if count)
     server = load(folder, TAIL_SERVER)
     body = [
-        f"{slices} slices of Mooncake's conversation and synthetic traces at 0.5 to 1.2 of what fcfs sustains, by "
-        "replay: geometric mean, least-most.",
+        f"{slices} slices of Mooncake's traces at 0.5 to 1.2 of what fcfs sustains, replayed: "
+        "geometric mean, least-most.",
         table(["", *found], rows),
     ]
     if counts:

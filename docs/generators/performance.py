@@ -83,9 +83,9 @@ def readme_block(folder: Path) -> str:
         f"- nothing shared, H200 server: `pat` has {span(level, 2)} the throughput of the best other backend",
         f"- real traces, simulated H200: **{mean:.2f}x** fcfs's mean time to the first token, **{late:.2f}x** its "
         f"p99, **{longest:.2f}x** its longest wait; on a server, one slice, {seen_mean:.2f}x and {seen_late:.2f}x",
-        f"- within 10 times a lone request's first token and 5 times its gaps, {len(bounded['cases'])} kinds of "
+        f"- within 10x a lone request's first token and 5x its gaps, {len(bounded['cases'])} kinds of "
         f"traffic, simulated H200: **{promised:.0%}** of requests with `--feather-slo`, {alone:.0%} without, "
-        f"{stock:.0%} under SGLang's best; the simulation (no GPU) is {apart[0]:.0%} from servers in throughput",
+        f"{stock:.0%} under SGLang's best; the simulation is {apart[0]:.0%} from servers in throughput",
     ]
     return "\n".join(lines)
 

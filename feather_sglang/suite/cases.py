@@ -131,19 +131,30 @@ CASES: tuple[Case, ...] = (
 
 LEARNT = "what is learnt from"
 # None of them is in the suite: other figures, another seed, other parts of the traces.
-TRAINING: tuple[Case, ...] = (
+_MADE = (
     Case("30 groups", LEARNT, partial(shared_prefix, groups=30, rate=40), count=300),
     Case("15 groups of 8K", LEARNT, partial(shared_prefix, groups=15, prefix_tokens=8000, rate=60), count=300),
     Case("8 groups at 300", LEARNT, partial(shared_prefix, groups=8, rate=300), count=600),
     Case("private", LEARNT, partial(no_sharing, rate=35), count=250),
     Case("chats", LEARNT, partial(traffic.chat, 200, 12.0), count=250),
     Case("agents at 3", LEARNT, partial(traffic.agents, 100, 3.0), count=250),
-    *(
-        Case(f"{kind} {first}, load {load:g}, {pool // 1000}K", LEARNT, None, pool, 0, load, file, first, count)
-        for kind, file, first, count in (("conversation", CONVERSATION, 2000, 160), ("synthetic", SYNTHETIC, 200, 120))
-        for load, pool in ((0.8, 500_000), (1.0, 824_000), (1.2, 200_000))
-    ),
 )
+
+
+def _parts(conversation: int, synthetic: int) -> tuple[Case, ...]:
+    """Of both traces, from these requests on."""
+    return tuple(
+        Case(f"{kind} {first}, load {load:g}, {pool // 1000}K", LEARNT, None, pool, 0, load, file, first, count)
+        for kind, file, first, count in (
+            ("conversation", CONVERSATION, conversation, 160),
+            ("synthetic", SYNTHETIC, synthetic, 120),
+        )
+        for load, pool in ((0.8, 500_000), (1.0, 824_000), (1.2, 200_000))
+    )
+
+
+TRAINING: tuple[Case, ...] = (*_MADE, *_parts(2000, 200))
+VALIDATION: tuple[Case, ...] = (*_MADE, *_parts(4000, 500))  # at the next seed
 
 
 def chosen(short: bool, patterns: Sequence[str]) -> list[Case]:

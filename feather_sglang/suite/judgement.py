@@ -39,7 +39,7 @@ def mean(values: Mapping[str, float]) -> float:
 
 def judgement(judge: Judge, policy: ModePolicy, fixed: Sequence[Mode]) -> dict[str, Any]:
     """The policy beside fixed modes; `fixed` are those that were tried, the best in training first."""
-    modes = list(dict.fromkeys([*fixed[:BESIDE], DEFAULT]))
+    modes = [mode for mode in dict.fromkeys([*fixed[:BESIDE], DEFAULT]) if policy.table or mode != policy.default]
     tables = {LEARNT: policy, **{str(mode): ModePolicy({}, mode) for mode in modes}}
     figures = dict(zip(tables, judge.figures(tables), strict=True))
     rows = {
@@ -121,7 +121,8 @@ def page(judged: Mapping[str, Any], command: str) -> str:
     lines = [f"|{'|'.join(row)}|" for row in (head, ["---"] * len(head), *cells)]
     states = [f"|{key}|{mode}|" for key, mode in judged["table"].items()]
     chosen = ["|state|mode|", "|---|---|", *states, f"|{'any other' if states else 'any'}|{judged['default']}|"]
-    curve = ["|tried|worth|", "|---|---|", *(f"|{what}|{worth:.3f}|" for what, worth in judged["curve"])]
+    curve = ["|tried|worth|", "|---|---|", *(f"|{what}|{worth:.3f}|" for what, worth in judged["curve"] if worth)]
+    last = "".join(f"\n{what[0].upper()}{what[1:]}.\n" for what, worth in judged["curve"] if not worth)
     return f"""<!-- Made by `{command}`. -->
 # Which modes keep a promise?
 
@@ -141,4 +142,4 @@ Replays of SGLang {judged["sglang"]}, {judged["model"]} on {judged["profile"]}, 
 In training, mean log of the share within the bounds, less what is lost of throughput beyond 3%:
 
 {chr(10).join(curve)}
-"""
+{last}"""

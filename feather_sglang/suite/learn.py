@@ -1,8 +1,9 @@
 """``feather learn``: search the modes that keep an SLO best, and judge them on traffic that they have not seen.
 
 A pass replays the training cases under one table of modes; what it is worth is the mean over the cases. First every
-mode by itself, then, state by state, whether another mode does better there. Each replay's figures are a file named by
-what it depends on, so a search that was interrupted goes on where it was.
+mode by itself, then, state by state, whether another mode does better there. A table that is not ahead on other
+requests gives way to the best mode by itself. Each replay's figures are a file named by what it depends on, so a search
+that was interrupted goes on where it was.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,8 @@ from feather_sglang.scheduling.modes.mode import DEFAULT, Mode, Prefill, Ranking
 from feather_sglang.scheduling.modes.mode_policy import ModePolicy
 from feather_sglang.scheduling.modes.promise import Promise
 from feather_sglang.slo import parse
-from feather_sglang.suite.cases import TRAINING, chosen
-from feather_sglang.suite.judgement import FLOOR, judgement, mean, page, read, table
+from feather_sglang.suite.cases import TRAINING, VALIDATION, chosen
+from feather_sglang.suite.judgement import FLOOR, Judge, judgement, mean, page, read, table
 from feather_sglang.suite.runner import VARIANTS, Cell, Suite, Terms
 
 # Every way to prefill with the rankings that gain most, and every other ranking with one of them.
@@ -41,6 +43,7 @@ STOPPING = (Mode(Ranking.SHARED, Prefill.AT_ONCE, 32),)
 RIVALS = 3  # modes tried in a state beside the best of each way to prefill: the best by themselves
 VISITED = 0.02  # of a case's rounds, from which on a state is looked at
 GAIN = 0.002  # of the mean, from which on another mode is taken
+AHEAD = 0.03  # of goodput, at least, to the best fixed mode on requests that a table was not searched on
 LOSS = 0.02  # of goodput, at most, to the best fixed mode on any case
 KEPT = 0.97  # of the tokens a second without any bound that may not be lost
 WEIGHT = 4.0  # what each share lost beyond that costs, in shares of goodput
@@ -97,6 +100,9 @@ def search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
     found = Search(Suite(TRAINING, [], terms, folder, say), args.jobs, console)
     policy = found.run(args.sweeps)
+    if policy.table:
+        other = Suite(VALIDATION, [], replace(terms, seed=args.seed + 1), folder, say)
+        policy = found.kept(policy, Passes(other, args.jobs, console))
     policy.provenance = found.provenance()
     policy.save(args.out)
     say(f"wrote {args.out}; judging it on cases that it has not seen")
@@ -201,6 +207,16 @@ class Search(Passes):
                 figures = figures | dict(zip(tables, found, strict=True))[label]
                 self.tell(f"{key}: {label}", mean(self.worth(figures)))
         return policy, figures
+
+    def kept(self, policy: ModePolicy, others: Judge) -> ModePolicy:
+        """The table if it is ahead on requests that it was not searched on, too; else the best fixed mode."""
+        best = self.best_fixed[0]
+        found = judgement(others, policy, [best])
+        ahead = found["gain"] >= AHEAD and found["worst"] >= -LOSS
+        word = "kept" if ahead else "dropped"
+        self.curve.append((f"on other requests the table is {found['gain']:+.1%} to {best}: {word}", 0.0))
+        self.suite.say(self.curve[-1][0])
+        return policy if ahead else ModePolicy({}, best)
 
     def rivals(self) -> list[Mode]:
         """The best modes by themselves, and of each way to prefill the best."""

@@ -36,6 +36,19 @@ def test_the_page_of_the_suite_is_what_its_results_give() -> None:
     assert written == page(results, "feather suite --show docs/measured/suite.json --page docs/lab/suite.md")
 
 
+def test_the_page_of_the_modes_is_what_their_judgement_gives() -> None:
+    import json
+
+    from feather_sglang.scheduling.modes.mode_policy import ModePolicy
+    from feather_sglang.suite.judgement import page
+
+    judged = json.loads((DOCS / "measured" / "modes.json").read_text())
+    written = (DOCS / "lab" / "modes.md").read_text()
+    assert written == page(judged, "feather learn --show docs/measured/modes.json --page docs/lab/modes.md")
+    shipped = ModePolicy.load()
+    assert (judged["default"], judged["table"]) == (str(shipped.default), {k: str(m) for k, m in shipped.table.items()})
+
+
 def test_every_flag_of_the_server_has_its_row() -> None:
     from dataclasses import fields
 

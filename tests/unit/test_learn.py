@@ -9,7 +9,7 @@ from feather_sglang.cli import main
 from feather_sglang.scheduling.modes.mode import DEFAULT, Mode, Prefill, Ranking
 from feather_sglang.scheduling.modes.mode_policy import ModePolicy
 from feather_sglang.suite import learn
-from feather_sglang.suite.cases import CASES, TRAINING
+from feather_sglang.suite.cases import CASES, TRAINING, VALIDATION
 from feather_sglang.suite.judgement import FLOOR, judgement
 from feather_sglang.suite.learn import FIXED, KEPT, Search, visited
 from feather_sglang.suite.runner import Suite
@@ -54,6 +54,18 @@ def test_each_state_gets_the_mode_that_is_best_there():
     assert worths == sorted(worths) and worths[-1] == pytest.approx(math.log(0.9 + FLOOR), abs=1e-3)
 
 
+@pytest.mark.parametrize(("elsewhere", "kept"), [(0.6, True), (0.51, False), (0.3, False)])
+def test_a_table_that_is_not_ahead_on_other_requests_gives_way(elsewhere, kept):
+    search = Known(lambda name, mode: (0.9 if mode == GOOD[CASE_OF[name]] else 0.5, 1000.0))
+    policy = search.run(sweeps=1)
+    others = Known(lambda name, mode: (elsewhere if mode == GOOD[CASE_OF[name]] else 0.5, 1000.0))
+    others.cases = dict.fromkeys(CASE_OF)
+    assert policy.table
+    got = search.kept(policy, others)
+    assert (got is policy) is kept
+    assert kept or (got.table == {} and got.default == search.best_fixed[0])
+
+
 def test_what_costs_throughput_must_bring_more_than_it_costs():
     def share(name, mode):
         return (0.6, 1000 * KEPT - 100) if mode.prefill is Prefill.BOUNDED else (0.5, 1000.0)
@@ -95,11 +107,11 @@ def test_the_judgement_compares_with_the_fixed_mode_that_is_best_there():
             ]
 
     fixed = [Mode(Ranking.SHARED, Prefill.SPACED), DEFAULT]
-    judged = judgement(Passes(), ModePolicy({}, DEFAULT), fixed)
+    judged = judgement(Passes(), ModePolicy({"free/none/small": DEFAULT}, DEFAULT), fixed)
     assert judged["best_fixed"] == "shared, spaced" and judged["worst"] == 0
     assert judged["gain"] == pytest.approx(math.sqrt((0.6 + FLOOR) / (0.5 + FLOOR)) - 1)
     shares["shared, at-once"] = (0.9, 0.9)  # the last where it was trained
-    judged = judgement(Passes(), ModePolicy({}, DEFAULT), fixed)
+    judged = judgement(Passes(), ModePolicy({"free/none/small": DEFAULT}, DEFAULT), fixed)
     assert judged["best_fixed"] == "shared, at-once" and judged["worst"] == pytest.approx(0.55 / 0.95 - 1)
 
 
@@ -123,7 +135,10 @@ def test_nothing_is_learnt_from_what_is_judged():
         (case.file, number) for case in CASES if case.file for number in range(case.first, case.first + case.count)
     }
     used = {
-        (case.file, number) for case in TRAINING if case.file for number in range(case.first, case.first + case.count)
+        (case.file, number)
+        for case in (*TRAINING, *VALIDATION)
+        if case.file
+        for number in range(case.first, case.first + case.count)
     }
     assert used and not used & held_out
     made = {repr(case.make) for case in CASES if case.make} & {repr(case.make) for case in TRAINING if case.make}
