@@ -28,8 +28,8 @@ class Judge(Protocol):
     def cases(self) -> Mapping[str, Any]:
         """By name."""
 
-    def figures(self, policies: Mapping[str, ModePolicy]) -> Sequence[Mapping[str, Any]]:
-        """Of each policy the figures of each case."""
+    def figures(self, policies: Mapping[str, ModePolicy]) -> Mapping[str, Mapping[str, Any]]:
+        """Of each policy, by its label, the figures of each case."""
 
 
 def mean(values: Mapping[str, float]) -> float:
@@ -41,7 +41,7 @@ def judgement(judge: Judge, policy: ModePolicy, fixed: Sequence[Mode]) -> dict[s
     """The policy beside fixed modes; `fixed` are those that were tried, the best in training first."""
     modes = [mode for mode in dict.fromkeys([*fixed[:BESIDE], DEFAULT]) if policy.table or mode != policy.default]
     tables = {LEARNT: policy, **{str(mode): ModePolicy({}, mode) for mode in modes}}
-    figures = dict(zip(tables, judge.figures(tables), strict=True))
+    figures = judge.figures(tables)
     rows = {
         name: {label: {key: one[name].get(key) for key in FIGURES} for label, one in figures.items()}
         for name in judge.cases
@@ -75,7 +75,10 @@ def read(path: Path) -> dict[str, Any]:
         raise FeatherError(f"--show {path}: cannot read: {error.strerror}") from None
     except ValueError:
         judged = None
-    if not isinstance(judged, dict) or not {"cases", "best_fixed", "gain", "worst", "curve"} <= judged.keys():
+    if (
+        not isinstance(judged, dict)
+        or not {"cases", "best_fixed", "gain", "worst", "curve", "validation"} <= judged.keys()
+    ):
         raise FeatherError(f"--show {path}: no judgement of feather learn")
     return judged
 
@@ -121,8 +124,9 @@ def page(judged: Mapping[str, Any], command: str) -> str:
     lines = [f"|{'|'.join(row)}|" for row in (head, ["---"] * len(head), *cells)]
     states = [f"|{key}|{mode}|" for key, mode in judged["table"].items()]
     chosen = ["|state|mode|", "|---|---|", *states, f"|{'any other' if states else 'any'}|{judged['default']}|"]
-    curve = ["|tried|worth|", "|---|---|", *(f"|{what}|{worth:.3f}|" for what, worth in judged["curve"] if worth)]
-    last = "".join(f"\n{what[0].upper()}{what[1:]}.\n" for what, worth in judged["curve"] if not worth)
+    curve = ["|tried|worth|", "|---|---|", *(f"|{what}|{worth:.3f}|" for what, worth in judged["curve"])]
+    said = judged["validation"]
+    last = f"\n{said[0].upper()}{said[1:]}.\n" if said else ""
     return f"""<!-- Made by `{command}`. -->
 # Which modes keep a promise?
 

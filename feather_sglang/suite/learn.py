@@ -32,7 +32,7 @@ from feather_sglang.scheduling.modes.promise import Promise
 from feather_sglang.slo import parse
 from feather_sglang.suite.cases import TRAINING, VALIDATION, chosen
 from feather_sglang.suite.judgement import FLOOR, Judge, judgement, mean, page, read, table
-from feather_sglang.suite.runner import VARIANTS, Cell, Suite, Terms
+from feather_sglang.suite.runner import Cell, Suite, Terms
 
 # Every way to prefill with the rankings that gain most, and every other ranking with one of them.
 FIXED = (
@@ -108,7 +108,7 @@ def search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     say(f"wrote {args.out}; judging it on cases that it has not seen")
     held_out = Suite(chosen(True, ()), [], Terms(model, slo, terms.sglang, args.traces, 0, True), folder, say)
     judged = judgement(Passes(held_out, args.jobs, console), policy, found.best_fixed)
-    judged = {**held_out.terms.facts(), "curve": found.curve, **judged}
+    judged = {**held_out.terms.facts(), "curve": found.curve, "validation": found.validation, **judged}
     replace_text(held_out_file(args.out), json.dumps(judged, separators=(",", ":")) + "\n", "results")
     return judged
 
@@ -122,19 +122,18 @@ class Passes:
         self.cases = {case.name: case for case in suite.cases if case.name in self.scales}
         self.files = suite.folder.parent / "tables"
         self.files.mkdir(exist_ok=True)
-        self.passes = 0
 
-    def figures(self, policies: Mapping[str, ModePolicy], names: list[str] | None = None) -> list[dict[str, Any]]:
-        """Figures of each case (all, or those of these names) under each policy: keyed by policy, then by case."""
-        cells = [
-            (label, name, self.cell(policy, name)) for label, policy in policies.items() for name in names or self.cases
-        ]
-        self.passes += len(policies)
-        self.suite.run_cells([cell for _, _, cell in cells], "replays", self.at_a_time, self.console, replay)
-        found: list[dict[str, Any]] = []
-        for label in policies:
-            found.append({name: cell.figures() for own, name, cell in cells if own == label})
-        return [{name: one for name, one in row.items() if one is not None} for row in found]
+    def figures(self, policies: Mapping[str, ModePolicy], names: list[str] | None = None) -> dict[str, dict[str, Any]]:
+        """Figures of each case (all, or those of these names) under each policy: by label, then by case."""
+        cells = {
+            label: {name: self.cell(policy, name) for name in names or self.cases} for label, policy in policies.items()
+        }
+        every = [cell for row in cells.values() for cell in row.values()]
+        self.suite.run_cells(every, "replays", self.at_a_time, self.console, replay)
+        return {
+            label: {name: one for name, cell in row.items() if (one := cell.figures()) is not None}
+            for label, row in cells.items()
+        }
 
     def cell(self, policy: ModePolicy, name: str) -> Cell:
         """A case under a table, which is kept in a file named by its content."""
@@ -143,11 +142,7 @@ class Passes:
         path = (self.files / f"{digest}.json").absolute()
         if not path.exists():
             ModePolicy(policy.table, policy.default).save(path)
-        variant = f"modes {digest}"
-        VARIANTS[variant] = {"modes": str(path)}
-        cell = self.suite.cell(self.cases[name], variant, self.scales[name])
-        cell.provenance["options"] = {**cell.job.options, "modes": digest}
-        return cell
+        return self.suite.cell(self.cases[name], f"modes {digest}", self.scales[name], modes=path)
 
 
 class Search(Passes):
@@ -157,6 +152,7 @@ class Search(Passes):
         super().__init__(suite, at_a_time, console)
         self.best_fixed: list[Mode] = []
         self.curve: list[tuple[str, float]] = []
+        self.validation = ""  # what other requests said of the table
         self.base: dict[str, Any] = {}
 
     def worth(self, figures: Mapping[str, Any]) -> dict[str, float]:
@@ -169,15 +165,15 @@ class Search(Passes):
 
     def run(self, sweeps: int) -> ModePolicy:
         """Return the best table found."""
-        modes = [DEFAULT, *(mode for mode in (*FIXED, *STOPPING) if mode != DEFAULT)]
-        every = self.figures({str(mode): ModePolicy({}, mode) for mode in modes})
-        self.base = every[0]
-        worth = {mode: mean(self.worth(one)) for mode, one in zip(modes, every, strict=True)}
+        modes = {str(mode): mode for mode in (*FIXED, *STOPPING)}
+        every = self.figures({label: ModePolicy({}, mode) for label, mode in modes.items()})
+        self.base = every[str(DEFAULT)]
+        worth = {mode: mean(self.worth(every[label])) for label, mode in modes.items()}
         self.best_fixed = sorted(worth, key=worth.__getitem__, reverse=True)
         for mode in self.best_fixed:
             self.tell(f"{mode}, always", worth[mode])
         policy = ModePolicy({}, self.best_fixed[0])
-        figures = dict(zip(modes, every, strict=True))[self.best_fixed[0]]
+        figures = every[str(self.best_fixed[0])]
         for _ in range(sweeps):
             better, figures = self.sweep(policy, figures)
             if better.table == policy.table:
@@ -198,13 +194,13 @@ class Search(Passes):
             own = self.worth(figures)
             found = self.figures(tables, names)
             gains = {
-                label: sum(self.worth(one)[name] - own[name] for name in one) / len(own)
-                for label, one in zip(tables, found, strict=True)
+                label: sum(worth - own[name] for name, worth in self.worth(one).items()) / len(own)
+                for label, one in found.items()
             }
             label = max(gains, key=gains.__getitem__)
             if gains[label] >= GAIN:
                 policy = tables[label]
-                figures = figures | dict(zip(tables, found, strict=True))[label]
+                figures = figures | found[label]
                 self.tell(f"{key}: {label}", mean(self.worth(figures)))
         return policy, figures
 
@@ -214,8 +210,8 @@ class Search(Passes):
         found = judgement(others, policy, [best])
         ahead = found["gain"] >= AHEAD and found["worst"] >= -LOSS
         word = "kept" if ahead else "dropped"
-        self.curve.append((f"on other requests the table is {found['gain']:+.1%} to {best}: {word}", 0.0))
-        self.suite.say(self.curve[-1][0])
+        self.validation = f"on other requests the table is {found['gain']:+.1%} to {best}: {word}"
+        self.suite.say(self.validation)
         return policy if ahead else ModePolicy({}, best)
 
     def rivals(self) -> list[Mode]:
@@ -231,7 +227,7 @@ class Search(Passes):
     def provenance(self) -> dict[str, Any]:
         """What the policy file says of its making."""
         traces = {name: self.cell(ModePolicy({}, DEFAULT), name).provenance["trace"] for name in self.cases}
-        return {**self.suite.terms.facts(), "traces": traces, "curve": self.curve}
+        return {**self.suite.terms.facts(), "traces": traces, "curve": self.curve, "validation": self.validation}
 
 
 def visited(figures: Mapping[str, Any]) -> dict[str, dict[str, float]]:

@@ -28,7 +28,6 @@ from feather_sglang.suite.cases import Case
 
 VERSION = 1
 PROMISING = f"{FEATHER[0]}+slo"  # told of the bounds
-VARIANTS: dict[str, dict[str, Any]] = {PROMISING: {}}  # of feather that are told of the bounds, and what else
 ALL_AT_ONCE = 1e6  # times the rate: how fast fcfs serves when it never waits for arrivals
 FIGURES = (
     "output_tok_s", "ttft_mean", "ttft_p99", "tbt_p99_ms", "slo_share", "goodput",
@@ -76,20 +75,31 @@ class Terms:
 
 
 class Cell:
-    """A case under a policy: the job that runs it, the file that has its figures, and what these depend on."""
+    """A case under a policy: the job that runs it, the file that has its figures, and what these depend on.
 
-    def __init__(self, case: Case, policy: str, trace: Trace, terms: Terms, folder: Path, capacity: bool) -> None:
+    Parameters
+    ----------
+    modes : file of modes for feather, which is told of the bounds then; its name says what is in it.
+    """
+
+    def __init__(
+        self, case: Case, policy: str, trace: Trace, terms: Terms, folder: Path, capacity: bool,
+        modes: Path | None = None,
+    ) -> None:  # fmt: skip
         self.case, self.policy, self.trace = case, policy, trace
-        told = dict(VARIANTS.get(policy, {}), seed=terms.seed)
-        if policy in VARIANTS:
-            told["slo"], policy = terms.slo.text, FEATHER[0]
-        name = f"{case.served}, capacity" if capacity else f"{case.name}, {self.policy}"
+        name = f"{case.served}, capacity" if capacity else f"{case.name}, {policy}"
         name = re.sub(r"[^a-z0-9.+]+", "-", name.lower())
         self.path = folder / f"{name}.json"
         settings = {"kv_tokens": case.kv_tokens, "charge_scheduler": terms.charge and not capacity}
+        told: dict[str, Any] = {"seed": terms.seed}
+        if policy == PROMISING or modes is not None:
+            policy, told["slo"] = FEATHER[0], terms.slo.text
         options = suited(policy, told) if policy in (*FEATHER, ORACLE) else {}
-        self.job = Job(policy, trace, terms.model, settings, options, name, terms.slo)
         self.provenance = {**terms.facts(), "trace": trace_digest(trace), "settings": settings, "options": options}
+        if modes is not None:
+            self.provenance["modes"] = modes.stem
+            options = {**options, "modes": str(modes)}
+        self.job = Job(policy, trace, terms.model, settings, options, name, terms.slo)
 
     def figures(self) -> dict[str, Any] | None:
         """What an earlier run found, if nothing that it depends on has changed."""
@@ -177,21 +187,20 @@ class Suite:
         self.run_cells(list(capacity.values()), "what fcfs sustains", at_a_time, console, work)
         scales = {}
         for case in self.cases:
-            scales[case.name] = 1.0
-            if case.load is not None:
-                figures = capacity[case.served].figures()
-                if figures is None:  # it has failed, and that was said
-                    self.skipped.append(case.name)
-                    del scales[case.name]
-                    continue
-                makespan = figures["makespan"]
-                scales[case.name] = case.load * self.traces[case.name].requests[-1].arrival_s / makespan
+            if case.load is None:
+                scales[case.name] = 1.0
+            elif (figures := capacity[case.served].figures()) is not None:
+                last = self.traces[case.name].requests[-1].arrival_s
+                scales[case.name] = case.load * last / figures["makespan"]
+            else:  # it has failed, and that was said
+                self.skipped.append(case.name)
         return scales
 
-    def cell(self, case: Case, policy: str, scale: float, capacity: bool = False) -> Cell:
+    def cell(self, case: Case, policy: str, scale: float, capacity: bool = False, modes: Path | None = None) -> Cell:
         """A case under a policy, at so many times its rate."""
         trace = self.traces[case.name]
-        return Cell(case, policy, trace.scaled(scale) if scale != 1.0 else trace, self.terms, self.folder, capacity)
+        trace = trace.scaled(scale) if scale != 1.0 else trace
+        return Cell(case, policy, trace, self.terms, self.folder, capacity, modes)
 
     def run_cells(
         self, cells: Sequence[Cell], what: str, at_a_time: int, console: Console, work: Callable[[Any, Any], Any]

@@ -30,8 +30,8 @@ class Known(Search):
         self.suite = type("Quiet", (), {"say": lambda self, line: None})()
 
     def figures(self, policies, names=None):
-        found = []
-        for policy in policies.values():
+        found = {}
+        for label, policy in policies.items():
             row = {}
             for name in names or CASE_OF:
                 state = CASE_OF[name]
@@ -39,7 +39,7 @@ class Known(Search):
                 share, tokens = self.share(name, mode)
                 row[name] = {"slo_share": share, "output_tok_s": tokens, "modes": {state: 100}}
             self.asked += [(str(policy.default), len(policy.table), name) for name in row]
-            found.append(row)
+            found[label] = row
         return found
 
 
@@ -98,13 +98,13 @@ def test_the_judgement_compares_with_the_fixed_mode_that_is_best_there():
         cases = dict.fromkeys(["a", "b"])
 
         def figures(self, policies):
-            return [
-                {
+            return {
+                label: {
                     name: {"slo_share": share, "output_tok_s": 1000.0 * share, "modes": {}}
                     for name, share in zip("ab", shares[label], strict=True)
                 }
                 for label in policies
-            ]
+            }
 
     fixed = [Mode(Ranking.SHARED, Prefill.SPACED), DEFAULT]
     judged = judgement(Passes(), ModePolicy({"free/none/small": DEFAULT}, DEFAULT), fixed)
