@@ -63,7 +63,8 @@ def make_admission(
     outlook_of : gives a request's lengths.
     """
     bound = prefill_delay_bound(scheduler.server_args, name, options)
-    promise = Promise(parse(options.slo)) if options.slo is not None else None
+    tbt = None if options.tbt is None else options.tbt / 1e3
+    promise = Promise(parse(options.slo), tbt) if options.slo is not None else None
     batching = make_prefix_batching(scheduler, options) if policy is not None else None
     return Admission(
         ChunkedHashTree(options.chunk_size, seed=seed),

@@ -66,9 +66,7 @@ class FeatherScheduler:
         still = make_stand_still(options)
         self.meters = Meters(scheduler, agreement, self.guard, lambda: self.clock(), still)
         limit = PrefillLimit(scheduler, still) if still is not None else None
-        self.rounds = AdmissionRounds(
-            scheduler, self.admission, self.life_cycle, self.meters, self.guard, limit, options.tbt is not None
-        )
+        self.rounds = AdmissionRounds(scheduler, self.admission, self.life_cycle, self.meters, self.guard, limit)
         self.rows = RowOrder(self.admission, self.guard, options.row_order)
         self._check = DebugCheck(self) if os.environ.get(debug_check.VARIABLE) == "1" else None
         self._decisions: DecisionLog | None = None

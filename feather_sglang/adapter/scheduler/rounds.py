@@ -32,8 +32,6 @@ class AdmissionRounds:
     ----------
     limit
         Of prefill while requests decode; None: there is none.
-    bound_is_fixed
-        By ``--feather-tbt``; else it follows the promise of ``--feather-slo``.
     """
 
     def __init__(
@@ -44,7 +42,6 @@ class AdmissionRounds:
         meters: Meters,
         guard: Guard,
         limit: PrefillLimit | None = None,
-        bound_is_fixed: bool = True,
     ) -> None:
         self.scheduler = scheduler
         self.admission = admission
@@ -52,7 +49,6 @@ class AdmissionRounds:
         self.meters = meters
         self.guard = guard
         self.limit = limit
-        self.bound_is_fixed = bound_is_fixed
         self._readings: Readings | None = None  # where this round needed them before it opened
         self._running_rows = self._computed_tokens = 0
 
@@ -77,7 +73,7 @@ class AdmissionRounds:
             if (choice := admission.mode_choice) is None:
                 return limit.begin(running_batch, readings)
             admission.choose_mode(readings)
-            bound = limit.still.bound if self.bound_is_fixed else choice.promise.between_tokens()
+            bound = choice.promise.between_tokens()
             if bound is None:
                 return limit.begin(running_batch, readings, Prefill.AT_ONCE)
             limit.still.bound = bound

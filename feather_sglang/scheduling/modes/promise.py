@@ -17,6 +17,8 @@ class Promise:
     slo
         With bounds on the first token and between tokens. A lone request's times are what the server's prefill costs
         say of its prompt, and the shortest decode step so far.
+    aim
+        Seconds between two tokens to aim at, where somebody named them; None: as the bound has it.
 
     Attributes
     ----------
@@ -26,11 +28,11 @@ class Promise:
         The shortest decode step so far; None: none was timed.
     """
 
-    def __init__(self, slo: SLO) -> None:
+    def __init__(self, slo: SLO, aim: float | None = None) -> None:
         if slo.ttft is None or slo.tbt is None:
             raise FeatherError(f"--feather-slo {slo.text}: give both bounds, ttft and tbt")
         self.slo = slo
-        self._ttft, self._tbt = slo.ttft, slo.tbt
+        self._ttft, self._tbt, self._aim = slo.ttft, slo.tbt, aim
         self.token_seconds = self.fixed_seconds = 0.0
         self.idle_decode_seconds: float | None = None
 
@@ -55,6 +57,8 @@ class Promise:
 
     def between_tokens(self) -> float | None:
         """Seconds between two tokens to aim at; None: not known yet."""
+        if self._aim is not None:
+            return self._aim
         if not self._tbt.relative:
             return SAFETY * self._tbt.most
         idle = self.idle_decode_seconds
