@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
@@ -27,9 +28,8 @@ from feather_sglang.adapter.hooks import (
     mismatch,
     untested,
 )
-from feather_sglang.adapter.options import VARIABLE, FeatherOptions
+from feather_sglang.adapter.options import VARIABLE, FeatherOptions, check_file
 from feather_sglang.errors import FeatherError
-from feather_sglang.scheduling.policies import load_policy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,8 +130,9 @@ def examine() -> dict[str, Any]:
     loaded, activation = _activation()
     try:
         given = FeatherOptions.from_environment()
-        if given.policy_file is not None:
-            load_policy(given.policy_file)
+        for name, value in asdict(given).items():
+            if value is not None:
+                check_file(name, value)
         options, options_problem = str(given), None
     except FeatherError as error:
         options, options_problem = "", str(error)

@@ -251,6 +251,16 @@ def _parse(given: dict[str, Any], head: str) -> dict[str, Any]:
     return values
 
 
+def check_file(name: str, path: Any) -> None:
+    """Read the file that an option names, if it is one to read; raises ``FeatherError`` for what is wrong with it."""
+    from feather_sglang.scheduling.modes.mode_policy import ModePolicy
+    from feather_sglang.scheduling.policies import load_policy
+
+    readers: dict[str, Callable[[str], Any]] = {"policy_file": load_policy, "modes": ModePolicy.load}
+    if name in readers:
+        readers[name](path)
+
+
 def switch_allowed(environment: Any = os.environ) -> bool:
     """Whether FEATHER_OPTIONS allows to switch policies; only one that names the option is read."""
     return "allow_switch" in environment.get(VARIABLE, "") and FeatherOptions.from_environment(environment).allow_switch
@@ -276,14 +286,8 @@ class _SetOption(argparse._StoreAction):
             current = asdict(FeatherOptions.from_environment())
             unset = value == "None" and spec.default is None  # what SGLang makes of a null in YAML
             current[name] = None if unset else spec.metadata["parse"](value)
-            if name == "policy_file" and not unset:
-                from feather_sglang.scheduling.policies import load_policy
-
-                load_policy(current[name])
-            if name == "modes" and not unset:
-                from feather_sglang.scheduling.modes.mode_policy import ModePolicy
-
-                ModePolicy.load(current[name])
+            if not unset:
+                check_file(name, current[name])
         except (TypeError, ValueError) as error:
             parser.error(f"argument {option}: {value!r}: {error}")
         except FeatherError as error:
