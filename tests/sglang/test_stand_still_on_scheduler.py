@@ -192,15 +192,21 @@ def test_chunks_grow_to_what_the_bound_has_room_for(server):
     assert all(0.8 * fit <= tokens <= 1.1 * fit for tokens in chunks[2:-1]), chunks
 
 
-@pytest.mark.parametrize("count", [1, 5])
-def test_tokens_after_a_long_context_take_longer_and_are_fewer(server, count):
-    """One prompt is cut by its own context, and several share the time that there is."""
+def beside_a_cached_prefix(server):
+    """Some decode, a long prefix is cached, and attention to it takes time."""
     one = server()
     one.pair = 2e-7
     assert one.submit("warm", [9] * 2000, max_new_tokens=1)
     one.drain()
     submit_some(one)
     one.gaps.clear()
+    return one
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_tokens_after_a_long_context_take_longer_and_are_fewer(server, count):
+    """One prompt is cut by its own context, and several share the time that there is."""
+    one = beside_a_cached_prefix(server)
     ran = len(one.ran)
     for i in range(count):
         assert one.submit(f"after{i}", [9] * 2000 + tail(i, 600 // count), max_new_tokens=2)
@@ -213,12 +219,7 @@ def test_tokens_after_a_long_context_take_longer_and_are_fewer(server, count):
 
 
 def test_prompts_of_unlike_context_share_the_time_that_there_is(server):
-    one = server()
-    one.pair = 2e-7
-    assert one.submit("warm", [9] * 2000, max_new_tokens=1)
-    one.drain()
-    submit_some(one)
-    one.gaps.clear()
+    one = beside_a_cached_prefix(server)
     assert one.submit("fresh", [11] * 900, max_new_tokens=2)
     assert one.submit("after", [9] * 2000 + tail(1, 40), max_new_tokens=2)
     one.step()

@@ -16,7 +16,7 @@ from feather_sglang.scheduling.modes.mode import DEFAULT, Mode, Prefill, Ranking
 from feather_sglang.scheduling.modes.mode_policy import SHIPPED, ModePolicy
 from feather_sglang.scheduling.modes.promise import SAFETY, Promise
 from feather_sglang.slo import parse
-from oracles.rounds import admit, builder, propose
+from oracles.rounds import admit, builder, open_round, propose, run_round
 
 MODES = st.builds(Mode, st.sampled_from(Ranking), st.sampled_from(Prefill), st.integers(0, 500))
 
@@ -130,9 +130,7 @@ def ranked(ranking, waits, slo="ttft=10,tbt=50", token_seconds=0.01):
         b.arrive(number, [100 * number + token for token in range(tokens)])
         b.open_round(Readings(now - waited))
         b.close_round()
-    readings = Readings(now, token_seconds=token_seconds, fixed_seconds=0.0)
-    b.choose_mode(readings)
-    b.open_round(readings)
+    open_round(b, now, None, token_seconds, 0.0)
     order = []
     while (request := propose(b, len(b.tree.active))) is not None:
         admit(b, request)
@@ -166,14 +164,7 @@ def test_a_mode_stops_as_its_threshold_says_whatever_the_policy_would():
         b = builder(promise=Promise(parse("mooncake")), mode_policy=OneMode(Mode(stop_from=threshold)))
         for name, group in (("a", 1), ("b", 1), ("c", 2)):
             b.arrive(name, [group] * 64 + [ord(name)] * 2)
-        readings = Readings(0.0)
-        b.choose_mode(readings)
-        b.open_round(readings)
-        admitted = []
-        while (request := propose(b, len(b.tree.active))) is not None:
-            admit(b, request)
-            admitted.append(request)
-        b.close_round()
+        admitted = run_round(b)
         assert len(admitted) == 3 - stops and b.stopping.stops == stops
 
 
