@@ -45,6 +45,18 @@ def test_the_page_is_short_and_every_figure_of_it_is_there() -> None:
     assert 1 <= len(numbers) <= 5 and all("H200" in line for line in numbers)
 
 
+def test_the_guide_on_goodput_has_the_figures_of_the_result_files() -> None:
+    results = perf_promise.together(MEASURED)
+    shares = (perf_promise.PROMISE, "feather", perf_promise.best_stock(results))
+    guide = " ".join((DOCS / "guide" / "goodput.md").read_text().split())
+    assert all(f"{perf_promise.share(results, name):.0%}" in guide for name in shares)
+    rates = [
+        case["policies"][perf_promise.PROMISE]["output_tok_s"] / case["policies"]["feather"]["output_tok_s"]
+        for case in results["cases"].values()
+    ]
+    assert f"{geometric_mean(rates):.2f}x the throughput" in guide
+
+
 def test_plots_are_light_cards_that_need_no_font_and_no_date() -> None:
     for name in performance.perf_plots.PLOTS:
         drawn = (DOCS / name).read_text()
