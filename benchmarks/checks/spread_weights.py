@@ -24,7 +24,7 @@ GAINS = {"qkv": 1.4, "q_proj": 1.4, "k_proj": 1.4, "v_proj": 1.4, "o_proj": 2.0,
 def spread_weights(model: torch.nn.Module, *_: Any, **__: Any) -> None:
     """Fill all parameters in place."""
     for name, weights in model.state_dict().items():
-        if not torch.is_floating_point(weights):
+        if not torch.is_floating_point(weights) or weights.dim() == 0:  # a constant, such as Gemma's of embeddings
             continue
         draw = torch.Generator(weights.device).manual_seed(zlib.crc32(name.encode()))
         if "norm" in name and weights.dim() == 1:
