@@ -174,8 +174,7 @@ HOOKS = (
         _SCHEDULER + "_apply_war_barrier",
         "calls",
         ("self",),
-        "rows of slots keep still until a step has read them",
-        ("SGLANG_FORCE_COARSE_WAR_BARRIER",),
+        "rows of slots keep still until a step has read or copied them",
         part="pat",
     ),
     Hook(

@@ -19,7 +19,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.qwen3_next import Qwen3GatedDeltaNet
 from sglang.srt.runtime_context import get_resources
 
-from feather_sglang.adapter.attention import backend as pat_backend
 from feather_sglang.adapter.attention import beside, matrix
 from feather_sglang.adapter.attention.facts import facts_of
 from feather_sglang.adapter.attention.limits import left_to_another
@@ -101,7 +100,6 @@ def environment(monkeypatch):
     """The reference instead of the kernel, a look at the slots after every step, and backends for a CPU."""
     monkeypatch.setenv("FEATHER_PAT_REFERENCE", "1")
     monkeypatch.setenv("FEATHER_DEBUG_CHECK", "1")
-    monkeypatch.setenv(pat_backend.COARSE_BARRIER, "0")
     monkeypatch.setitem(ATTENTION_BACKENDS, STAND_IN, PlainAttention)
     for module in (allocation, forward_batch_info):  # which think that its kernels can run, by its name
         monkeypatch.setattr(module, "support_triton", lambda name: False)

@@ -4,9 +4,9 @@ It packs the layers that see the whole sequence. Others, with a window or in chu
 would have chosen without pat (`beside`), which is told of every step as if it were alone.
 
 A decode step walks through: `watch_batches` hands the batch's host side to the backend (``expect``); ``_out_graph``
-finds out whether the last plan still holds and plans if not; ``_in_graph``, which a CUDA graph records, copies the
-lengths to where the kernel reads them; ``forward_decode`` runs once a layer. Prefill is another backend's, through
-SGLang's ``HybridAttnBackend``.
+copies the batch's rows of slots, finds out whether the last plan still holds and plans if not; ``_in_graph``, which a
+CUDA graph records, copies the lengths to where the kernel reads them; ``forward_decode`` runs once a layer. Prefill is
+another backend's, through SGLang's ``HybridAttnBackend``.
 
 There is no switch for batches that share nothing: on the Hopper path the planner's strategy, ``time``, packs only
 where that takes less of the processors' modelled time, and a batch without sharing is then planned as ``query`` would
@@ -19,6 +19,7 @@ import functools
 import logging
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from feather_sglang.adapter.attention.facts import facts_of, uses_reference
 from feather_sglang.adapter.attention.limits import packed_layers
 from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.attention.record import plan_recorder
+from feather_sglang.adapter.attention.row_snapshot import RowSnapshot
 from feather_sglang.adapter.attention.rows import RowSharing
 from feather_sglang.adapter.refusals import refuse_pat_flags
 from feather_sglang.errors import FeatherError
@@ -43,7 +45,6 @@ from feather_sglang.errors import FeatherError
 logger = logging.getLogger(__name__)
 
 FILL = 1  # KV tokens of the rows that pad a batch to the size of a CUDA graph
-COARSE_BARRIER = "SGLANG_FORCE_COARSE_WAR_BARRIER"
 DEBUG_CHECK = "FEATHER_DEBUG_CHECK"
 
 
@@ -81,11 +82,12 @@ class PatBackend(AttentionBackend):
         self._metrics = pat_metrics()
         self._recorder = plan_recorder()
         self._debug = os.environ.get(DEBUG_CHECK) == "1"
+        self._snapshot: RowSnapshot | None = None  # what graphs read
+        self._for_graph = False  # the plan in force
         self._planned = self._read = 0  # KV tokens of the plan in force, and how many it reads
         self._warned = False  # of a plan that does not fit
         self._allocate(rows.size)
         self.beside: Any = create_beside(model_runner, len(facts.layers) - len(self._layers))
-        _finish_reading_late()
         watch_batches()
         model_runner.feather_pat = self
 
@@ -106,6 +108,7 @@ class PatBackend(AttentionBackend):
         """Make room for the largest captured batch (SGLang calls it once, before it captures)."""
         if max_bs > self._max_requests:
             self._allocate(max_bs)
+        self._snapshot = RowSnapshot(self._table, max_bs)
         if self.beside is not None:
             self.beside.init_cuda_graph_state(max_bs, max_num_tokens)
 
@@ -128,12 +131,14 @@ class PatBackend(AttentionBackend):
     if hasattr(base_attn_backend, "SharedReadEnds"):
 
         def shared_read_ends(self, fm: Any) -> Any:
-            """Every layer reads the table of slots, so nobody may write to it before the last one is done."""
-            return base_attn_backend.SharedReadEnds.POST_REPLAY
+            """When SGLang may write to the table of slots: graphs read a copy of it, made before they are replayed."""
+            ends = base_attn_backend.SharedReadEnds
+            own = ends.PRE_REPLAY if fm.is_decode() else ends.UNKNOWN
+            return own if self.beside is None else ends.max_of((own, self.beside.shared_read_ends(fm)))
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Plan a step: once for all layers, on the host, before the graph is replayed."""
-        self._plan_step(forward_batch, in_capture)
+        self._plan_step(forward_batch, in_capture, for_graph=True)
         if self.beside is not None:
             self.beside.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
@@ -147,13 +152,16 @@ class PatBackend(AttentionBackend):
         if not forward_batch.forward_mode.is_idle():
             self._lens[: forward_batch.seq_lens.shape[0]].copy_(forward_batch.seq_lens)
 
-    def _plan_step(self, forward_batch: Any, in_capture: bool = False) -> None:
+    def _plan_step(self, forward_batch: Any, in_capture: bool = False, for_graph: bool = False) -> None:
         if forward_batch.forward_mode.is_idle():
             return
         requests = forward_batch.seq_lens.shape[0]
         if requests > self._max_requests:
             raise RuntimeError(f"pat: a batch of {requests} rows, the backend was built for {self._max_requests}")
         expected, self._expected = self._expected, None
+        if for_graph != self._for_graph:
+            self._for_graph = for_graph
+            self._engines.forget()
         if in_capture or expected is None:  # a dummy batch: nobody's requests
             self._plan_apart(forward_batch)
             return
@@ -164,6 +172,7 @@ class PatBackend(AttentionBackend):
             raise RuntimeError(f"pat: SGLang announced {len(rows)} rows and runs {requests}")
         lens = np.full(requests, FILL, np.int32)
         lens[: len(rows)] = forward_batch.seq_lens_cpu.numpy()[: len(rows)]
+        self._copy_rows(forward_batch, lens)
         changed = self.sharing.observe(requests_now, rows, lens[: len(rows)])
         total = int(lens.sum())
         seconds = None
@@ -173,7 +182,7 @@ class PatBackend(AttentionBackend):
             seconds = time.perf_counter() - start
         plan = self._engines.plans[0]
         if self._debug:
-            self.sharing.check(plan.forest, lens)
+            self.sharing.check(plan.forest, lens, self._slots)
         if self._recorder is not None:
             self._recorder.offer(plan, len(rows))
         if self._metrics is not None:
@@ -241,17 +250,29 @@ class PatBackend(AttentionBackend):
             cached[:] = np.array(batch.prefix_lens) // self._page * self._page
         self.sharing.prefill(rows, cached)
 
+    @property
+    def _slots(self) -> torch.Tensor:
+        """The table that the plan in force reads."""
+        return self._snapshot.slots if self._for_graph and self._snapshot is not None else self._table
+
+    def _copy_rows(self, forward_batch: Any, lens: np.ndarray) -> None:
+        if self._for_graph and self._snapshot is not None:
+            rows = forward_batch.req_pool_indices[: len(lens)]
+            self._snapshot.take(rows, forward_batch.seq_lens, int(lens.max()))
+
     def _use(self, forest: Forest, total: int) -> None:
-        lens = self._lens[: forest.n_requests]
+        lens, slots = self._lens[: forest.n_requests], self._slots
+        if slots is not self._table:
+            forest = replace(forest, row_offset=np.arange(forest.n_requests) * slots.stride(0))
         try:
-            self._engines.plan(forest, self._table, lens)
+            self._engines.plan(forest, slots, lens)
         except PlanError as error:  # more levels than there is memory for parts
             if self._metrics is not None:
                 self._metrics.unshared.inc()
             if not self._warned:
                 self._warned = True
                 logger.warning("feather: pat decodes a batch without sharing, as its plan does not fit: %s", error)
-            self._engines.plan(_alone(forest.seq_len, forest.row_offset), self._table, lens)
+            self._engines.plan(_alone(forest.seq_len, forest.row_offset), slots, lens)
         self._planned, self._read = total, self._engines.plans[0].tokens_read
 
     def _plan_apart(self, forward_batch: Any) -> None:
@@ -259,6 +280,7 @@ class PatBackend(AttentionBackend):
         rows = forward_batch.req_pool_indices.cpu().numpy().astype(np.int64)
         lens = forward_batch.seq_lens.cpu().numpy().astype(np.int32)
         self.sharing.forget()
+        self._copy_rows(forward_batch, lens)
         self._use(_alone(lens, rows * self._table.stride(0)), int(lens.sum()))
 
 
@@ -283,13 +305,3 @@ def watch_batches() -> None:
         return original(cls, batch, model_runner, *args, **kwargs)
 
     ForwardBatch.init_new = classmethod(init_new)
-
-
-def _finish_reading_late() -> None:
-    """Where backends cannot say when they are done with the table, let SGLang wait for the whole step.
-
-    Else it would let the next step's preparation write to the table as soon as a CUDA graph's replay begins. A row that
-    it gives to a new request may then be one through which this step still reads what several requests share.
-    """
-    if not hasattr(base_attn_backend, "SharedReadEnds"):
-        os.environ[COARSE_BARRIER] = "1"

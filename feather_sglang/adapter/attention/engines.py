@@ -74,6 +74,10 @@ class Engines:
         self.plans = []
         self.plans = [engine.plan(forest, table, lens) for engine in self._engines]
 
+    def forget(self) -> None:
+        """Drop the plans."""
+        self.plans = []
+
     def valid_for(self, lens: np.ndarray) -> bool:
         """Whether there are plans, and they hold for these lengths."""
         return bool(self.plans) and all(plan.valid_for(lens)[0] for plan in self.plans)

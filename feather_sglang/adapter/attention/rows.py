@@ -190,10 +190,13 @@ class RowSharing:
         padded[: len(rows)] = rows
         return self.trie.forest(padded.tolist(), lengths, padded * self._stride)
 
-    def check(self, forest: Forest, lengths: npt.NDArray[np.int32]) -> None:
-        """Assert that the requests of every node have the same slots there; waits for the device."""
+    def check(self, forest: Forest, lengths: npt.NDArray[np.int32], table: torch.Tensor | None = None) -> None:
+        """Assert that the requests of every node have the same slots in the table that the forest is of.
+
+        It waits for the device. Without a table: in SGLang's.
+        """
         shared: dict[int, npt.NDArray[np.int32]] = {}
-        flat = self._hasher.table.view(-1)
+        flat = (self._hasher.table if table is None else table).view(-1)
         for request, row in enumerate(forest.row_offset.tolist()):
             node = int(forest.request_node[request])
             assert forest.shared_length[request] < lengths[request], f"request {request} shares the token of this step"
