@@ -217,6 +217,9 @@ class ShapeCheck:
         different = len({answer.tokens for answer in reference.values()})
         if different < len(reference) // 2:
             verdict.wrong.append(f"the reference has {different} answers to {len(reference)} prompts: nothing is shown")
+        repeating = sum(len(set(answer.tokens)) == 1 for answer in reference.values())
+        if repeating > len(reference) // 2:
+            verdict.wrong.append(f"{repeating} answers of the reference are one token over and over: nothing is shown")
         self.row |= {
             "reference": stock[0], "between": between, "spread": spread._asdict(),
             "answers": verdict.as_json(),

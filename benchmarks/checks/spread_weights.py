@@ -19,16 +19,22 @@ from sglang.srt.model_loader import loader
 
 # Scores and logits that differ. Sharper scores would let rounding part two right backends after a few tokens.
 GAINS = {"qkv": 1.4, "q_proj": 1.4, "k_proj": 1.4, "v_proj": 1.4, "o_proj": 2.0, "lm_head": 2.0}
+ONE_MORE = ("GemmaRMSNorm", "Gemma3RMSNorm")
 
 
 def spread_weights(model: torch.nn.Module, *_: Any, **__: Any) -> None:
     """Fill all parameters in place."""
+    # Gemma's norms, which Qwen3-Next has too, scale by one more than their weight.
+    offset = {f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ in ONE_MORE}
     for name, weights in model.state_dict().items():
         if not torch.is_floating_point(weights) or weights.dim() == 0:  # a constant, such as Gemma's of embeddings
             continue
         draw = torch.Generator(weights.device).manual_seed(zlib.crc32(name.encode()))
         if "norm" in name and weights.dim() == 1:
             weights.fill_(1)
+            if name.endswith("model.norm.weight"):  # else a model with tied embeddings would repeat its last token
+                weights.copy_(weights.new_empty(weights.shape).uniform_(-1, 1, generator=draw).sign())
+            weights.sub_(float(name in offset))
         elif weights.dim() == 1:
             weights.normal_(generator=draw)
         else:

@@ -159,3 +159,9 @@ def test_a_server_that_does_not_come_up_is_left_out(row, capsys):
     found = row(down=("pat",))
     assert "answers" not in found and math.isnan(check.ratio(found, "private"))
     assert "not run" in check.table([found])
+
+
+def test_answers_that_repeat_their_prompts_last_token_show_nothing(row):
+    stuck = {name: one._replace(tokens=one.tokens[:1] * len(one.tokens)) for name, one in answers().items()}
+    problems = row(given=dict.fromkeys(GOOD, stuck))["problems"]
+    assert any("one token over and over: nothing is shown" in problem for problem in problems)
