@@ -108,7 +108,6 @@ SHAPES = {
             "tie_word_embeddings": True,
         },
         stock=("triton",),
-        spread=("torch_native",),
     ),
     "gemma-2-2b": Shape(
         "windows",

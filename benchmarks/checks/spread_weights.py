@@ -35,8 +35,8 @@ def spread_weights(model: torch.nn.Module, *_: Any, **__: Any) -> None:
             if name.endswith("model.norm.weight"):  # else a model with tied embeddings would repeat its last token
                 weights.copy_(weights.new_empty(weights.shape).uniform_(-1, 1, generator=draw).sign())
             weights.sub_(float(name in offset))
-        elif weights.dim() == 1:
-            weights.normal_(generator=draw)
+        elif weights.dim() == 1:  # larger biases would drown what attention gathers
+            weights.normal_(generator=draw).mul_(0.05 if name.endswith("bias") else 1.0)
         else:
             gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
             weights.normal_(generator=draw).mul_(gain * weights.shape[-1] ** -0.5)
