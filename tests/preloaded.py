@@ -5,8 +5,9 @@ would with the same arguments, environment and files: nothing but imports has ha
 (``python preloaded.py ADDRESS -c CODE``), this file is such a Python; the processes in which pytest-xdist runs tests
 are (conftest.py). So are most servers; and where a server spawns processes, each takes one that stands by, forked from
 the same state, and runs in it what it would have handed to a new Python, pickled as ever. So a plugin finds what it
-finds in processes of their own, whose imports alone came from elsewhere. Started as users start them are the server of
-``sglang serve``, that of tests/server/test_start_up.py, and ``sglang.Engine``.
+finds in processes of their own, whose imports alone came from elsewhere. The process that replays are forked from is
+such a one too. Started as users start them are the server of ``sglang serve``, that of tests/server/test_start_up.py,
+``sglang.Engine``, and the commands of tests/sglang/test_replay_ends.py.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 STAND_BY = 4  # processes that one server may spawn: a scheduler per rank and the detokenizer
+FORK_SERVER = "from multiprocessing.forkserver import main"  # how the code begins that replays are forked from
 HIGH = 300  # above the numbers of files that are handed over
 LONGEST = 1 << 20  # bytes of a message: an environment, above all
 ADDRESS = "FEATHER_TEST_PRELOADED"  # the variable that tells the tests' processes of the one that is there
@@ -84,6 +86,11 @@ class Preloaded:
             out.seek(0)
             errors.seek(0)
             return out.read(), errors.read()
+
+    def run_file(self, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+        """What ``python FILE ...`` prints as errors."""
+        code = f"import runpy, sys; sys.argv = {list(arguments)!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
+        return self.run(code, environment)[1]
 
     def close(self) -> None:
         if self._process is not None:
@@ -150,6 +157,7 @@ def be_python(wanted: dict[str, Any], files: Sequence[int]) -> None:
     adopt(wanted["environment"])
     kind, what, *arguments = wanted["arguments"]
     if kind == "-c":
+        spawn_in(stand_by(1))
         sys.path[0] = ""
         sys.argv = ["-c", *arguments]
         exec(what, {"__name__": "__main__"})
@@ -223,15 +231,15 @@ def run_what_is_told(told: socket.socket) -> None:
 
 
 def spawn_in(children: list[tuple[int, socket.socket]]) -> None:
-    """Have multiprocessing take one of those who stand by instead of a new Python."""
+    """Have multiprocessing take one of those who stand by instead of a new Python, where it would import SGLang."""
     new_python = util.spawnv_passfds
 
     def spawn(path: bytes, command: Sequence[str], files: Sequence[int]) -> int:
-        if "--multiprocessing-fork" not in command:
+        code = command.index("-c") + 1
+        if not children or ("--multiprocessing-fork" not in command and not command[code].startswith(FORK_SERVER)):
             return new_python(path, command, files)
         pid, tell = children.pop(0)
-        files = sorted(set(files))
-        code = command.index("-c") + 1
+        files = sorted({0, 1, 2, *files})
         work = {"program": command[code], "arguments": command[code + 1 :], "files": files}
         socket.send_fds(tell, [json.dumps(work | {"environment": dict(os.environ)}).encode()], files)
         tell.close()

@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -48,20 +48,29 @@ TRACES = {
 FORESTS, FORESTS_AT_ONCE = 3000, 500
 
 
-def decisions(workload: str, policy: str, folder: str | None = None) -> str:
-    """Digest of the decision log of one replay, made in a process of its own."""
+def new_python(arguments: list[str], variables: dict[str, str]) -> str:
+    """Run this file in a Python of its own; what it printed as errors."""
+    variables = {name: value for name, value in variables.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=variables).stderr
+
+
+def decisions(
+    workload: str,
+    policy: str,
+    folder: str | None = None,
+    run: Callable[[list[str], dict[str, str]], str] = new_python,
+) -> str:
+    """Digest of the decision log of one replay, made in a process of its own, which ``run`` makes."""
     words = {**WORKLOADS, **TRACES}[workload].split()
     if folder is not None and workload in TRACES:
         words[0] = str(Path(folder, words[0]))
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, __file__, "--replay", workload, "ab", *words, "--policies", policy]
-        command += ["--scheduler-cost", "off", "--jobs", "1", "--out", scratch]
-        variables = {**os.environ, "FEATHER_DECISION_LOG": scratch}
-        variables.pop("PYTHONDONTWRITEBYTECODE", None)
-        ran = subprocess.run(command, capture_output=True, text=True, env=variables)
+        arguments = [__file__, "--replay", workload, "ab", *words, "--policies", policy]
+        arguments += ["--scheduler-cost", "off", "--jobs", "1", "--out", scratch]
+        errors = run(arguments, {**os.environ, "FEATHER_DECISION_LOG": scratch})
         log = Path(scratch, "rank0.log")
-        if ran.returncode or not log.is_file():
-            raise SystemExit(f"{workload}, {policy}: {ran.stderr.strip().splitlines()[-1:]}")
+        if not log.is_file() or not Path(scratch, "results.json").is_file():  # which is written at the end
+            raise SystemExit(f"{workload}, {policy}: {errors.strip().splitlines()[-1:]}")
         return hashlib.sha256(log.read_bytes()).hexdigest()[:16]
 
 

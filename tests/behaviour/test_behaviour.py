@@ -19,9 +19,10 @@ KNOWN = json.loads(REFERENCE.read_text())
 
 
 @pytest.mark.parametrize("workload", ("fits", "priorities", "bounded"))
-def test_the_default_policy_decides_as_recorded(workload: str) -> None:
+def test_the_default_policy_decides_as_recorded(workload: str, request: pytest.FixtureRequest) -> None:
     pytest.importorskip("sglang", reason="SGLang is not installed")
-    assert decisions(workload, "feather-bandit") == KNOWN[f"decisions {workload} feather-bandit"]
+    run = request.getfixturevalue("preloaded").run_file
+    assert decisions(workload, "feather-bandit", run=run) == KNOWN[f"decisions {workload} feather-bandit"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

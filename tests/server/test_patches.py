@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from feather_sglang.cli import main
 from feather_sglang.patching.series import PREFIX, Series
 from feather_sglang.patching.site import Site
 from feather_sglang.scheduling.policy_names import SWITCH_PATH
+from preloaded import Preloaded
 from server.cases import KEY, ROOMY
-from server.sglang_server import SGLangServer, run_to_end
+from server.sglang_server import SGLangServer, server_environment
 from server.workload import Answer, Request, stream_all
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "behaviour"))
@@ -65,12 +67,14 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def on_patched(patched: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """PYTHONPATH of processes that run on the copy."""
+@pytest.fixture(scope="module")
+def on_patched(patched: Path) -> Iterator[Preloaded]:
+    """A Python that has imported the copy, for the processes of all tests."""
     path = os.pathsep.join([str(patched), *filter(None, [os.environ.get("PYTHONPATH")])])
-    monkeypatch.setenv("PYTHONPATH", path)
-    return path
+    made = Preloaded.start(server_environment(PYTHONPATH=path))
+    assert made.run("import sglang; print(sglang.__file__)", os.environ)[0] == f"{patched}/sglang/__init__.py\n"
+    yield made
+    made.close()
 
 
 IN_PROCESS = """
@@ -104,10 +108,10 @@ print(json.dumps({
 """
 
 
-def test_nothing_is_wrapped_for_the_policies_and_the_doctor_says_so(on_patched: str) -> None:
-    ended = run_to_end([sys.executable, "-c", IN_PROCESS], PYTHONPATH=on_patched)
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout.splitlines()[-1])
+def test_nothing_is_wrapped_for_the_policies_and_the_doctor_says_so(on_patched: Preloaded) -> None:
+    printed, errors = on_patched.run(IN_PROCESS, server_environment())
+    assert printed, errors
+    found = json.loads(printed.splitlines()[-1])
     assert found["policy"] == "FeatherPolicy" and not found["failed"] and found["wrapped"] == []
     assert {target.rpartition(".")[2] for target in found["hooked"]} <= {"__post_init__", "resolve_once"}  # of pat
     assert "does not support --disable-radix-cache" in found["refused"]
@@ -122,14 +126,13 @@ def test_nothing_is_wrapped_for_the_policies_and_the_doctor_says_so(on_patched: 
     [("priorities", "feather-bandit"), ("levels", "feather-order"), ("bounded", "feather-bandit")],
 )
 def test_decisions_are_those_of_the_hooks(
-    workload: str, policy: str, patched: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    workload: str, policy: str, preloaded: Preloaded, on_patched: Preloaded
 ) -> None:
-    hooked = decisions(workload, policy)
-    request.getfixturevalue("on_patched")
-    assert decisions(workload, policy) == hooked
+    hooked, called = (decisions(workload, policy, run=python.run_file) for python in (preloaded, on_patched))
+    assert called == hooked
 
 
-def test_the_series_is_for_git_am_and_brings_tests_that_pass(on_patched: str, tmp_path: Path) -> None:
+def test_the_series_is_for_git_am_and_brings_tests_that_pass(on_patched: Preloaded, tmp_path: Path) -> None:
     series, installed = Series(RELEASE), Site.find()
     made = series.apply(installed.read)
     for name in made:
@@ -145,10 +148,13 @@ def test_the_series_is_for_git_am_and_brings_tests_that_pass(on_patched: str, tm
     (test,) = (tmp_path / "test").rglob("test_*.py")
     (tmp_path / "stand-in").mkdir()
     (tmp_path / "stand-in" / "datasets.py").write_text("load_dataset = None\n")  # SGLang's test kit imports it
-    path = os.pathsep.join([on_patched, str(tmp_path / "stand-in")])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
-    ran = run_to_end(command, PYTHONPATH=path, CUDA_VISIBLE_DEVICES="0")  # the kit reads its first character
-    assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout
+    arguments = ["-q", "-p", "no:cacheprovider", str(test)]
+    code = f"import pytest; print('ended with', int(pytest.main({arguments!r})))"
+    # The kit reads the first character of the devices' list.
+    printed, errors = on_patched.run(
+        code, server_environment(PYTHONPATH=str(tmp_path / "stand-in"), CUDA_VISIBLE_DEVICES="0")
+    )
+    assert printed.endswith("ended with 0\n") and " passed" in printed, printed + errors
 
 
 def texts(answers: dict[str, Answer], chosen: list[Request]) -> dict[str, str]:
@@ -156,13 +162,13 @@ def texts(answers: dict[str, Answer], chosen: list[Request]) -> dict[str, str]:
 
 
 def test_a_server_serves_and_switches_as_with_hooks(
-    on_patched: str, model: Path, logs: Path, fcfs: list[dict[str, Answer]], requests: list[Request]
+    on_patched: Preloaded, model: Path, logs: Path, fcfs: list[dict[str, Answer]], requests: list[Request]
 ) -> None:
     flags = ("--schedule-policy", "feather", "--feather-allow-switch", "--admin-api-key", KEY, *ROOMY)
-    environment = {"PYTHONPATH": on_patched, "FEATHER_DEBUG_CHECK": "1"}
     chosen = [request for request in requests if "regex" not in request.body][:20]
     expected = texts(fcfs[0], chosen)
-    with SGLangServer(model, logs / "patched.txt", *flags, key=KEY, **environment) as server:
+    how = {"start": on_patched, "key": KEY}
+    with SGLangServer(model, logs / "patched.txt", *flags, **how, FEATHER_DEBUG_CHECK="1") as server:
         assert texts(stream_all(server.url, chosen), chosen) == expected
         for order in (
             {"schedule_policy": "lpm"},
