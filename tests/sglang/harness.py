@@ -75,6 +75,9 @@ def take_down():
         bootstrap._PARALLEL_INITIALISED = False
 
 
+_KNOWN = frozenset(inspect.signature(TokenizedGenerateReqInput).parameters)
+
+
 def tokenized(rid, tokens, params, **more):
     """A request as the tokenizer sends it; what this release does not know is left out."""
     params.normalize(None)
@@ -93,8 +96,7 @@ def tokenized(rid, tokens, params, **more):
         "stream": False,
         **more,
     }
-    known = inspect.signature(TokenizedGenerateReqInput).parameters
-    return TokenizedGenerateReqInput(**{name: value for name, value in fields.items() if name in known})
+    return TokenizedGenerateReqInput(**{name: value for name, value in fields.items() if name in _KNOWN})
 
 
 class Server:
