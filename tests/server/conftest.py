@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pickle
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,10 +59,22 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fcfs(model: Path, logs: Path, preloaded: Preloaded, requests: list[Request]) -> list[dict[str, Answer]]:
-    """Answers under fcfs: of all requests at once, and of the same requests, last first, eight at a time."""
-    with SGLangServer(model, logs / "fcfs.txt", "--schedule-policy", "fcfs", *ROOMY, start=preloaded) as server:
-        return [stream_all(server.url, requests), stream_all(server.url, requests[::-1], concurrency=8)]
+def fcfs(
+    model: Path, logs: Path, preloaded: Preloaded, requests: list[Request], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Answer]]:
+    """Answers under fcfs: of all requests at once, and of the same requests, last first, eight at a time.
+
+    The first of the processes that run tests to need them asks a server; the others wait and read what it was told.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    kept = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "fcfs.pickle"
+    with kept.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            with SGLangServer(model, logs / "fcfs.txt", "--schedule-policy", "fcfs", *ROOMY, start=preloaded) as server:
+                answers = [stream_all(server.url, requests), stream_all(server.url, requests[::-1], concurrency=8)]
+            kept.write_bytes(pickle.dumps(answers))
+    return pickle.loads(kept.read_bytes())
 
 
 @pytest.fixture(scope="module")
