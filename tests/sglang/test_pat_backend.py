@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from harness import OverlapServer, Server
+from harness import CONFIG, OverlapServer, Server
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.layers.radix_attention import AttentionType
@@ -49,7 +49,7 @@ def environment():
 
 def start(folder, policy="fcfs", kind=Server, **overrides):
     """A server whose tokens depend on the whole prompt, which they hardly do with SGLang's dummy weights."""
-    one = kind(folder, policy, **overrides)
+    one = kind(folder, policy, config={**CONFIG, "num_hidden_layers": 2}, **overrides)
     generator = torch.Generator().manual_seed(5)
     for name, weights in runner_of(one).model.named_parameters():
         if "norm" in name:

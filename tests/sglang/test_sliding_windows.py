@@ -13,7 +13,8 @@ class WindowServer(Server):
     """A Llama some of whose layers see a window, with weights that let it tell prompts apart."""
 
     def __init__(self, folder, policy, layers, **overrides):
-        config = {**CONFIG, "is_hybrid_swa": True, "hybrid_layer_pattern": layers, "sliding_window": WINDOW}
+        windows = {"is_hybrid_swa": True, "hybrid_layer_pattern": layers, "sliding_window": WINDOW}
+        config = {**CONFIG, "num_hidden_layers": len(layers), **windows}
         super().__init__(folder, policy, config=config, **overrides)
         runner = self.scheduler.tp_worker.model_runner
         for layer, in_window in zip(runner.model.model.layers, layers, strict=True):
