@@ -18,7 +18,6 @@ from feather_sglang.errors import FeatherError
 from feather_sglang.replay import arguments as replay_arguments
 from feather_sglang.replay import jobs as replay_jobs
 from feather_sglang.replay import train as replay_train
-from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 from feather_sglang.replay.traces import save_trace
 from feather_sglang.replay.workloads import shared_prefix
 from feather_sglang.scheduling.policy_names import SINCE, STOCK
@@ -186,22 +185,33 @@ def test_on_an_h200_the_bandit_does_not_stop_for_locality(tmp_path, groups):
     assert runs["feather-bandit"]["output_tok_s"] >= 0.99 * runs["feather-order"]["output_tok_s"]
 
 
+PACED = "--kv-tokens 200000 --model qwen3-8b --attention pat --scheduler-cost off".split()
+
+
 @newest_only
 @pytest.mark.parametrize(("graphs", "groups"), [("on", "5"), ("off", "5"), ("on", "1")])
 def test_paced_prefill_takes_fewer_steps_and_serves_more(tmp_path, graphs, groups):
-    flags = ["--groups", groups, "--requests", "300", "--kv-tokens", "200000", "--model", "qwen3-8b"]
-    flags += ["--attention", "pat", "--scheduler-cost", "off", "--prefill-graphs", graphs, "--policies"]
-    paced = ab(tmp_path / "paced", *flags, "feather-order,feather-bandit", "--feather-pace", "0.1")["runs"]
-    plain = ab(tmp_path / "plain", *flags, "feather-bandit", "--feather-pace", "0")["runs"]["feather-bandit"]
-    default = ab(tmp_path / "default", *flags, "feather-bandit")["runs"]["feather-bandit"]
-    order, bandit = paced["feather-order"], paced["feather-bandit"]
-    for figure in ("output_tok_s", "ttft_mean", "prefills"):
-        assert default[figure] == bandit[figure] != plain[figure]
+    flags = ["--groups", groups, "--requests", "300", *PACED, "--prefill-graphs", graphs]
+    flags += ["--policies", "feather-bandit", "--feather-pace"]
+    bandit, plain = (ab(tmp_path / pace, *flags, pace)["runs"]["feather-bandit"] for pace in ("0.1", "0"))
     assert bandit["requests"] == 300 and bandit["feather"]["held_rounds"] > 100
-    assert order["feather"]["held_rounds"] == plain["feather"]["held_rounds"] == 0  # SGLang admits under feather-order
+    assert plain["feather"]["held_rounds"] == 0
     assert bandit["prefills"] < 0.5 * plain["prefills"]
     assert bandit["output_tok_s"] > 1.02 * plain["output_tok_s"]
     assert bandit["e2e_mean"] < 0.9 * plain["e2e_mean"] and bandit["ttft_p99"] < plain["ttft_p99"] + 0.1
+
+
+@newest_only
+def test_the_default_pace_and_a_policy_that_is_not_paced(tmp_path):
+    flags = ["--groups", "5", "--requests", "60", *PACED, "--policies"]
+    paced = ab(tmp_path / "paced", *flags, "feather-order,feather-bandit", "--feather-pace", "0.1")["runs"]
+    plain = ab(tmp_path / "plain", *flags, "feather-bandit", "--feather-pace", "0")["runs"]["feather-bandit"]
+    default = ab(tmp_path / "default", *flags, "feather-bandit")["runs"]["feather-bandit"]
+    bandit = paced["feather-bandit"]
+    for figure in ("output_tok_s", "ttft_mean", "prefills"):
+        assert default[figure] == bandit[figure] != plain[figure]
+    assert bandit["feather"]["held_rounds"] > 0
+    assert paced["feather-order"]["feather"]["held_rounds"] == 0  # SGLang admits under feather-order
 
 
 @newest_only
@@ -388,14 +398,21 @@ def test_who_is_ended_early_leaves_no_temporary_files(tmp_path, monkeypatch):
     assert made.parent.parent == tmp_path and not made.parent.exists()
 
 
-def _models_imported(job, tell):
-    before = set(sys.modules)
-    replay_jobs.replay(job, tell)
-    return [name for name in set(sys.modules) - before if name.startswith("sglang.srt.models.")]
+IN_ONE_PROCESS = """
+import sys
+import feather_sglang.adapter.preload
+from feather_sglang.replay import jobs
+from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
+from feather_sglang.replay.workloads import shared_prefix
+model = StepTimeModel(load_profile("h200"), load_model("qwen3-8b"))
+job = jobs.Job("fcfs", shared_prefix(1, 40, output_tokens=2, requests=2), model, {"kv_tokens": 4000}, {})
+before = set(sys.modules)
+served = jobs.replay(job, lambda done: None).latencies
+print(len(served), [name for name in set(sys.modules) - before if name.startswith("sglang.srt.models.")])
+"""
 
 
-def test_the_process_that_replays_start_from_has_imported_all_models(tmp_path):
+def test_the_process_that_replays_start_from_has_imported_all_models():
     """SGLang imports them when it builds a scheduler, and every replay would take two seconds longer."""
-    model = StepTimeModel(load_profile("h200"), load_model("qwen3-8b"))
-    job = replay_jobs.Job("fcfs", shared_prefix(1, 40, output_tokens=2, requests=2), model, {"kv_tokens": 4000}, {})
-    assert replay_jobs.run_jobs([job], 1, tmp_path, Console(quiet=True), _models_imported) == {"fcfs": []}
+    ended = subprocess.run([sys.executable, "-c", IN_ONE_PROCESS], capture_output=True, text=True)
+    assert ended.stdout.splitlines()[-1:] == ["2 []"], ended.stderr
