@@ -7,7 +7,7 @@ are (conftest.py). So are most servers; and where a server spawns processes, eac
 the same state, and runs in it what it would have handed to a new Python, pickled as ever. So a plugin finds what it
 finds in processes of their own, whose imports alone came from elsewhere. The process that replays are forked from is
 such a one too. Started as users start them are the server of ``sglang serve``, that of tests/server/test_start_up.py,
-``sglang.Engine``, and the commands of tests/sglang/test_replay_ends.py.
+``sglang.Engine`` on the older releases, which have neither, and the commands of tests/sglang/test_replay_ends.py.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class Preloaded:
             errors.seek(0)
             return out.read(), errors.read()
 
-    def run_file(self, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-        """What ``python FILE ...`` prints as errors."""
+    def run_file(self, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str]:
+        """What ``python FILE ...`` prints, and what it prints as errors."""
         code = f"import runpy, sys; sys.argv = {list(arguments)!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
-        return self.run(code, environment)[1]
+        return self.run(code, environment)
 
     def close(self) -> None:
         if self._process is not None:
@@ -157,7 +157,7 @@ def be_python(wanted: dict[str, Any], files: Sequence[int]) -> None:
     adopt(wanted["environment"])
     kind, what, *arguments = wanted["arguments"]
     if kind == "-c":
-        spawn_in(stand_by(1))
+        spawn_in(stand_by(2))
         sys.path[0] = ""
         sys.argv = ["-c", *arguments]
         exec(what, {"__name__": "__main__"})

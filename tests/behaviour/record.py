@@ -48,17 +48,18 @@ TRACES = {
 FORESTS, FORESTS_AT_ONCE = 3000, 500
 
 
-def new_python(arguments: list[str], variables: dict[str, str]) -> str:
-    """Run this file in a Python of its own; what it printed as errors."""
+def new_python(arguments: list[str], variables: dict[str, str]) -> tuple[str, str]:
+    """What this file prints in a Python of its own, and what it prints as errors."""
     variables = {name: value for name, value in variables.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=variables).stderr
+    ran = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=variables)
+    return ran.stdout, ran.stderr
 
 
 def decisions(
     workload: str,
     policy: str,
     folder: str | None = None,
-    run: Callable[[list[str], dict[str, str]], str] = new_python,
+    run: Callable[[list[str], dict[str, str]], tuple[str, str]] = new_python,
 ) -> str:
     """Digest of the decision log of one replay, made in a process of its own, which ``run`` makes."""
     words = {**WORKLOADS, **TRACES}[workload].split()
@@ -67,7 +68,7 @@ def decisions(
     with tempfile.TemporaryDirectory() as scratch:
         arguments = [__file__, "--replay", workload, "ab", *words, "--policies", policy]
         arguments += ["--scheduler-cost", "off", "--jobs", "1", "--out", scratch]
-        errors = run(arguments, {**os.environ, "FEATHER_DECISION_LOG": scratch})
+        _, errors = run(arguments, {**os.environ, "FEATHER_DECISION_LOG": scratch})
         log = Path(scratch, "rank0.log")
         if not log.is_file() or not Path(scratch, "results.json").is_file():  # which is written at the end
             raise SystemExit(f"{workload}, {policy}: {errors.strip().splitlines()[-1:]}")

@@ -9,6 +9,7 @@ import json
 import sys
 import threading
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from feather_sglang.adapter.ports import free_port
 from feather_sglang.adapter.scheduler.decision_log import compare
 from feather_sglang.scheduling.policy_names import SWITCH_PATH
 from preloaded import Preloaded
-from server.cases import KEY, LOSES_FIRST_LOGPROB, REFERENCE, ROOMY, FeatherServer, newest_only
-from server.sglang_server import SGLangServer, run_to_end
+from server.cases import KEY, LOSES_FIRST_LOGPROB, NEWEST, REFERENCE, ROOMY, FeatherServer, newest_only
+from server.sglang_server import SGLangServer, run_to_end, server_environment
 from server.workload import Answer, Request, stream_all
 
 pytestmark = pytest.mark.timeout(600)
@@ -196,18 +197,19 @@ def test_two_ranks_form_the_same_batches(
 
 
 def test_engine_takes_a_policy_its_options_and_pat(
-    model: Path, requests: list[Request], fcfs: list[dict[str, Answer]]
+    model: Path, preloaded: Preloaded, requests: list[Request], fcfs: list[dict[str, Answer]]
 ) -> None:
     chosen = [request for request in requests if set(request.body) == {"prompt", "max_tokens", "ignore_eos"}]
     bodies = [request.body for request in chosen]
     work = json.dumps({"model": str(model), "policy": "feather-bandit", "requests": bodies, "port": free_port()})
-    done = run_to_end(
-        [sys.executable, str(ENGINE), work],
-        FEATHER_OPTIONS='{"chunk_size": 32, "seed": 5}',
-        FEATHER_DEBUG_CHECK="1",
-        **REFERENCE,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [fcfs[0][request.name].text for request in chosen]
-    assert "feather-bandit is active" in done.stderr + done.stdout
-    assert "pat is active" in done.stderr + done.stdout
+    variables = {"FEATHER_OPTIONS": '{"chunk_size": 32, "seed": 5}', "FEATHER_DEBUG_CHECK": "1", **REFERENCE}
+    if metadata.version("sglang") == NEWEST:
+        printed, errors = preloaded.run_file([str(ENGINE), work], server_environment(**variables))
+    else:
+        done = run_to_end([sys.executable, str(ENGINE), work], **variables)
+        assert done.returncode == 0, done.stderr[-3000:]
+        printed, errors = done.stdout, done.stderr
+    answers = [line for line in printed.splitlines() if line.startswith("[")][-1:]
+    assert answers and json.loads(answers[0]) == [fcfs[0][request.name].text for request in chosen], errors[-3000:]
+    assert "feather-bandit is active" in errors + printed
+    assert "pat is active" in errors + printed
