@@ -203,7 +203,7 @@ def test_paced_prefill_takes_fewer_steps_and_serves_more(tmp_path, graphs, group
 
 @newest_only
 def test_the_default_pace_and_a_policy_that_is_not_paced(tmp_path):
-    flags = ["--groups", "5", "--requests", "60", *PACED, "--policies"]
+    flags = ["--groups", "5", "--requests", "150", *PACED, "--policies"]
     paced = ab(tmp_path / "paced", *flags, "feather-order,feather-bandit", "--feather-pace", "0.1")["runs"]
     plain = ab(tmp_path / "plain", *flags, "feather-bandit", "--feather-pace", "0")["runs"]["feather-bandit"]
     default = ab(tmp_path / "default", *flags, "feather-bandit")["runs"]["feather-bandit"]
