@@ -130,8 +130,8 @@ class ShapeCheck:
         self.servers: dict[str, Server] = {}
         self.up: dict[str, Server] = {}
         self.row: dict[str, Any] = {
-            "shape": name, "kind": shape.kind, "cut": shape.cut, "problems": [], "left_out": {}, "tok_s": {},
-            "start_seconds": {},
+            "shape": name, "kind": shape.kind, "cut": shape.cut, "flags": options.flags, "problems": [], "left_out": {},
+            "tok_s": {}, "start_seconds": {},
         }  # fmt: skip
 
     def start(self) -> None:

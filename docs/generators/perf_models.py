@@ -51,6 +51,7 @@ class Model(NamedTuple):
     name: str
     kind: str
     cut: str
+    flags: str
     wrong: list[str]
     apart: float
     spread: float
@@ -73,7 +74,7 @@ def _model(row: dict[str, Any]) -> Model:
     if kind not in LAYERS:
         raise ResultError(f"{where}: kind {kind} is not among {', '.join(LAYERS)}")
     return Model(
-        name, kind, row.get("cut", ""), get(row, where, "answers", "wrong"),
+        name, kind, row.get("cut", ""), row.get("flags", ""), get(row, where, "answers", "wrong"),
         get(row, where, "answers", "spread", "largest"), get(row, where, "spread", "largest"),
         *(_rate(get(row, where, "all_tok_s", which), f"{where}, {which}") for which in ("shared", "private")),
     )  # fmt: skip
@@ -95,7 +96,7 @@ def rows(found: Iterable[Model]) -> list[list[str]]:
     """A row of the table for each model."""
     return [
         [
-            f"{one.name}<br>{one.cut.replace(' ', '&nbsp;')}" if one.cut else one.name,
+            "<br>".join([one.name, *(text.replace(" ", "&nbsp;") for text in (one.cut, one.flags) if text)]),
             LAYERS[one.kind].replace(" ", "&nbsp;"),
             f"{'**no**' if one.wrong else 'yes'},{one.apart:.2f}/{one.spread:.2f}",
             *_cells(one.shared),
