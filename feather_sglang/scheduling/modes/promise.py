@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from feather_sglang.errors import FeatherError
 from feather_sglang.slo import SLO
 
@@ -37,9 +39,11 @@ class Promise:
         self.idle_decode_seconds: float | None = None
 
     def first_token(self, work: float) -> float:
-        """Seconds in which a request of so much work (tokens of prefill) is to have its first token."""
+        """Seconds in which a request of so much work (tokens of prefill) is to have its first token; inf: not known."""
         if not self._ttft.relative:
             return self._ttft.most
+        if not self.token_seconds:
+            return inf
         return self._ttft.most * (work * self.token_seconds + self.fixed_seconds)
 
     def can_come_in_time(self, waited: float, work: float, whole_work: float) -> bool:
@@ -59,7 +63,13 @@ class Promise:
         """Seconds between two tokens to aim at; None: not known yet."""
         if self._aim is not None:
             return self._aim
+        return self._seconds(SAFETY * self._tbt.most)
+
+    def gap(self) -> float | None:
+        """Seconds between two tokens that are promised; None: not known yet."""
+        return self._seconds(self._tbt.most)
+
+    def _seconds(self, most: float) -> float | None:
         if not self._tbt.relative:
-            return SAFETY * self._tbt.most
-        idle = self.idle_decode_seconds
-        return None if idle is None else SAFETY * self._tbt.most * idle
+            return most
+        return None if self.idle_decode_seconds is None else most * self.idle_decode_seconds
