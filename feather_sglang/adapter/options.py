@@ -55,6 +55,12 @@ def _share(value: Any) -> float:
     return float(value)
 
 
+def _part(value: Any) -> float:
+    if isinstance(value, bool) or not 0 <= float(value) < 1:
+        raise ValueError("expected a share, 0 or more and less than 1")
+    return float(value)
+
+
 def _bounds(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("expected ttft=SECONDS,tbt=MS")
@@ -168,6 +174,13 @@ class FeatherOptions:
     )
     modes: str | None = _option(
         None, _readable_file, "FILE", "Policy file of `feather learn` for --feather-slo, instead of the shipped one."
+    )
+    modes_budget: float = _option(
+        0.0,
+        _part,
+        "SHARE",
+        "Try other modes on the traffic that comes and keep what does better; trials may lose this share of the "
+        "requests within the bounds of --feather-slo, such as 0.01; 0: none are tried.",
     )
     features: str = _option(
         "paper", _features, "paper|headroom", "State the learner sees: the paper's, or with memory."

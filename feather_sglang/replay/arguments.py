@@ -118,6 +118,13 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     )
     policy.add_argument("--feather-slo", metavar="BOUNDS", help="what is promised, as in --slo; not feather-order")
     policy.add_argument("--feather-modes", metavar="FILE", help="of `feather learn`, for --feather-slo")
+    policy.add_argument(
+        "--feather-modes-budget",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of the requests within --feather-slo, that trials of other modes may lose (%(default)g)",
+    )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for results and plots")
 
 
@@ -252,6 +259,8 @@ def common_options(args: argparse.Namespace) -> dict[str, Any]:
         if args.feather_slo is None:
             raise FeatherError(f"--feather-modes {args.feather_modes}: give --feather-slo, which they are for")
         ModePolicy.load(args.feather_modes)
+    if args.feather_modes_budget and args.feather_slo is None:
+        raise FeatherError(f"--feather-modes-budget {args.feather_modes_budget:g}: give --feather-slo, which it is for")
     options = {
         "seed": args.seed,
         "chunk_size": args.feather_chunk_size,
@@ -260,6 +269,7 @@ def common_options(args: argparse.Namespace) -> dict[str, Any]:
         "tbt": args.feather_tbt,
         "slo": args.feather_slo,
         "modes": args.feather_modes and os.path.abspath(args.feather_modes),
+        "modes_budget": args.feather_modes_budget,
         "max_wait": args.feather_max_wait,
         "max_overtaking": "inf" if args.feather_max_overtaking == math.inf else args.feather_max_overtaking,
     }
@@ -270,7 +280,7 @@ def common_options(args: argparse.Namespace) -> dict[str, Any]:
 def suited(policy: str, options: dict[str, Any]) -> dict[str, Any]:
     """These options as that policy takes them: under feather-order SGLang admits, and nothing is paced or bounded."""
     return (
-        {**options, "pace": 0.0, "tbt": None, "slo": None, "modes": None}
+        {**options, "pace": 0.0, "tbt": None, "slo": None, "modes": None, "modes_budget": 0.0}
         if policy == "feather-order"
         else dict(options)
     )

@@ -26,6 +26,7 @@ from feather_sglang.replay.arguments import add_slo, check_sglang
 from feather_sglang.replay.jobs import make_folder, replay
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel, load_model
+from feather_sglang.scheduling.modes.load import KEYS
 from feather_sglang.scheduling.modes.mode import DEFAULT, Mode, Prefill, Ranking
 from feather_sglang.scheduling.modes.mode_policy import ModePolicy
 from feather_sglang.scheduling.modes.promise import Promise
@@ -104,6 +105,7 @@ def search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         other = Suite(VALIDATION, [], replace(terms, seed=args.seed + 1), folder, say)
         policy = found.kept(policy, Passes(other, args.jobs, console))
     policy.provenance = found.provenance()
+    policy.rivals = tuple(mode for mode in found.rivals() if mode != policy.default)
     policy.save(args.out)
     say(f"wrote {args.out}; judging it on cases that it has not seen")
     held_out = Suite(chosen(True, ()), [], Terms(model, slo, terms.sglang, args.traces, 0, True), folder, say)
@@ -137,11 +139,12 @@ class Passes:
 
     def cell(self, policy: ModePolicy, name: str) -> Cell:
         """A case under a table, which is kept in a file named by its content."""
-        content = policy.document() | {"provenance": {}}
+        content = policy.document() | {"rivals": [], "provenance": {}}
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
         path = (self.files / f"{digest}.json").absolute()
         if not path.exists():
-            ModePolicy(policy.table, policy.default).save(path)
+            # A table of all states, so that the replay counts its rounds in each.
+            ModePolicy(dict.fromkeys(KEYS, policy.default) | policy.table, policy.default).save(path)
         return self.suite.cell(self.cases[name], f"modes {digest}", self.scales[name], modes=path)
 
 

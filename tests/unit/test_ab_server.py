@@ -72,6 +72,7 @@ class TestCommandLine:
             (["--prefill-graphs", "off"], "--prefill-graphs goes with --engine replay"),
             (["--feather-slo", "ttft=2"], "slo='ttft=2': give both bounds, ttft and tbt"),
             (["--feather-modes", "m.json"], "--feather-modes m.json: give --feather-slo, which they are for"),
+            (["--feather-modes-budget", "0.1"], "--feather-modes-budget 0.1: give --feather-slo, which it is for"),
             (
                 ["--feather-slo", "mooncake", "--feather-modes", "/no/such.json"],
                 "cannot read policy file /no/such.json",
@@ -209,7 +210,8 @@ class TestCommandLine:
         assert fcfs.policy_options == {}
         # Null undoes the policy file of another policy; the chunk size is the user's on all servers.
         told = {"policy_file": None, "seed": 0, "max_wait": 9.0, "explore": True, "gather": True, "pace": None}
-        assert feather.policy_options == {**told, "max_overtaking": 2.0, "tbt": None, "slo": None, "modes": None}
+        told |= {"max_overtaking": 2.0, "tbt": None, "slo": None, "modes": None, "modes_budget": 0.0}
+        assert feather.policy_options == told
 
     @pytest.mark.parametrize("word", ["on", "off"])
     def test_whether_prefixes_gather_reaches_servers_new_and_running(self, word):

@@ -21,12 +21,12 @@ from oracles.rounds import admit, builder, open_round, propose, run_round
 MODES = st.builds(Mode, st.sampled_from(Ranking), st.sampled_from(Prefill), st.integers(0, 500))
 
 
-@given(st.dictionaries(st.sampled_from(KEYS), MODES), MODES)
-def test_a_table_comes_back_from_its_file_as_it_was(tmp_path_factory, table, default):
+@given(st.dictionaries(st.sampled_from(KEYS), MODES), MODES, st.lists(MODES).map(tuple))
+def test_a_table_comes_back_from_its_file_as_it_was(tmp_path_factory, table, default, rivals):
     path = tmp_path_factory.mktemp("modes") / "modes.json"
-    ModePolicy(table, default, {"why": [1, 2]}).save(path)
+    ModePolicy(table, default, {"why": [1, 2]}, rivals).save(path)
     back = ModePolicy.load(path)
-    assert (back.table, back.default, back.provenance) == (table, default, {"why": [1, 2]})
+    assert (back.table, back.default, back.provenance, back.rivals) == (table, default, {"why": [1, 2]}, rivals)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,8 @@ def test_a_table_comes_back_from_its_file_as_it_was(tmp_path_factory, table, def
         {"table": {"nowhere": "shared, at-once"}},
         {"table": []},
         {"provenance": 1},
+        {"rivals": "shared, at-once"},
+        {"rivals": ["shared"]},
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(tmp_path, damage):
@@ -110,7 +112,7 @@ class OneMode(ModePolicy):
     """Always the same, and what it was asked."""
 
     def __init__(self, mode):
-        super().__init__({}, mode)
+        super().__init__(dict.fromkeys(KEYS, mode), mode)  # a table, so that the load is looked at
         self.loads = []
 
     def decide(self, load):
@@ -184,6 +186,7 @@ class Args:
         ("feather", {"enable_mixed_chunk": True}, {"slo": "mooncake"}, "--feather-slo lets prefill and decode"),
         ("feather", {"chunked_prefill_size": -1}, {"slo": "mooncake"}, "--feather-slo cuts prompts into chunks"),
         ("feather", {}, {"modes": "x.json"}, "give --feather-slo, too"),
+        ("feather", {}, {"modes_budget": 0.01}, "--feather-modes-budget .* give --feather-slo, too"),
     ],
 )
 def test_what_cannot_keep_a_promise_is_refused(policy, flags, options, says):

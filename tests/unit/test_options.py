@@ -131,6 +131,8 @@ def test_without_flags_the_variable_is_left_alone(monkeypatch):
         ("--feather-slo", "ttft=2", "give both bounds, ttft and tbt"),
         ("--feather-slo", "fast", "expected ttft=SECONDS, tbt=MS"),
         ("--feather-modes", "/no/such/file.json", "no such file"),
+        ("--feather-modes-budget", "1", "expected a share, 0 or more and less than 1"),
+        ("--feather-modes-budget", "nan", "expected a share"),
         ("--feather-pace", "nan", "expected seconds, 0 or more"),
         ("--feather-pace", "soon", "could not convert"),
         ("--feather-record-plan", "/no/such/folder", "no such directory"),

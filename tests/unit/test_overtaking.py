@@ -1,6 +1,7 @@
 """The bound on what later requests take before older ones: against plain lists, and on a builder alone."""
 
 from array import array
+from copy import deepcopy
 from math import inf
 from random import Random
 
@@ -19,6 +20,7 @@ from feather_sglang.scheduling.modes.load import KEYS
 from feather_sglang.scheduling.modes.mode import Mode, Prefill, Ranking
 from feather_sglang.scheduling.modes.mode_policy import ModePolicy
 from feather_sglang.scheduling.modes.promise import Promise
+from feather_sglang.scheduling.modes.trials import Trials
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 from feather_sglang.slo import parse
@@ -243,7 +245,7 @@ class Engine:
             outlook_of=lambda name: Outlook(len(self.tokens[name]), 0, self.most[name], True),
             overtaking=Overtaking(share),
             work=Work(self.pool),
-            **(options or {}),
+            **deepcopy(options or {}),
         )
         self.witness = Witness(self.builder)
         self.shared = self.rng.choice([[0, 4, 12], [0, 24, 24, 24]])
@@ -253,6 +255,7 @@ class Engine:
         self.now, self.came, self.chunked, self.newest, self.proposed = 0.0, 0, None, None, []
         self.readings = [self.rng.choice([None, 1e-4, 1e-2]), self.rng.choice([None, 0.01])]
         self.readings += [self.rng.choice([None, 1e-4]), self.rng.choice([None, 300.0])]
+        self.judged = self.within = 0
 
     @property
     def waiting(self):
@@ -312,7 +315,10 @@ class Engine:
             self.cache.clear()
         free = rng.choice([0, 3000, self.pool])
         pending = rng.randint(1, 4000) if self.chunked is not None else 0
-        open_round(builder, self.now, rng.choice([None, 100.0]), *self.readings, pending_tokens=pending)
+        self.judged += (judged := rng.choice([0, 5, 60]))
+        self.within += rng.randint(0, judged)
+        readings = rng.choice([None, 100.0]), *self.readings, self.judged, self.within
+        open_round(builder, self.now, *readings, pending_tokens=pending)
         admitted, computed = [], 0
         while len(admitted) < slots:
             name = propose(builder, len(builder.tree.active), rng.random(), has_room=rng.random() < 0.9)
@@ -349,10 +355,13 @@ class Engine:
 MODES = st.builds(Mode, st.sampled_from(Ranking), st.sampled_from(Prefill), st.sampled_from([0, 0, 1, 4]))
 # Whatever was learnt.
 LEARNT = st.builds(ModePolicy, st.dictionaries(st.sampled_from(KEYS), MODES), MODES)
+# Whatever is tried.
+TRIALS = st.builds(Trials, st.lists(MODES, min_size=1, max_size=4), st.just(0.9))
 OPTIONS = st.fixed_dictionaries(
     {
         "promise": st.sampled_from([None, "mooncake", "ttft=2,tbt=50"]).map(lambda text: text and Promise(parse(text))),
         "mode_policy": LEARNT,
+        "trials": st.none() | TRIALS,
         "max_wait": st.sampled_from([1e9, 1e9, 1e9, 5.0, 0.0]),
         "max_wait_rounds": st.sampled_from([20_000, 20_000, 3]),
         "prefill_delay": st.sampled_from([None, 0.1]).map(lambda bound: bound and PrefillDelay(bound)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from math import inf
 from typing import Any
@@ -18,10 +19,13 @@ from feather_sglang.scheduling.admission.stand_still import StandStill
 from feather_sglang.scheduling.admission.work import Work
 from feather_sglang.scheduling.modes.mode_policy import SHIPPED, ModePolicy
 from feather_sglang.scheduling.modes.promise import Promise
+from feather_sglang.scheduling.modes.trials import Trials
 from feather_sglang.scheduling.policies import StopPolicy, load_policy, make_policy
 from feather_sglang.scheduling.policy_names import POLICY_NAMES, admits
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 from feather_sglang.slo import parse
+
+logger = logging.getLogger(__name__)
 
 
 def make_stop_policy(name: str, options: FeatherOptions) -> StopPolicy | None:
@@ -65,6 +69,7 @@ def make_admission(
     bound = prefill_delay_bound(scheduler.server_args, name, options)
     tbt = None if options.tbt is None else options.tbt / 1e3
     promise = Promise(parse(options.slo), tbt) if options.slo is not None else None
+    modes = ModePolicy.load(options.modes or SHIPPED) if promise is not None else None
     batching = make_prefix_batching(scheduler, options) if policy is not None else None
     return Admission(
         ChunkedHashTree(options.chunk_size, seed=seed),
@@ -78,8 +83,18 @@ def make_admission(
         overtaking=Overtaking(options.max_overtaking),
         work=Work(scheduler.max_total_num_tokens),
         promise=promise,
-        mode_policy=ModePolicy.load(options.modes or SHIPPED) if promise is not None else None,
+        mode_policy=modes,
+        trials=make_trials(modes, options) if modes is not None else None,
     )
+
+
+def make_trials(modes: ModePolicy, options: FeatherOptions) -> Trials | None:
+    """The trials of other modes than the policy file's; None where nothing may be lost to them."""
+    if not options.modes_budget:
+        return None
+    if not modes.rivals:
+        raise FeatherError(f"--feather-modes {options.modes} names no other modes to try: run feather learn again")
+    return Trials(modes.rivals, options.modes_budget, lambda line: logger.info("feather: %s", line))
 
 
 def make_prefix_batching(scheduler: Any, options: FeatherOptions) -> PrefixBatching | None:

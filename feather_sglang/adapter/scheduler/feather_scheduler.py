@@ -64,7 +64,9 @@ class FeatherScheduler:
         )
         self.life_cycle.admission = self.admission
         still = make_stand_still(options)
-        self.meters = Meters(scheduler, agreement, self.guard, lambda: self.clock(), still)
+        choice = self.admission.mode_choice
+        outcomes = choice.outcomes if choice is not None else None
+        self.meters = Meters(scheduler, agreement, self.guard, lambda: self.clock(), still, outcomes)
         limit = PrefillLimit(scheduler, still) if still is not None else None
         self.rounds = AdmissionRounds(scheduler, self.admission, self.life_cycle, self.meters, self.guard, limit)
         self.rows = RowOrder(self.admission, self.guard, options.row_order)

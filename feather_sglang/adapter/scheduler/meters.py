@@ -12,6 +12,7 @@ from feather_sglang.scheduling.admission.stand_still import FLOOR_TOKENS, StandS
 from feather_sglang.scheduling.meters.decode import DecodeMeter
 from feather_sglang.scheduling.meters.prefill import PrefillMeter
 from feather_sglang.scheduling.meters.readings import Readings
+from feather_sglang.scheduling.modes.outcomes import Outcomes
 
 
 class Meters:
@@ -23,6 +24,8 @@ class Meters:
         Seconds.
     still
         Told of results where the time that running requests stand still is bounded.
+    outcomes
+        Told of tokens where it counts who is within the bounds.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class Meters:
         guard: Guard,
         clock: Callable[[], float],
         still: StandStill | None = None,
+        outcomes: Outcomes | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.agreement = agreement
@@ -39,6 +43,7 @@ class Meters:
         self.clock = clock
         self.decode = DecodeMeter()
         self.still = still
+        self.outcomes = outcomes
         chunk = scheduler.chunked_prefill_size
         # Where chunks are cut, the smallest must tell what a token takes.
         self.prefill = PrefillMeter(chunk if still is None else min(chunk, 2 * FLOOR_TOKENS))
@@ -60,12 +65,28 @@ class Meters:
         self.decode.step(now, tokens, is_decode)
         if self.still is not None:
             self.still.result(now, is_decode)
+        if self.outcomes is not None:
+            self._tell(self.outcomes, now, batch, is_decode)
         lens = () if is_decode else batch.extend_lens or ()
         pairs = sum(new * (old + new / 2) for new, old in zip(lens, batch.prefix_lens or (), strict=False))
         self.prefill.step(now, sum(lens), pairs)
         # SGLang drops what has finished from the running batch when it forms the next one.
         if all(req.finished() for req in chain(batch.reqs, self.scheduler.running_batch.reqs)):
             self.prefill.idle()
+
+    def _tell(self, outcomes: Outcomes, now: float, batch: Any, is_decode: bool) -> None:
+        """Who has a first token, a further one, and the last."""
+        if is_decode:
+            outcomes.decoded(now)
+        for req in batch.reqs:
+            if not is_decode and req.output_ids:
+                outcomes.computed(req.rid, now)
+            if not req.finished():
+                continue
+            if req.finished_reason.to_json()["type"] == "abort":
+                outcomes.forget(req.rid)
+            else:
+                outcomes.ended(req.rid, len(req.output_ids))
 
     def batch_changes(self) -> None:
         """Requests were admitted: a decode step still in flight belongs to the old batch."""
@@ -90,6 +111,7 @@ class Meters:
             prefill.fixed_seconds,
             prefill.pair_seconds / bare if bare else None,
             step / bare if bare and step is not None else None,
+            *((self.outcomes.judged, self.outcomes.within) if self.outcomes is not None else (None, None)),
             *(self.still.readings(bare) if self.still is not None else ()),
         )
         return Readings(*self.agreement.readings(*mine))

@@ -40,6 +40,7 @@ from feather_sglang.scheduling.meters.readings import Readings
 from feather_sglang.scheduling.modes.mode import DEFAULT
 from feather_sglang.scheduling.modes.mode_policy import ModePolicy
 from feather_sglang.scheduling.modes.promise import Promise
+from feather_sglang.scheduling.modes.trials import Trials
 from feather_sglang.scheduling.policies import StopPolicy
 from feather_sglang.scheduling.policies.rehearsal import Rule
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
@@ -71,6 +72,8 @@ class Admission:
         Gives a request's prefix group, for the oracle policy alone.
     promise, mode_policy
         What the operator promises, and what chooses the modes of rounds for it. ``None``: they have the default one.
+    trials
+        Of other modes, where there is a promise. ``None``: there are none.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Admission:
         group_of: Callable[[Hashable], Hashable] | None = None,
         promise: Promise | None = None,
         mode_policy: ModePolicy | None = None,
+        trials: Trials | None = None,
     ) -> None:
         fairness = Fairness(max_wait, max_wait_rounds)
         self.state = QueueState(tree, fairness, overtaking or Overtaking(), work or Work(None), prefix_batching)
@@ -99,7 +103,7 @@ class Admission:
         self.rules = make_rules(self.state, self.kv_budget)
         self.mode_choice: ModeChoice | None = None
         if promise is not None and mode_policy is not None:
-            self.mode_choice = ModeChoice(self.state, promise, mode_policy)
+            self.mode_choice = ModeChoice(self.state, promise, mode_policy, trials)
             self.order.ranks.in_time = self.mode_choice.in_time
         self.mode = DEFAULT
         self.round = Round()
@@ -167,12 +171,18 @@ class Admission:
 
     def leave_queue(self, request_id: Hashable) -> None:
         """Forget a waiting request that was aborted or timed out."""
+        self._left(request_id)
         self.state.leave_queue(request_id)
 
     def leave_batch(self, request_id: Hashable, output_tokens: int = 0) -> None:
         """Forget a running request that finished or was aborted, after so many tokens."""
         self.kv_budget.left(request_id, output_tokens)
+        self._left(request_id)
         self.state.leave_batch(request_id, output_tokens)
+
+    def _left(self, request_id: Hashable) -> None:
+        if self.mode_choice is not None:
+            self.mode_choice.left(request_id)
 
     # One admission round --------------------------------------------------------------------------------------
 
@@ -257,6 +267,8 @@ class Admission:
             return
         fairness = self.state.fairness
         self.state.admit(request_id, cached_tokens)
+        if self.mode_choice is not None:
+            self.mode_choice.admitted(request_id)
         self.kv_budget.admitted(request_id, cached_tokens, self.round)
         self.stopping.carried_out()
         if self.prefill_delay is not None:
@@ -286,7 +298,7 @@ class Admission:
 
     def stats(self) -> dict[str, Any]:
         """Return counters for reports and metrics."""
-        deferrals = self.state.deferrals
+        deferrals, choice = self.state.deferrals, self.mode_choice
         return {
             "rounds": self.state.fairness.round,
             "stops": self.stopping.stops,
@@ -298,5 +310,6 @@ class Admission:
             "longest_wait_s": self.longest_wait,
             "waiting": len(self.tree.waiting),
             "active": len(self.tree.active),
-            "modes": dict(self.mode_choice.policy.visits) if self.mode_choice is not None else {},
+            "modes": dict(choice.policy.visits) if choice is not None else {},
+            "trials": choice.trials.stats() if choice is not None and choice.trials is not None else {},
         }

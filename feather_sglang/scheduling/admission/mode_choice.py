@@ -1,4 +1,4 @@
-"""Chooses the mode of a round by the load, as far as the operator's promise can be judged from the queue."""
+"""Chooses the mode of a round by the load, as far as the promise can be judged from the queue, or for a trial."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from feather_sglang.scheduling.meters.readings import Readings
 from feather_sglang.scheduling.modes.load import Load
 from feather_sglang.scheduling.modes.mode import Mode
 from feather_sglang.scheduling.modes.mode_policy import ModePolicy
+from feather_sglang.scheduling.modes.outcomes import Outcomes
 from feather_sglang.scheduling.modes.promise import Promise
+from feather_sglang.scheduling.modes.trials import Trials
 
 _ASKED = 64  # of the oldest waiting: who is late is among them
 
@@ -21,12 +23,21 @@ class ModeChoice:
     ----------
     promise, policy
         What is aimed at, and what is chosen for it.
+    trials
+        Of other modes. ``None``: there are none.
+
+    Attributes
+    ----------
+    outcomes
+        What came of the promise, where trials need to know; the engine tells it of tokens.
     """
 
-    def __init__(self, state: QueueState, promise: Promise, policy: ModePolicy) -> None:
+    def __init__(self, state: QueueState, promise: Promise, policy: ModePolicy, trials: Trials | None = None) -> None:
         self.state = state
         self.promise = promise
         self.policy = policy
+        self.trials = trials
+        self.outcomes = Outcomes(promise) if trials is not None else None
 
     def choose(self, readings: Readings) -> Mode:
         """Return the mode of the round that opens with these readings."""
@@ -34,7 +45,24 @@ class ModeChoice:
         promise.token_seconds = readings.token_seconds or readings.prefill_seconds or 0.0
         promise.fixed_seconds = readings.fixed_seconds or 0.0
         promise.idle_decode_seconds = readings.least_decode_seconds
-        return self.policy.decide(self._load(readings))
+        mode = self.policy.decide(self._load(readings) if self.policy.table else None)
+        if self.trials is None:
+            return mode
+        alive = len(self.state.tree.waiting) + len(self.state.tree.active)
+        judged, within = int(readings.judged or 0), int(readings.within or 0)
+        return self.trials.choose(judged, within, alive, readings.now) or mode
+
+    def admitted(self, request_id: Hashable) -> None:
+        """Note a request that joins the batch."""
+        if self.outcomes is not None:
+            state, tokens = self.state, self.state.tokens(request_id)
+            came = state.fairness.arrivals[request_id].time
+            self.outcomes.admitted(request_id, came, state.work.of_prompt(tokens, tokens))
+
+    def left(self, request_id: Hashable) -> None:
+        """Forget a request that finished, was aborted or timed out."""
+        if self.outcomes is not None:
+            self.outcomes.forget(request_id)
 
     def in_time(self, request_id: Hashable, now: float, work: float) -> bool:
         """Whether a waiting request with so much work left can have its first token in time."""

@@ -20,6 +20,8 @@ class Readings(NamedTuple):
         What a prefill step takes however few its tokens.
     pair_tokens, step_tokens
         What attention from a new token to an earlier one and what a decode step takes, in tokens of prefill.
+    judged, within
+        Requests of which it is known whether they were within the promised bounds, and those that were (``Outcomes``).
     token_seconds
         What a token of prefill takes without any context before it.
     stood_seconds, decode_seconds, least_decode_seconds
@@ -33,6 +35,8 @@ class Readings(NamedTuple):
     fixed_seconds: float | None = None
     pair_tokens: float | None = None
     step_tokens: float | None = None
+    judged: float | None = None
+    within: float | None = None
     token_seconds: float | None = None
     stood_seconds: float | None = None
     decode_seconds: float | None = None
