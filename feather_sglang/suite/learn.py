@@ -105,7 +105,7 @@ def search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         other = Suite(VALIDATION, [], replace(terms, seed=args.seed + 1), folder, say)
         policy = found.kept(policy, Passes(other, args.jobs, console))
     policy.provenance = found.provenance()
-    policy.rivals = tuple(mode for mode in found.rivals() if mode != policy.default)
+    policy.rivals = found.to_try(policy.default)
     policy.save(args.out)
     say(f"wrote {args.out}; judging it on cases that it has not seen")
     held_out = Suite(chosen(True, ()), [], Terms(model, slo, terms.sglang, args.traces, 0, True), folder, say)
@@ -221,6 +221,11 @@ class Search(Passes):
         """The best modes by themselves, and of each way to prefill the best."""
         best = {mode.prefill: mode for mode in reversed(self.best_fixed)}
         return list(dict.fromkeys([*self.best_fixed[:RIVALS], *best.values()]))
+
+    def to_try(self, usual: Mode) -> tuple[Mode, ...]:
+        """The rivals of a mode on a server, the best first; those that prefill otherwise, and differ more, before."""
+        others = [mode for mode in self.best_fixed if mode in self.rivals() and mode != usual]
+        return tuple(sorted(others, key=lambda mode: mode.prefill is usual.prefill))
 
     def tell(self, what: str, worth: float) -> None:
         """Keep a point of the learning curve."""

@@ -67,6 +67,7 @@ class FeatherScheduler:
         choice = self.admission.mode_choice
         outcomes = choice.outcomes if choice is not None else None
         self.meters = Meters(scheduler, agreement, self.guard, lambda: self.clock(), still, outcomes)
+        self.life_cycle.arrived = self.meters.arrived
         limit = PrefillLimit(scheduler, still) if still is not None else None
         self.rounds = AdmissionRounds(scheduler, self.admission, self.life_cycle, self.meters, self.guard, limit)
         self.rows = RowOrder(self.admission, self.guard, options.row_order)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from itertools import chain
 from typing import Any
 
@@ -25,7 +25,7 @@ class Meters:
     still
         Told of results where the time that running requests stand still is bounded.
     outcomes
-        Told of tokens where it counts who is within the bounds.
+        Told of arrivals and tokens where it counts who is within the bounds.
     """
 
     def __init__(
@@ -48,6 +48,11 @@ class Meters:
         # Where chunks are cut, the smallest must tell what a token takes.
         self.prefill = PrefillMeter(chunk if still is None else min(chunk, 2 * FLOOR_TOKENS))
         self._step = False, 0  # whether the step that ends decodes, and its tokens
+
+    def arrived(self, rid: Hashable) -> None:
+        """A request has come."""
+        if self.outcomes is not None:
+            self.outcomes.arrived(rid, self.clock())
 
     def result_comes(self, batch: Any) -> None:
         """A step's result is there and not processed yet: a request that has finished gets no token of it."""

@@ -29,7 +29,7 @@ class ModeChoice:
     Attributes
     ----------
     outcomes
-        What came of the promise, where trials need to know; the engine tells it of tokens.
+        What came of the promise, where trials need to know; the engine tells it of arrivals and of tokens.
     """
 
     def __init__(self, state: QueueState, promise: Promise, policy: ModePolicy, trials: Trials | None = None) -> None:
@@ -55,9 +55,8 @@ class ModeChoice:
     def admitted(self, request_id: Hashable) -> None:
         """Note a request that joins the batch."""
         if self.outcomes is not None:
-            state, tokens = self.state, self.state.tokens(request_id)
-            came = state.fairness.arrivals[request_id].time
-            self.outcomes.admitted(request_id, came, state.work.of_prompt(tokens, tokens))
+            tokens = self.state.tokens(request_id)
+            self.outcomes.admitted(request_id, self.state.work.of_prompt(tokens, tokens))
 
     def left(self, request_id: Hashable) -> None:
         """Forget a request that finished, was aborted or timed out."""

@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 _MEMORY = 32  # trials that count
+_UNKNOWN = 0.1  # what a mode is hoped for that was never tried: one that leads by more is tried again first
 _CHANGED = 3.0  # standard errors from what is known, at which a trial says that traffic has changed
 
 
@@ -32,7 +33,7 @@ class Count:
 
 class _Difference(NamedTuple):
     ahead: float
-    variance: float  # if requests were independent of each other
+    variance: float  # by chance
 
 
 class Evidence:
@@ -44,10 +45,16 @@ class Evidence:
     def __len__(self) -> int:
         return len(self._found)
 
-    def add(self, usual: Count, other: Count) -> None:
-        """Take in a trial, by what was counted under either mode; it may refute all before it."""
+    def add(self, usual: Count, other: Count, bursts: float = 1.0) -> None:
+        """Take in a trial; it may refute all before it.
+
+        Parameters
+        ----------
+        usual, other : what was counted under either mode.
+        bursts : times the variance of requests that are independent of each other.
+        """
         both = (usual.within + other.within + 1) / (usual.judged + other.judged + 2)
-        variance = both * (1 - both) * (1 / usual.judged + 1 / other.judged)
+        variance = bursts * both * (1 - both) * (1 / usual.judged + 1 / other.judged)
         ahead = other.share - usual.share
         if self._found and abs(ahead - self.ahead) > _CHANGED * math.sqrt(variance * (1 + 1 / len(self._found))):
             self._found.clear()
@@ -75,6 +82,6 @@ class Evidence:
     def hope(self, trials: int) -> float:
         """How far ahead it may be, after so many trials of any mode: the upper confidence bound of UCB1."""
         if not self._found:
-            return math.inf
+            return _UNKNOWN
         variance = fmean(one.variance for one in self._found) / len(self._found)
         return self.ahead + math.sqrt(2 * math.log(trials) * variance)

@@ -23,17 +23,22 @@ class Outcomes:
     def __init__(self, promise: Promise) -> None:
         self.promise = promise
         self.judged = self.within = 0
+        self._came: dict[Hashable, float] = {}  # of requests that wait
         self._due: dict[Hashable, float] = {}  # when the first token is to be there, of admitted requests without one
         self._before: dict[Hashable, int] = {}  # gaps too long before a request had its first token
         self._joined: list[tuple[Hashable, float]] = []  # since the last decode step, and when
         self._gaps = 0  # too long so far
         self._decoded: float | None = None  # when the last decode step ended
 
-    def admitted(self, request_id: Hashable, came: float, work: float) -> None:
-        """Note a request that joins the batch, or joins it again, and came at a time with so much work."""
+    def arrived(self, request_id: Hashable, now: float) -> None:
+        """Note a new request."""
+        self._came[request_id] = now
+
+    def admitted(self, request_id: Hashable, work: float) -> None:
+        """Note that a request of so much work joins the batch, or joins it again."""
         if request_id in self._before:
             self._before[request_id] -= 1  # it stood still since it was thrown out
-        else:
+        elif (came := self._came.pop(request_id, None)) is not None:
             self._due[request_id] = came + self.promise.first_token(work)
 
     def computed(self, request_id: Hashable, now: float) -> None:
@@ -67,5 +72,6 @@ class Outcomes:
 
     def forget(self, request_id: Hashable) -> None:
         """A request has left; if it is not judged by now it will not be."""
+        self._came.pop(request_id, None)
         self._due.pop(request_id, None)
         self._before.pop(request_id, None)

@@ -19,12 +19,15 @@ from dataclasses import dataclass, field
 from feather_sglang.scheduling.modes.evidence import Count, Evidence
 from feather_sglang.scheduling.modes.mode import Mode
 
-WINDOW = 32  # requests of the usual mode before a trial and after it, at least; twice as many in between
+# Of the usual mode before a trial and after it, at least; twice as much in between. Requests that run together are late
+# together, in a step or a queue of seconds, so that of many in a short time few say something of their own.
+WINDOW, SECONDS = 32, 20.0
 STAKE = 8.0  # requests saved up, at least, when a trial begins: a hopeless one has lost about so many when it is over
+STAKED = 0.125  # of a window, at least
 MARGIN = 0.02  # of all requests, by which a mode must lead
 AHEAD, BACK, BEHIND = 3.0, 2.0, 3.0  # standard errors: to be taken, to be given up, to end a trial at once
 TAKEN_AFTER, BACK_AFTER = 3, 2  # trials, at least
-_LEVEL = 4  # windows that the usual share follows
+_LEVEL, _BURSTS = 4, 8  # windows that the usual share follows, and its variance
 _LEAST = 8  # requests of which a share says anything
 _PATIENCE = 4.0  # times the time that a trial should take, after which it is over
 _OLDEST = 4  # trials, one of which is of the mode that was tried longest ago
@@ -38,13 +41,14 @@ class _Trial:
     Attributes
     ----------
     mode : that is tried; None: as the policy file has it.
-    until : seconds, on the clock of ``choose``, when it is over in any case.
+    begun, until : seconds, on the clock of ``choose``: those compared count from then on; it is over in any case.
     over : the usual mode is back.
     touched : requests that ended from its beginning on, until all had ended that were there when it was over.
     other, after : those compared, under the mode and after it.
     """
 
     mode: Mode | None
+    begun: float
     until: float
     over: bool = False
     touched: Count = field(default_factory=Count)
@@ -71,7 +75,7 @@ class Trials:
     count
         Trials so far.
     lost
-        Requests that they have cost, as far as can be told: what chance costs is in it, what it brings is not.
+        Requests that they have cost, as far as can be told; below 0 it does not go.
     """
 
     def __init__(self, rivals: Sequence[Mode], budget: float, tell: Callable[[str], None] = lambda line: None) -> None:
@@ -83,6 +87,7 @@ class Trials:
         self._trial: _Trial | None = None
         self._skip = 0  # requests to come that met another mode before
         self._level: float | None = None  # share within the bounds under the usual mode; None: not known yet
+        self._bursts = 1.0  # variance of that from window to window, over that of independent requests
         self._rest = self._patience = _REST  # windows until the next trial of the file's mode, and between two
         self._use(None)
         self._open_window(0, 0.0)
@@ -90,7 +95,7 @@ class Trials:
     def stats(self) -> dict[str, object]:
         """Counters for reports."""
         usual = "as in the policy file" if self.usual is None else str(self.usual)
-        return {"usual": usual, "count": self.count, "lost": round(self.lost, 1)}
+        return {"usual": usual, "count": self.count, "lost": round(self.lost, 1), **vars(self._seen)}
 
     def choose(self, judged: int, within: int, alive: int, now: float) -> Mode | None:
         """Return the mode of a round; None: as the policy file has it.
@@ -126,44 +131,57 @@ class Trials:
         """The usual mode, until its window is full: then a trial, or another window."""
         if not skipped:
             self._before.add(new.judged, new.within)
-        if self._before.judged < self._size:
+        if self._before.judged < self._size or now - self._opened < SECONDS:
             return
-        share = self._before.share
-        self._level = share if self._level is None else self._level + (share - self._level) / _LEVEL
+        self._follow(self._before)
         self._rest -= 1
         modes = self._next()
-        if not modes or self._level > 1 - MARGIN:
+        if not modes or self._level is None or self._level > 1 - MARGIN:
             self._open_window(alive, now)
             return
         self.count += 1
         self._tried[modes[0]] = self.count
         pace = (now - self._opened) / self._before.judged
-        self._trial = _Trial(modes[0], now + _PATIENCE * pace * (alive + 2 * self._size))
+        self._trial = _Trial(modes[0], now, now + _PATIENCE * (2 * SECONDS + pace * (alive + 2 * self._size)))
         self._skip = alive
+
+    def _follow(self, window: Count) -> None:
+        share, expected = window.share, self._level
+        if expected is None:
+            self._level = share
+            return
+        self._level = expected + (share - expected) / _LEVEL
+        chance = expected * (1 - expected) / window.judged + 1 / window.judged**2
+        self._bursts += ((share - expected) ** 2 / chance - self._bursts) / _BURSTS
 
     def _try(self, trial: _Trial, new: Count, skipped: bool, alive: int, now: float) -> None:
         """The other mode."""
         trial.touched.add(new.judged, new.within)
-        if not skipped:
+        if skipped:
+            trial.begun = now
+        else:
             trial.other.add(new.judged, new.within)
-        if trial.other.judged >= 2 * self._size or now > trial.until or self._is_behind(trial):
+        full = trial.other.judged >= 2 * self._size and now - trial.begun >= 2 * SECONDS
+        if full or now > trial.until or self._is_behind(trial):
             if trial.other.judged < _LEAST:
                 trial.other = Count(trial.touched.judged, trial.touched.within)
-            trial.over, self._skip = True, alive
+            trial.over, trial.begun, self._skip = True, now, alive
 
     def _compare(self, trial: _Trial, new: Count, skipped: bool, alive: int, now: float) -> None:
         """The usual mode again, until its window is full."""
         (trial.touched if skipped else trial.after).add(new.judged, new.within)
-        if trial.after.judged < self._size:
+        if skipped:
+            trial.begun = now
+        if trial.after.judged < self._size or now - trial.begun < SECONDS:
             return
         usual = Count(self._before.judged + trial.after.judged, self._before.within + trial.after.within)
         if trial.mode is not None:
-            self.lost += max(0.0, usual.share * trial.touched.judged - trial.touched.within)
+            self.lost = max(0.0, self.lost + usual.share * trial.touched.judged - trial.touched.within)
         self._open_window(alive, now)
         if trial.other.judged < _LEAST:
             return
         evidence = self._evidence[trial.mode]
-        evidence.add(usual, trial.other)
+        evidence.add(usual, trial.other, max(1.0, self._bursts))
         if self._is_better(trial.mode, evidence):
             name = "the mode of the policy file" if trial.mode is None else str(trial.mode)
             self.tell(f"{name} from now on: {evidence.ahead:+.1%} within the bounds in {len(evidence)} trials")
@@ -182,7 +200,7 @@ class Trials:
             self._rest = self._patience
             return [None]
         rivals = [mode for mode in self.rivals if mode != self.usual]
-        if not rivals or self._allowance() < STAKE:
+        if not rivals or self._allowance() < max(STAKE, STAKED * self._before.judged):
             return []
         if self.count % _OLDEST == 0:  # chance, or other traffic, may have told against it
             return [min(rivals, key=self._tried.__getitem__)]
@@ -191,7 +209,7 @@ class Trials:
     def _is_behind(self, trial: _Trial) -> bool:
         """Whether a trial has lost what it may, or more than chance explains."""
         judged, level = trial.touched.judged, self._level or 0.0
-        most = BEHIND * math.sqrt(judged * level * (1 - level) + 1)
+        most = BEHIND * math.sqrt(max(1.0, self._bursts) * judged * level * (1 - level) + 1)
         if trial.mode is not None:
             most = min(most, self._allowance())
         return level * judged - trial.touched.within > most
