@@ -133,10 +133,10 @@ class Trials:
             self._before.add(new.judged, new.within)
         if self._before.judged < self._size or now - self._opened < SECONDS:
             return
-        self._follow(self._before)
+        level = self._follow(self._before)
         self._rest -= 1
-        modes = self._next()
-        if not modes or self._level is None or self._level > 1 - MARGIN:
+        modes = self._next() if level <= 1 - MARGIN else []
+        if not modes:
             self._open_window(alive, now)
             return
         self.count += 1
@@ -145,14 +145,16 @@ class Trials:
         self._trial = _Trial(modes[0], now, now + _PATIENCE * (2 * SECONDS + pace * (alive + 2 * self._size)))
         self._skip = alive
 
-    def _follow(self, window: Count) -> None:
+    def _follow(self, window: Count) -> float:
+        """Take in a window of the usual mode; its share of late."""
         share, expected = window.share, self._level
         if expected is None:
             self._level = share
-            return
-        self._level = expected + (share - expected) / _LEVEL
-        chance = expected * (1 - expected) / window.judged + 1 / window.judged**2
-        self._bursts += ((share - expected) ** 2 / chance - self._bursts) / _BURSTS
+        else:
+            self._level = expected + (share - expected) / _LEVEL
+            chance = expected * (1 - expected) / window.judged + 1 / window.judged**2
+            self._bursts += ((share - expected) ** 2 / chance - self._bursts) / _BURSTS
+        return self._level
 
     def _try(self, trial: _Trial, new: Count, skipped: bool, alive: int, now: float) -> None:
         """The other mode."""
@@ -184,7 +186,7 @@ class Trials:
         evidence.add(usual, trial.other, max(1.0, self._bursts))
         if self._is_better(trial.mode, evidence):
             name = "the mode of the policy file" if trial.mode is None else str(trial.mode)
-            self.tell(f"{name} from now on: {evidence.ahead:+.1%} within the bounds in {len(evidence)} trials")
+            self.tell(f"{name} from now on: {evidence.ahead:+.1%} of the requests in {len(evidence)} trials")
             self._use(trial.mode)
             self._skip = alive
 
