@@ -78,12 +78,14 @@ def test_a_relative_promise_follows_what_was_measured_and_an_absolute_one_does_n
     assert promise.between_tokens() is None and promise.can_come_in_time(1e9, 1e9, 1.0)
     promise.idle_decode_seconds, promise.token_seconds, promise.fixed_seconds = 0.006, 1e-3, 0.1
     assert promise.between_tokens() == pytest.approx(SAFETY * 0.03)
+    assert promise.gap() == pytest.approx(0.03, rel=0.1)
     assert promise.first_token(100) == pytest.approx(10 * 0.2)
     # 50 of 100 tokens are cached: they take 0.15 s more.
     assert promise.can_come_in_time(SAFETY * 2.0 - 0.151, 50, 100)
     assert not promise.can_come_in_time(SAFETY * 2.0 - 0.149, 50, 100)
     fixed = Promise(parse("ttft=2,tbt=50"))
     assert fixed.between_tokens() == pytest.approx(SAFETY * 0.05) and fixed.first_token(1e6) == 2
+    assert fixed.gap() == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("text", ["ttft=2", "tbt=50", "tpot=20"])

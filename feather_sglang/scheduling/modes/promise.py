@@ -9,6 +9,8 @@ from feather_sglang.slo import SLO
 
 # Decode steps are foreseen from means, and a bound that is only just met is missed by the next longer one.
 SAFETY = 0.85
+# The shortest decode step is that of a short context: a lone request of common length takes so much longer.
+CONTEXT = 1.05
 
 
 class Promise:
@@ -67,7 +69,7 @@ class Promise:
 
     def gap(self) -> float | None:
         """Seconds between two tokens that are promised; None: not known yet."""
-        return self._seconds(self._tbt.most)
+        return self._seconds((CONTEXT if self._tbt.relative else 1.0) * self._tbt.most)
 
     def _seconds(self, most: float) -> float | None:
         if not self._tbt.relative:
