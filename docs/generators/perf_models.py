@@ -113,8 +113,8 @@ def _cells(rate: Rate) -> tuple[str, str, str]:
 def section(folder: Path) -> Section:
     """Whether pat is right on each model, and how fast beside the best of SGLang's own backends."""
     body = [
-        "Steady batches, output tokens/s. *Right*: tokens and logprobs as a stock backend's within rounding; largest "
-        "logprob difference to it/between two such. ±: half the range of repeats.",
+        "Steady batches, output tokens/s ± half the range of repeats. *Right*: tokens and logprobs a stock backend's "
+        "within rounding; largest difference to it/between two.",
         table(
             ["model", "layers", "right", "shared", f"`{OURS}`", "best", "unshared", f"`{OURS}`", "best"],
             rows(models(folder)),
