@@ -4,7 +4,8 @@
 
 SGLang's own dummy weights are so small that attention leaves no trace in the logits: a wrong backend would answer as a
 right one. These are normal and scaled by their fan-in, from a seed of each parameter's name, so that every server of a
-model has the same ones.
+model has the same ones. A model whose configuration has ``draft_noise`` is the same up to that share of noise: it
+drafts for the other one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def spread_weights(model: torch.nn.Module, *_: Any, **__: Any) -> None:
     """Fill all parameters in place."""
     # Gemma's norms, which Qwen3-Next has too, scale by one more than their weight.
     offset = {f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ in ONE_MORE}
+    noise = getattr(getattr(model, "config", None), "draft_noise", 0.0)
     for name, weights in model.state_dict().items():
         if not torch.is_floating_point(weights) or weights.dim() == 0:  # a constant, such as Gemma's of embeddings
             continue
@@ -39,7 +41,10 @@ def spread_weights(model: torch.nn.Module, *_: Any, **__: Any) -> None:
             weights.normal_(generator=draw).mul_(0.05 if name.endswith("bias") else 1.0)
         else:
             gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
-            weights.normal_(generator=draw).mul_(gain * weights.shape[-1] ** -0.5)
+            weights.normal_(generator=draw)
+            if noise:
+                weights.add_(torch.empty_like(weights).normal_(generator=draw), alpha=noise)
+            weights.mul_(gain * weights.shape[-1] ** -0.5)
 
 
 loader.initialize_dummy_weights = spread_weights  # in the scheduler's process too, which runs this file anew

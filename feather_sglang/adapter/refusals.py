@@ -11,6 +11,7 @@ from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policy_names import admits
 
 REFERENCE = "FEATHER_PAT_REFERENCE"  # lets pat run on a CPU, for tests
+DRAFTERS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")  # whose drafts pat verifies
 ANOTHER_BACKEND = "choose another --decode-attention-backend"
 
 
@@ -35,6 +36,24 @@ def first_limit(limits: Iterable[Limit], subject: Any) -> str | None:
     return next((limit.what.format(subject) for limit in limits if limit.holds(subject)), None)
 
 
+def resolved(args: Any, name: str) -> Any:
+    """A flag as SGLang has resolved it: its last declaration, or else the field; None where it is not known."""
+    for _, declared in reversed(getattr(args, "_resolved_overrides", None) or ()):
+        if name in declared:
+            return declared[name]
+    return getattr(args, name, None)
+
+
+def _drafts_by(args: Any) -> str | None:
+    """The speculative algorithm, by the name in SGLang's flag."""
+    name = resolved(args, "speculative_algorithm")
+    return name and name.upper()
+
+
+def _drafts_trees(args: Any) -> bool:
+    return _drafts_by(args) is not None and (resolved(args, "speculative_eagle_topk") or 1) > 1
+
+
 # The tests read arguments that older releases lack, and that stand-ins leave out.
 POLICY_FLAGS = (
     Limit("--pp-size above 1", lambda args: getattr(args, "pp_size", 1) > 1),
@@ -47,7 +66,22 @@ POLICY_FLAGS = (
 PAT_FLAGS = (
     Limit("--pp-size above 1", lambda args: args.pp_size > 1),
     Limit("--disaggregation-mode", lambda args: args.disaggregation_mode != "null"),
-    Limit("--speculative-algorithm", lambda args: args.speculative_algorithm is not None),
+    Limit(
+        "--speculative-algorithm {0.speculative_algorithm}",
+        lambda args: _drafts_by(args) not in (None, *DRAFTERS),
+        f"--speculative-algorithm other than {', '.join(DRAFTERS)}",
+    ),
+    Limit(
+        "trees of n-grams (--speculative-ngram-max-bfs-breadth: 1)",
+        lambda args: _drafts_by(args) == "NGRAM" and args.speculative_ngram_max_bfs_breadth > 1,
+    ),
+    Limit("trees of drafts (--speculative-eagle-topk: 1)", _drafts_trees),
+    Limit(
+        "--speculative-draft-attention-backend pat",
+        lambda args: resolved(args, "speculative_draft_attention_backend") == "pat",
+    ),
+    Limit("--speculative-adaptive", lambda args: bool(resolved(args, "speculative_adaptive"))),
+    Limit("--enable-multi-layer-eagle", lambda args: bool(resolved(args, "enable_multi_layer_eagle"))),
     Limit("--dllm-algorithm", lambda args: args.dllm_algorithm is not None),
     Limit("data-parallel attention", lambda args: args.enable_dp_attention),
     Limit("--enable-two-batch-overlap", lambda args: args.enable_two_batch_overlap),

@@ -141,6 +141,22 @@ def arguments(**changed):
             {"decode_attention_backend": "pat", "enable_unified_memory": True, "enable_page_major_kv_layout": True},
             "does not support --enable-unified-memory;",  # which has set the other
         ),
+        (
+            {"decode_attention_backend": "pat", "speculative_algorithm": "DFLASH"},
+            "does not support --speculative-algorithm DFLASH;",
+        ),
+        (
+            {"decode_attention_backend": "pat", "speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4},
+            "does not support trees of drafts (--speculative-eagle-topk: 1);",
+        ),
+        (
+            {"attention_backend": "pat", "speculative_algorithm": "ngram", "speculative_ngram_max_bfs_breadth": 10},
+            "does not support trees of n-grams (--speculative-ngram-max-bfs-breadth: 1);",
+        ),
+        (
+            {"decode_attention_backend": "pat", "speculative_algorithm": "EAGLE3", "speculative_adaptive": True},
+            "does not support --speculative-adaptive;",
+        ),
     ],
 )
 def test_what_flags_alone_tell_is_refused_before_sglang_checks_them(monkeypatch, changed, says):
@@ -155,5 +171,10 @@ def test_what_flags_alone_tell_is_refused_before_sglang_checks_them(monkeypatch,
 
 def test_other_flags_are_left_to_sglang(monkeypatch):
     monkeypatch.setenv(VARIABLE, "")
-    passed = arguments(schedule_policy="feather"), arguments(disable_radix_cache=True), arguments(device="cpu")
-    assert [plugin.check_server_args(lambda args: "checked", args) for args in passed] == ["checked"] * 3
+    chains = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}
+    passed = (
+        arguments(schedule_policy="feather"), arguments(disable_radix_cache=True), arguments(device="cpu"),
+        arguments(decode_attention_backend="pat", **chains),
+        arguments(decode_attention_backend="pat", _resolved_overrides=[("sglang", chains)]),
+    )  # fmt: skip
+    assert [plugin.check_server_args(lambda args: "checked", args) for args in passed] == ["checked"] * 5

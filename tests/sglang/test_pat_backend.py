@@ -794,7 +794,6 @@ def test_a_hook_that_did_not_work_ends_start_up(one_rank, started):
             "a KV cache of float8_e5m2 under a model in float32 .--kv-cache-dtype: auto or fp8_e4m3.",
         ),
         ("", "token_to_kv_pool", SimpleNamespace(), "the KV cache SimpleNamespace"),
-        ("server_args", "speculative_algorithm", "EAGLE", "--speculative-algorithm"),
         ("server_args", "pp_size", 2, "--pp-size above 1"),
         ("server_args", "enable_two_batch_overlap", True, "--enable-two-batch-overlap"),
         ("server_args", "enable_pdmux", True, "--enable-pdmux"),

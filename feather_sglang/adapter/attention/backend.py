@@ -5,8 +5,9 @@ would have chosen without pat (`beside`), which is told of every step as if it w
 
 A decode step walks through: `watch_batches` hands the batch's host side to the backend (``expect``); ``_out_graph``
 copies the batch's rows of slots, finds out whether the last plan still holds and plans if not; ``_in_graph``, which a
-CUDA graph records, copies the lengths to where the kernel reads them; ``forward_decode`` runs once a layer. Prefill is
-another backend's, through SGLang's ``HybridAttnBackend``.
+CUDA graph records, copies the lengths to where the kernel reads them; ``forward_decode`` runs once a layer. Under
+speculative decoding the step that verifies drafts goes the same way, with a query row a draft, and ends in
+``forward_extend``. Prefill is another backend's, through SGLang's ``HybridAttnBackend``.
 
 There is no switch for batches that share nothing: on the Hopper path the planner's strategy, ``time``, packs only
 where that takes less of the processors' modelled time, and a batch without sharing is then planned as ``query`` would
@@ -39,12 +40,15 @@ from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.attention.record import plan_recorder
 from feather_sglang.adapter.attention.row_snapshot import RowSnapshot
 from feather_sglang.adapter.attention.rows import RowSharing
+from feather_sglang.adapter.attention.speculation import verified_drafts
 from feather_sglang.adapter.refusals import refuse_pat_flags
+from feather_sglang.attention.drafts import draft_lengths, with_drafts
 from feather_sglang.errors import FeatherError
 
 logger = logging.getLogger(__name__)
 
 FILL = 1  # KV tokens of the rows that pad a batch to the size of a CUDA graph
+DRAFT_TAIL = 16  # tokens that may be committed under a plan: every draft of their request reads them again
 DEBUG_CHECK = "FEATHER_DEBUG_CHECK"
 
 
@@ -62,6 +66,8 @@ class PatBackend(AttentionBackend):
         Which rows of the batch share what.
     beside : AttentionBackend or None
         SGLang's own, where layers are left to it.
+    drafts : int
+        Tokens of each request in a verify step; 0 where pat sees none.
     """
 
     def __init__(self, model_runner: Any) -> None:
@@ -84,6 +90,8 @@ class PatBackend(AttentionBackend):
         self._debug = os.environ.get(DEBUG_CHECK) == "1"
         self._snapshot: RowSnapshot | None = None  # what graphs read
         self._for_graph = False  # the plan in force
+        self.drafts = verified_drafts(model_runner.server_args)
+        self._own = torch.arange(1, self.drafts + 1, dtype=torch.int32, device=self._device)
         self._planned = self._read = 0  # KV tokens of the plan in force, and how many it reads
         self._warned = False  # of a plan that does not fit
         self._allocate(rows.size)
@@ -93,9 +101,9 @@ class PatBackend(AttentionBackend):
 
     def _allocate(self, max_requests: int) -> None:
         """Build the engines and the lengths that they read; both keep their addresses from here on."""
-        self._max_requests = max_requests
-        self._engines = Engines(self._layers, self._dtype, self._kv_dtype, self._device, max_requests, self._reference)
-        self._lens = torch.full((max_requests,), FILL, dtype=torch.int32, device=self._device)
+        self._max_requests, rows = max_requests, max_requests * max(1, self.drafts)
+        self._engines = Engines(self._layers, self._dtype, self._kv_dtype, self._device, rows, self._reference)
+        self._lens = torch.full((rows,), FILL, dtype=torch.int32, device=self._device)
 
     @property
     def plan(self) -> PackPlan | None:
@@ -133,7 +141,7 @@ class PatBackend(AttentionBackend):
         def shared_read_ends(self, fm: Any) -> Any:
             """When SGLang may write to the table of slots: graphs read a copy of it, made before they are replayed."""
             ends = base_attn_backend.SharedReadEnds
-            own = ends.PRE_REPLAY if fm.is_decode() else ends.UNKNOWN
+            own = ends.PRE_REPLAY if fm.is_decode() or fm.is_target_verify() else ends.UNKNOWN
             return own if self.beside is None else ends.max_of((own, self.beside.shared_read_ends(fm)))
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -149,8 +157,12 @@ class PatBackend(AttentionBackend):
             self.beside.init_forward_metadata_in_graph(forward_batch)
 
     def _copy_lengths(self, forward_batch: Any) -> None:
-        if not forward_batch.forward_mode.is_idle():
-            self._lens[: forward_batch.seq_lens.shape[0]].copy_(forward_batch.seq_lens)
+        if forward_batch.forward_mode.is_idle():
+            return
+        lens = forward_batch.seq_lens
+        if forward_batch.forward_mode.is_target_verify():
+            lens = (lens[:, None] + self._own).flatten()
+        self._lens[: lens.shape[0]].copy_(lens)
 
     def _plan_step(self, forward_batch: Any, in_capture: bool = False, for_graph: bool = False) -> None:
         if forward_batch.forward_mode.is_idle():
@@ -172,19 +184,22 @@ class PatBackend(AttentionBackend):
             raise RuntimeError(f"pat: SGLang announced {len(rows)} rows and runs {requests}")
         lens = np.full(requests, FILL, np.int32)
         lens[: len(rows)] = forward_batch.seq_lens_cpu.numpy()[: len(rows)]
-        self._copy_rows(forward_batch, lens)
-        changed = self.sharing.observe(requests_now, rows, lens[: len(rows)])
-        total = int(lens.sum())
+        drafts = self._drafts_of(forward_batch)
+        self._copy_rows(forward_batch, lens, drafts)
+        seen = draft_lengths(lens, drafts) if drafts else lens
+        # Without drafts the length counts the token of this step.
+        changed = self.sharing.observe(requests_now, rows, lens[: len(rows)] + (drafts > 0))
+        total = int(seen.sum())
         seconds = None
-        if changed or not self._engines.valid_for(lens):
+        if changed or not self._holds(seen, drafts):
             start = time.perf_counter()
-            self._use(self.sharing.forest(rows, lens), total)
+            self._use(self.sharing.forest(rows, lens), drafts)
             seconds = time.perf_counter() - start
         plan = self._engines.plans[0]
         if self._debug:
-            self.sharing.check(plan.forest, lens, self._slots)
+            self.sharing.check(plan.forest, seen, self._slots)
         if self._recorder is not None:
-            self._recorder.offer(plan, len(rows))
+            self._recorder.offer(plan, len(rows) * max(1, drafts))
         if self._metrics is not None:
             self._metrics.step(seconds, total, self._read + total - self._planned)  # private tails have grown since
 
@@ -231,9 +246,32 @@ class PatBackend(AttentionBackend):
         k_scale, v_scale = (1.0 if scale is None else number for scale, number in scales)
         return k_scale, v_scale
 
-    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Raise: prefill belongs to another backend."""
-        raise RuntimeError("pat decodes only: prefill belongs to another backend")
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **extras: Any,
+    ) -> torch.Tensor:
+        """The same for a verify step, whose rows are drafts; raises for prefill, which belongs to another backend."""
+        if not forward_batch.forward_mode.is_target_verify():
+            raise RuntimeError("pat decodes only: prefill belongs to another backend")
+        if layer.layer_id not in self._engines:
+            return self.beside.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **extras)
+        return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **extras)
+
+    @property
+    def verify_mask(self) -> Any:
+        """A mask of drafts is for the backend beside pat, if anyone."""
+        return None if self.beside is None else self.beside.verify_mask
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Nothing of pat's own depends on which tokens were drafted."""
+        if self.beside is not None:
+            self.beside.update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
 
     # Plans -----------------------------------------------------------------------------------------------------
 
@@ -255,15 +293,35 @@ class PatBackend(AttentionBackend):
         """The table that the plan in force reads."""
         return self._snapshot.slots if self._for_graph and self._snapshot is not None else self._table
 
-    def _copy_rows(self, forward_batch: Any, lens: np.ndarray) -> None:
+    def _copy_rows(self, forward_batch: Any, lens: np.ndarray, drafts: int) -> None:
         if self._for_graph and self._snapshot is not None:
             rows = forward_batch.req_pool_indices[: len(lens)]
-            self._snapshot.take(rows, forward_batch.seq_lens, int(lens.max()))
+            self._snapshot.take(rows, forward_batch.seq_lens + drafts, int(lens.max()) + drafts)
 
-    def _use(self, forest: Forest, total: int) -> None:
-        lens, slots = self._lens[: forest.n_requests], self._slots
+    def _drafts_of(self, forward_batch: Any) -> int:
+        """Tokens of each request in a verify step; 0 for a decode step."""
+        if not forward_batch.forward_mode.is_target_verify():
+            return 0
+        rows = forward_batch.input_ids.shape[0]
+        if rows != forward_batch.seq_lens.shape[0] * self.drafts:
+            raise RuntimeError(
+                f"pat: {rows} drafts of {forward_batch.seq_lens.shape[0]} requests, {self.drafts} of each are expected"
+            )
+        return self.drafts
+
+    def _holds(self, seen: np.ndarray, drafts: int) -> bool:
+        """Whether the plan in force does for rows that see so many tokens."""
+        if not self._engines.valid_for(seen):
+            return False
+        return not drafts or int((seen - self._engines.plans[0].forest.seq_len).max()) <= DRAFT_TAIL
+
+    def _use(self, forest: Forest, drafts: int) -> None:
+        slots = self._slots
         if slots is not self._table:
             forest = replace(forest, row_offset=np.arange(forest.n_requests) * slots.stride(0))
+        if drafts:
+            forest = with_drafts(forest, drafts)
+        lens = self._lens[: forest.n_requests]
         try:
             self._engines.plan(forest, slots, lens)
         except PlanError as error:  # more levels than there is memory for parts
@@ -273,15 +331,17 @@ class PatBackend(AttentionBackend):
                 self._warned = True
                 logger.warning("feather: pat decodes a batch without sharing, as its plan does not fit: %s", error)
             self._engines.plan(_alone(forest.seq_len, forest.row_offset), slots, lens)
-        self._planned, self._read = total, self._engines.plans[0].tokens_read
+        self._planned, self._read = int(forest.seq_len.sum()), self._engines.plans[0].tokens_read
 
     def _plan_apart(self, forward_batch: Any) -> None:
         """Plan a dummy batch, whose rows share nothing."""
         rows = forward_batch.req_pool_indices.cpu().numpy().astype(np.int64)
         lens = forward_batch.seq_lens.cpu().numpy().astype(np.int32)
         self.sharing.forget()
-        self._copy_rows(forward_batch, lens)
-        self._use(_alone(lens, rows * self._table.stride(0)), int(lens.sum()))
+        drafts = self._drafts_of(forward_batch)
+        self._copy_rows(forward_batch, lens, drafts)
+        self._use(_alone(lens, rows * self._table.stride(0)), drafts)
+
 
 
 def _alone(lens: np.ndarray, row_offset: np.ndarray) -> Forest:
@@ -298,9 +358,10 @@ def watch_batches() -> None:
     @functools.wraps(original)
     def init_new(cls: Any, batch: Any, model_runner: Any, *args: Any, **kwargs: Any) -> Any:
         backend = getattr(model_runner, "feather_pat", None)
-        if backend is not None and batch.forward_mode.is_decode():
+        mode = batch.forward_mode
+        if backend is not None and (mode.is_decode() or (mode.is_target_verify() and backend.drafts)):
             backend.expect(batch)
-        elif backend is not None and batch.forward_mode.is_extend():
+        elif backend is not None and mode.is_extend() and not mode.is_target_verify():
             backend.prefill(batch)
         return original(cls, batch, model_runner, *args, **kwargs)
 

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from feather_sglang.adapter.options import FeatherOptions
+from feather_sglang.adapter.refusals import resolved
 from feather_sglang.errors import FeatherError
 
 logger = logging.getLogger(__name__)
 
 PAT = "pat"
 CHOICE = "_feather_beside"  # on SGLang's arguments, which take it along to other processes
+DRAFT = "speculative_draft_attention_backend"
 
 
 def resolve_beside(original: Callable[..., Any], args: Any) -> Any:
@@ -40,15 +42,12 @@ def resolve_beside(original: Callable[..., Any], args: Any) -> Any:
     declarations = getattr(args, "_resolved_overrides", None)
     if declarations is not None:  # where these are read instead of the fields
         declarations.append(("feather", {"decode_attention_backend": PAT}))
+    # A draft model decodes in steps of its own, which SGLang has for its own backends only.
+    if resolved(args, "speculative_algorithm") is not None and resolved(args, DRAFT) is None:
+        write(DRAFT, getattr(args, CHOICE, None))
+        if declarations is not None:
+            declarations.append(("feather", {DRAFT: getattr(args, CHOICE, None)}))
     return result
-
-
-def resolved(args: Any, name: str) -> Any:
-    """A flag as SGLang has resolved it: its last declaration, or else the field."""
-    for _, declared in reversed(getattr(args, "_resolved_overrides", None) or ()):
-        if name in declared:
-            return declared[name]
-    return getattr(args, name)
 
 
 def _named() -> str | None:

@@ -20,7 +20,7 @@ from feather_sglang.adapter.attention.limits import (
     refuse_capability,
 )
 from feather_sglang.adapter.hooks import SUPPORTED
-from feather_sglang.adapter.refusals import PAT_FLAGS, first_limit
+from feather_sglang.adapter.refusals import DRAFTERS, PAT_FLAGS, first_limit
 from feather_sglang.errors import FeatherError
 
 KIND_TEST = "tests/sglang/test_model_kinds.py::test_the_tokens_of_sglangs_own_backend"
@@ -89,7 +89,8 @@ KINDS = (
     ),
 )
 _SERVER = {
-    "pp_size": 1, "disaggregation_mode": "null", "speculative_algorithm": None, "dllm_algorithm": None,
+    "pp_size": 1, "disaggregation_mode": "null", "dllm_algorithm": None, "speculative_algorithm": None,
+    "speculative_eagle_topk": None, "speculative_ngram_max_bfs_breadth": 1,
     "enable_dp_attention": False, "enable_two_batch_overlap": False, "enable_pdmux": False, "enable_hisparse": False,
     "enable_deterministic_inference": False, "enable_unified_memory": False,
     "enable_page_major_kv_layout": False,
@@ -104,6 +105,14 @@ MODES = (
     Mode("no prefix cache", f"{_TOKENS}[disable_radix_cache]", {"disable_radix_cache": True}),
     Mode("retraction and abortion", f"{PAT_TEST}retractions_and_aborts"),
     Mode("--kv-cache-dtype fp8_e4m3", FP8_TEST, {"kv_cache_dtype": "fp8_e4m3"}),
+    *(
+        Mode(
+            f"--speculative-algorithm {name}, in chains",
+            "benchmarks/checks/check_speculation.py",
+            {"speculative_algorithm": name, "speculative_eagle_topk": 1},
+        )
+        for name in DRAFTERS
+    ),
     Mode("tensor parallelism", "benchmarks/checks/check_pat_server.py --variants tp2", {"tp_size": 2}),
 )
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))

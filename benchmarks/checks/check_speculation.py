@@ -1,0 +1,297 @@
+"""Whether greedy tokens with speculation are those without it, under pat and under fa3, and how fast, on one GPU.
+
+    PYTHONPATH=.:kernels python benchmarks/checks/check_speculation.py --json speculation.json
+    PYTHONPATH=.:kernels python benchmarks/checks/check_speculation.py --drafters ngram --shape qwen2.5-7b --together 1
+
+For each way to draft, a server of fa3 and one of pat are up together; ``none`` is without speculation. All answer the
+prompts of ``check_models.py`` greedily and all at once, and must answer as fa3 without speculation does, within twice
+the spread that rounding causes between its answers at once and one by one (`pat_compare`). Then requests come, go and
+are aborted at random (`Churn`), and each server decodes a steady batch whose requests share prefixes. Weights are
+random (`spread_weights`): a STANDALONE draft is the model itself under noise, so that it is right now and then; an
+EAGLE draft is hardly ever.
+
+Exit status: 0 if everything is right, 1 if something is wrong, 3 if nothing is wrong but a server did not come up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pat_compare
+from check_models import COMMON, FLOOR, HERE, PAT, SHARED, TOP, prompts, share_read
+from check_pat_server import FAILURES, PACE, read_answer, read_metrics
+from model_shapes import SHAPES, VOCABULARY, Shape
+from pat_churn import Churn
+from pat_compare import Answers, Tolerance
+from sending import body
+
+from feather_sglang.compare.server.cases import parse_case
+from feather_sglang.compare.server.client import allow_open_files, call
+from feather_sglang.compare.server.config import ServerConfig
+from feather_sglang.compare.server.machine import machine
+from feather_sglang.compare.server.measure import measure
+from feather_sglang.compare.server.process import Server, environment_with
+from feather_sglang.report.tables import grid
+
+STOCK, NONE = "fa3", "none"
+SPECULATION = "--speculative-attention-mode {mode} --speculative-num-draft-tokens {drafts}"
+CHAINS = "--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-draft-model-path {draft}"
+DRAFTERS = {
+    NONE: "",
+    "standalone": f"--speculative-algorithm STANDALONE {CHAINS} {SPECULATION}",
+    "eagle": f"--speculative-algorithm EAGLE {CHAINS} {SPECULATION}",
+    "ngram": f"--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 1 {SPECULATION}",
+}
+RUNNING = 64
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafters", default=",".join(DRAFTERS), help="with commas (default: %(default)s)")
+    parser.add_argument("--shape", default="llama-3.2-1b", choices=SHAPES, help="the model (default: %(default)s)")
+    parser.add_argument("--draft-layers", type=int, help="of a STANDALONE draft (default: all)")
+    parser.add_argument("--draft-noise", type=float, default=0.05, help="share of its weights (default: %(default)s)")
+    parser.add_argument("--drafts", type=int, default=4, help="tokens a verify step (default: %(default)s)")
+    parser.add_argument("--mode", default="decode", choices=("decode", "prefill"), help="who verifies "
+                        "(default: %(default)s)")  # fmt: skip
+    parser.add_argument("--new-tokens", type=int, default=48, help="of each answer (default: %(default)s)")
+    parser.add_argument("--case", default=SHARED.format(RUNNING), help="a steady case (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=4, help="times of it, A B B A (default: %(default)s)")
+    parser.add_argument("--churn", type=float, default=8.0, help="seconds of random requests (default: %(default)g)")
+    parser.add_argument("--together", type=int, default=2, help="drafters whose servers are up together "
+                        "(default: %(default)s)")  # fmt: skip
+    parser.add_argument("--flags", default="", help="further flags of all servers; they overrule the others")
+    parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds (default: %(default)g)")
+    parser.add_argument("--json", type=Path, help="write all results there, anew after each drafter")
+    parser.add_argument("--logs", type=Path, help="folder for the servers' output (default: a temporary one)")
+    options = parser.parse_args(argv)
+    options.names = [name for name in options.drafters.split(",") if name]
+    if unknown := [name for name in options.names if name not in DRAFTERS]:
+        parser.error(f"--drafters: {', '.join(unknown)} is not among {', '.join(DRAFTERS)}")
+    options.names.sort(key=lambda name: name != NONE)  # the reference comes first
+    if options.names[:1] != [NONE]:
+        options.names.insert(0, NONE)
+    if options.drafts < 2:
+        parser.error("--drafts: give at least 2")
+    return options
+
+
+def draft_of(shape: Shape, drafter: str, options: argparse.Namespace) -> Shape:
+    """The draft model's shape."""
+    if drafter == "eagle":
+        return replace(shape, config={**shape.config, "architectures": ["LlamaForCausalLMEagle"],
+                                      "num_hidden_layers": 1})  # fmt: skip
+    layers = options.draft_layers or shape.config["num_hidden_layers"]
+    return replace(shape, config={**shape.config, "num_hidden_layers": layers, "draft_noise": options.draft_noise})
+
+
+class SpeculationCheck:
+    """One way to draft on two backends, and the rows that are found out about them."""
+
+    def __init__(self, drafter: str, options: argparse.Namespace, logs: Path) -> None:
+        self.drafter, self.options, self.logs = drafter, options, logs
+        self.shape = SHAPES[options.shape]
+        self.prompts = prompts()
+        self.servers: dict[str, Server] = {}
+        self.rows: dict[str, dict[str, Any]] = {
+            backend: {"drafter": drafter, "backend": backend, "problems": [], "left_out": ""}
+            for backend in (STOCK, PAT)
+        }
+
+    def start(self) -> None:
+        """Start both servers."""
+        target = self.shape.write(self.logs / "model")
+        draft = draft_of(self.shape, self.drafter, self.options).write(self.logs / f"draft-{self.drafter}")
+        speculation = DRAFTERS[self.drafter].format(
+            steps=self.options.drafts - 1, drafts=self.options.drafts, mode=self.options.mode, draft=draft
+        )
+        for backend in self.rows:
+            flags = [*shlex.split(COMMON), *shlex.split(self.shape.flags), "--attention-backend", STOCK]
+            flags += ["--decode-attention-backend", PAT] if backend == PAT else []
+            flags += [*shlex.split(speculation), *shlex.split(self.options.flags)]
+            command = [sys.executable, str(HERE / "spread_weights.py"), "--model-path", str(target)]
+            log = self.logs / f"{self.drafter}-{backend}.log"
+            configuration = ServerConfig(f"{self.drafter}-{backend}", tuple(flags))
+            self.servers[backend] = Server(configuration, command, log, environment=environment_with({}))
+
+    def wait(self) -> None:
+        """Find out which servers come up."""
+        deadline = time.monotonic() + self.options.start_timeout
+        for backend, server in list(self.servers.items()):
+            try:
+                server.wait(deadline)
+                self.rows[backend]["start_seconds"] = server.start_seconds
+            except FAILURES as problem:
+                self.rows[backend]["left_out"] = f"{problem}"[:200]
+                print(f"{self.drafter}: {backend} is left out: {problem}", *server.tail(25), sep="\n    ", flush=True)
+                self.servers.pop(backend).stop()
+
+    def stop(self) -> None:
+        """End both servers."""
+        for server in self.servers.values():
+            server.stop()
+
+    # What is checked -------------------------------------------------------------------------------------------
+
+    def answers(self, backend: str, together: bool = True) -> Answers:
+        """Answers to all prompts, sent at once or one after the other."""
+        return asyncio.run(self._answers(backend, together))
+
+    async def _answers(self, backend: str, together: bool) -> Answers:
+        address, verified = self.servers[backend].address, [0, 0]
+
+        async def one(tokens: list[int]) -> pat_compare.Answer:
+            request = body(tokens, self.options.new_tokens, logprobs=TOP)
+            answer = await call(address, "/generate", request, 120.0)
+            verified[0] += answer["meta_info"]["completion_tokens"]
+            verified[1] += answer["meta_info"].get("spec_verify_ct", 0)
+            return read_answer(answer)
+
+        if together:
+            made = await asyncio.gather(*map(one, self.prompts.values()))
+        else:
+            made = [await one(tokens) for tokens in self.prompts.values()]
+        if verified[1]:
+            self.rows[backend]["accepted"] = round(verified[0] / verified[1], 3)
+        return dict(zip(self.prompts, made, strict=True))
+
+    def judge(self, reference: dict[str, Answers], tolerance: Tolerance) -> None:
+        """Ask both servers and compare."""
+        for backend, server in self.servers.items():
+            row = self.rows[backend]
+            try:
+                self.answers(backend)  # what is compiled at first use is compiled now
+                server.flush()
+                before = read_metrics(server)
+                verdict = pat_compare.judge(self.answers(backend), reference["together"], tolerance)
+                row["answers"] = verdict.as_json()
+                row["problems"] += verdict.wrong
+                if backend == PAT and (self.drafter == NONE or self.options.mode == "decode"):
+                    row["read"] = share_read(before, read_metrics(server))
+                    if not 0 < row["read"] < 1:
+                        row["problems"].append(f"{row['read']:.2f} of the KV tokens were read: nothing is shared")
+                self.churn(backend, reference["alone"], tolerance)
+                server.check()
+            except FAILURES as problem:
+                row["problems"].append(f"{type(problem).__name__}: {problem}"[:300])
+                print(*server.tail(25), sep="\n    ", flush=True)
+
+    def churn(self, backend: str, alone: Answers, tolerance: Tolerance) -> None:
+        """Random requests, some given up while drafts are in flight."""
+        if not self.options.churn:
+            return
+        address = self.servers[backend].address
+        churn = Churn(address, self.prompts, alone, tolerance, RUNNING, PACE, 0)
+        asyncio.run(churn.run(self.options.churn))
+        self.rows[backend]["churn"] = churn.verdict.as_json() | {"fates": dict(churn.fates)}
+        self.rows[backend]["problems"] += [f"churn: {problem}" for problem in churn.problems]
+
+    def time(self) -> None:
+        """Decode the steady batch on both servers in turn, every other time backwards."""
+        case = parse_case(self.options.case)
+        found: dict[str, list[float]] = {backend: [] for backend in self.servers}
+        for number in range(self.options.repeat):
+            for backend in list(found)[:: -1 if number % 2 else 1]:
+                server = self.servers[backend]
+                try:
+                    server.flush()
+                    requests = case.requests(VOCABULARY, 8), case.warm_up(VOCABULARY)
+                    result = measure(server, backend, case, *requests, 120.0, admission=False)
+                    found[backend] += [result.steady["tok_s"]] if result.steady else []
+                except FAILURES as problem:
+                    self.rows[backend]["problems"].append(f"steady case: {type(problem).__name__}: {problem}"[:300])
+        for backend, rates in found.items():
+            self.rows[backend]["tok_s"] = statistics.median_low(rates) if rates else math.nan
+            self.rows[backend]["all_tok_s"] = rates
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The verdicts."""
+    lines = [["drafter", "backend", "answers", "equal", "near ties", "largest", "churn", "tokens a step", "KV read",
+              "tok/s", "to fa3"]]  # fmt: skip
+    rates = {(row["drafter"], row["backend"]): row.get("tok_s", math.nan) for row in rows}
+    for row in rows:
+        if "answers" not in row:
+            lines.append([row["drafter"], row["backend"], "not run"])
+            continue
+        spread, fates = row["answers"]["spread"], row.get("churn", {}).get("fates", {})
+        lines.append([
+            row["drafter"], row["backend"], "wrong" if row["problems"] else "right",
+            f"{spread['equal']}/{spread['answers']}", str(len(row["answers"]["near_ties"])),
+            f"{spread['largest']:.3f}", f"{fates.get('equal', 0)}+{fates.get('near tie', 0)}",
+            f"{row.get('accepted', 1):.2f}", f"{row.get('read', math.nan):.2f}", f"{row.get('tok_s', math.nan):,.0f}",
+            f"{row.get('tok_s', math.nan) / rates.get((row['drafter'], STOCK), math.nan):.3f}x",
+        ])  # fmt: skip
+    return grid(lines)
+
+
+def write(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+    """Keep what is known so far."""
+    if options.json is None:
+        return
+    content = {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "machine": machine(sys.executable),
+        "when": time.strftime("%Y-%m-%d %H:%M:%S"), "common": COMMON, "drafters": DRAFTERS, "rows": list(rows),
+    }  # fmt: skip
+    options.json.write_text(json.dumps(content, indent=1))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the drafters one after the other."""
+    options = arguments(argv)
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="check_speculation_"))
+    logs.mkdir(parents=True, exist_ok=True)
+    allow_open_files(400)
+    begun, rows = time.monotonic(), []
+    reference: dict[str, Answers] = {}
+    tolerance: Tolerance | None = None
+    for first in range(0, len(options.names), options.together):
+        checks = [SpeculationCheck(name, options, logs) for name in options.names[first : first + options.together]]
+        print(f"[{time.monotonic() - begun:4.0f} s] starting {', '.join(c.drafter for c in checks)}", flush=True)
+        try:
+            for check in checks:
+                check.start()
+            for check in checks:
+                check.wait()
+            for check in checks:
+                if tolerance is None:
+                    if STOCK not in check.servers:
+                        print("the reference did not come up")
+                        return 3
+                    check.answers(STOCK)
+                    check.servers[STOCK].flush()
+                    reference = {"together": check.answers(STOCK), "alone": check.answers(STOCK, together=False)}
+                    spread = pat_compare.spread(reference["alone"], reference["together"])
+                    tolerance = Tolerance(spread, FLOOR)
+                    print(f"spread of {STOCK} at once and one by one: {spread}", flush=True)
+                check.judge(reference, tolerance)
+                check.time()
+                rows += check.rows.values()
+                print(f"[{time.monotonic() - begun:4.0f} s]", table(list(check.rows.values())), sep="\n", flush=True)
+                write(options, rows)
+        finally:
+            for check in checks:
+                check.stop()
+    print("", table(rows), sep="\n")
+    for row in rows:
+        for words in row["problems"][:8]:
+            print(f"WRONG {row['drafter']} {row['backend']}: {words}")
+    print(f"{time.monotonic() - begun:.0f} s; logs: {logs}")
+    return 1 if any(row["problems"] for row in rows) else 3 if any(row["left_out"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
