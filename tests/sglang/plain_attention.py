@@ -22,21 +22,25 @@ class PlainAttention(TorchNativeAttnBackend):
         self.calls: dict[int, int] = {}
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
-        counts = forward_batch.extend_seq_lens.tolist()
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks, counts)
+        drafts = forward_batch.spec_info.draft_token_num if forward_batch.forward_mode.is_target_verify() else 0
+        counts = [drafts] * len(forward_batch.seq_lens) if drafts else forward_batch.extend_seq_lens.tolist()
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks, counts, drafts)
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         self.calls[layer.layer_id] = self.calls.get(layer.layer_id, 0) + 1
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks, [1] * len(forward_batch.seq_lens))
 
-    def _attend(self, q, k, v, layer, forward_batch, save_kv_cache, sinks, counts):
+    def _attend(self, q, k, v, layer, forward_batch, save_kv_cache, sinks, counts, beyond=0):
+        """Attention of the last ``counts`` tokens of each request, which end so many ``beyond`` its length."""
         if save_kv_cache and k is not None:
             location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
         keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out, begin = [], 0
-        rows = zip(forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist(), counts, strict=True)
+        rows = zip(
+            forward_batch.req_pool_indices.tolist(), (forward_batch.seq_lens + beyond).tolist(), counts, strict=True
+        )
         for row, length, count in rows:
             slots = self._slots(layer, self.req_to_token_pool.req_to_token[row, :length].long())
             mine = keys[slots].double(), values[slots].double()

@@ -20,11 +20,12 @@ from feather_sglang.adapter.attention.limits import (
     refuse_capability,
 )
 from feather_sglang.adapter.hooks import SUPPORTED
-from feather_sglang.adapter.refusals import DRAFTERS, PAT_FLAGS, first_limit
+from feather_sglang.adapter.refusals import PAT_FLAGS, first_limit
 from feather_sglang.errors import FeatherError
 
 KIND_TEST = "tests/sglang/test_model_kinds.py::test_the_tokens_of_sglangs_own_backend"
 FP8_TEST = "tests/sglang/test_model_kinds.py::test_a_kv_cache_in_fp8"
+DRAFT_TEST = "tests/sglang/test_speculation.py::test_the_tokens_without_speculation"
 PAT_TEST = "tests/sglang/test_pat_backend.py::test_"
 _FULL = LayerFacts(0, 32, 8, 128, 128, 0.088)
 _WINDOW = replace(_FULL, window=127)
@@ -107,11 +108,11 @@ MODES = (
     Mode("--kv-cache-dtype fp8_e4m3", FP8_TEST, {"kv_cache_dtype": "fp8_e4m3"}),
     *(
         Mode(
-            f"--speculative-algorithm {name}, in chains",
-            "benchmarks/checks/check_speculation.py",
+            f"{names}, drafts in chains",
+            f"{DRAFT_TEST}[{name}-pat-OverlapServer]",
             {"speculative_algorithm": name, "speculative_eagle_topk": 1},
         )
-        for name in DRAFTERS
+        for name, names in (("EAGLE", "EAGLE, EAGLE3, NEXTN"), ("STANDALONE", "STANDALONE"), ("NGRAM", "NGRAM"))
     ),
     Mode("tensor parallelism", "benchmarks/checks/check_pat_server.py --variants tp2", {"tp_size": 2}),
 )

@@ -1,0 +1,300 @@
+"""Speculative decoding in the real scheduler, on a CPU: greedy tokens with it are those without it, packed or not."""
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import drafting
+import numpy as np
+import pytest
+import torch
+from harness import CONFIG, OverlapServer, Server
+from hypothesis import given
+from hypothesis import strategies as st
+from plain_attention import PlainAttention
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.mem_cache import allocation
+from sglang.srt.model_executor import forward_batch_info
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from feather_sglang.adapter.attention import backend as pat_backend
+from feather_sglang.adapter.attention.metrics import pat_metrics
+from feather_sglang.adapter.attention.speculation import chain
+from feather_sglang.errors import FeatherError
+
+STAND_IN = "triton"  # the name of `PlainAttention`
+DRAFTS = 4
+CHAINS = {"speculative_num_steps": DRAFTS - 1, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": DRAFTS}
+DRAFTERS = {
+    "NGRAM": {"speculative_ngram_max_bfs_breadth": 1, "speculative_num_draft_tokens": DRAFTS},
+    "STANDALONE": CHAINS,
+    "EAGLE": CHAINS,
+}
+ONE_LAYER = {**CONFIG, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """The reference instead of the kernel, a look at the slots after every step, and backends for a CPU."""
+    monkeypatch.setenv("FEATHER_PAT_REFERENCE", "1")
+    monkeypatch.setenv("FEATHER_DEBUG_CHECK", "1")
+    monkeypatch.setenv(pat_backend.COARSE_BARRIER, "0")
+    monkeypatch.setitem(ATTENTION_BACKENDS, STAND_IN, PlainAttention)
+    for module in (allocation, forward_batch_info):
+        monkeypatch.setattr(module, "support_triton", lambda name: False)
+    drafting.install(monkeypatch)
+    made = []
+
+    def make(drafter=None, backend="pat", kind=Server, **overrides):
+        flags = {"attention_backend": STAND_IN, "decode_attention_backend": backend, "max_running_requests": 24}
+        if drafter:
+            flags |= {"speculative_algorithm": drafter, "speculative_attention_mode": "decode", **DRAFTERS[drafter]}
+        if drafter in ("STANDALONE", "EAGLE"):
+            folder = tmp_path / drafter
+            folder.mkdir(exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(CONFIG if drafter == "STANDALONE" else ONE_LAYER))
+            flags["speculative_draft_model_path"] = str(folder)
+        made.append(kind(tmp_path, "fcfs", **{**flags, **overrides}))
+        if drafter in ("STANDALONE", "EAGLE"):  # which may share some with the model
+            draft = made[-1].scheduler.draft_worker.draft_worker.draft_runner
+            spread_weights(draft.model, noise=0.1)
+        spread_weights(runner_of(made[-1]).model)
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def spread_weights(model, noise=0.0):
+    """Weights with which tokens depend on the whole prompt; with noise, a model that is right now and then."""
+    generator, other = (torch.Generator().manual_seed(seed) for seed in (5, 6))
+    for name, weights in model.named_parameters():
+        if "norm" in name:
+            weights.data.fill_(1)
+        else:
+            drawn = torch.randn(weights.shape, generator=generator) * 2 * weights.shape[-1] ** -0.5
+            weights.data.copy_(drawn + noise * torch.randn(weights.shape, generator=other) * weights.shape[-1] ** -0.5)
+
+
+def runner_of(server):
+    return server.scheduler.tp_worker.model_runner
+
+
+def pat_of(server):
+    return runner_of(server).feather_pat
+
+
+def submit(server, steps=True, name="r"):
+    """Requests of three groups that arrive and end at different times."""
+    rng = np.random.default_rng(0)
+    prefixes = rng.integers(2, 500, (3, 130)).tolist()
+    prompts = [prefixes[i % 3] + rng.integers(2, 500, 5 + i % 7).tolist() for i in range(10)]
+    prompts += [prompts[4], prompts[4], prompts[4][:100], [5, 6, 7], [9, 8, 7, 6] * 20]
+    for i, prompt in enumerate(prompts):
+        assert server.submit(f"{name}{i:02}", prompt, max_new_tokens=6 + (5 * i) % 23)
+        if steps and i % 4 == 3:
+            server.step()
+
+
+def tokens_of(server):
+    """What each request's client gets: a verify step may make more than were asked for."""
+    return {rid: list(req.output_ids)[: req.sampling_params.max_new_tokens] for rid, req in server.requests.items()}
+
+
+def serve(server):
+    """Tokens of requests that come twice: n-grams draft the second time what was answered the first time."""
+    for name in ("r", "s"):
+        submit(server, name=name)
+        server.drain()
+    return tokens_of(server)
+
+
+def steps_saved(server):
+    """Tokens that came without a verify step of their own."""
+    return sum(len(req.output_ids) - 1 - req.spec_verify_ct for req in server.requests.values())
+
+
+def tokens_read():
+    metrics = pat_metrics()
+    return np.array([metrics.attended._value.get(), metrics.read._value.get()])
+
+
+# In the scheduler -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def expected(server):
+    """The tokens without speculation and without pat."""
+    if not _expected:
+        _expected.update(serve(server(backend=None)))
+    return _expected
+
+
+_expected = {}
+
+
+@pytest.mark.parametrize("kind", [Server, OverlapServer])
+@pytest.mark.parametrize(("drafter", "backend"), [*((drafter, "pat") for drafter in DRAFTERS), ("STANDALONE", None)])
+def test_the_tokens_without_speculation(server, expected, drafter, backend, kind):
+    before = tokens_read()
+    one = server(drafter, backend, kind)
+    assert serve(one) == expected
+    # Few drafts of an EAGLE model whose weights are random are right.
+    assert steps_saved(one) > (0 if drafter == "EAGLE" else 0.1 * sum(map(len, expected.values())))
+    attended, read = tokens_read() - before
+    assert 0 < read < 0.4 * attended if backend else not attended
+    one.step()
+    one.assert_pools_full()
+
+
+@pytest.mark.parametrize("drafter", ["NGRAM", "STANDALONE"])
+def test_retractions_and_aborts_while_drafts_are_in_flight(server, expected, monkeypatch, drafter):
+    """Now and then the pool looks full, under the overlap scheduler; some requests are given up on the way."""
+    one = server(drafter, kind=OverlapServer)
+    fits, calls = ScheduleBatch.check_decode_mem, itertools.count()
+    submit(one, steps=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(ScheduleBatch, "check_decode_mem", lambda *a, **k: next(calls) % 4 and fits(*a, **k))
+        for name in ("r04", "r07", "r11"):
+            for _ in range(3):
+                one.step()
+            one.abort(name)
+        one.drain()
+    assert sum(req.retraction_count for req in one.requests.values()) > 3
+    given_up = ("r04", "r07", "r11")
+    whole = {rid: tokens for rid, tokens in tokens_of(one).items() if rid not in given_up}
+    assert whole == {rid: expected[rid] for rid in whole}
+    one.step()
+    one.assert_pools_full()
+
+
+def test_a_plan_is_kept_while_few_tokens_are_committed_under_it(server):
+    one = server("STANDALONE")
+    one.submit("r", list(range(2, 90)), max_new_tokens=60)
+    plans, tails = [], []
+    while one.step():
+        if (plan := pat_of(one).plan) is not None and plan.n_requests == DRAFTS:
+            plans.append(plan.serial)
+            lens = pat_of(one)._lens[:DRAFTS].numpy()
+            tails.append(int((lens - plan.forest.shared_length).max()))
+    assert 60 / pat_backend.DRAFT_TAIL < len(set(plans)) < len(plans) / 3
+    assert pat_backend.DRAFT_TAIL / 2 < max(tails) <= pat_backend.DRAFT_TAIL + DRAFTS
+
+
+# Who does what --------------------------------------------------------------------------------------------------
+
+
+def test_drafts_stay_with_sglangs_own_backend(server, caplog):
+    with caplog.at_level("INFO", "feather_sglang"):
+        one = server("STANDALONE")
+    draft = one.scheduler.draft_worker.draft_worker.draft_runner
+    assert not hasattr(draft, "feather_pat") and pat_of(one).drafts == DRAFTS
+    assert f"pat packs the verification of {DRAFTS} tokens a request; they are drafted by {STAND_IN}" in caplog.text
+
+
+def test_drafts_that_the_prefill_backend_verifies(server, expected, caplog):
+    before = tokens_read()
+    with caplog.at_level("WARNING", "feather_sglang"):
+        one = server("STANDALONE", speculative_attention_mode="prefill")
+    assert serve(one) == expected and not (tokens_read() - before).any()
+    said = [record.message for record in caplog.records if "pat has nothing to do" in record.message]
+    assert len(said) == 1 and said[0].endswith("give --speculative-attention-mode decode")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "flags", "says"),
+    [
+        ("EAGLE", {"speculative_eagle_topk": 2}, "trees of drafts"),
+        ("NGRAM", {"speculative_ngram_max_bfs_breadth": 2}, "trees of n-grams"),
+    ],
+)
+def test_trees_are_refused(server, drafter, flags, says):
+    with pytest.raises(FeatherError, match=rf"^the pat backend does not support {says} .*: 1\); drop it or choose"):
+        server(drafter, **flags)
+
+
+# Graphs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_replay_with_padding_after_a_capture(server):
+    """SGLang's calls around a CUDA graph of a verify step: capture with dummy rows, then replays of two requests."""
+    one = server("NGRAM")
+    backend, runner = pat_of(one), runner_of(one)
+    heads, kv_heads, dim = backend._engines.shape(0)
+    backend.init_cuda_graph_state(4, 4 * DRAFTS)
+    fill = backend.get_cuda_graph_seq_len_fill_value()
+    static, rows = torch.full((4,), fill, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    mode = ForwardMode.TARGET_VERIFY
+
+    def view(**fields):
+        ids = torch.zeros(4 * DRAFTS, dtype=torch.int64)
+        return SimpleNamespace(forward_mode=mode, seq_lens=static, req_pool_indices=rows, input_ids=ids, **fields)
+
+    backend.init_forward_metadata_out_graph(view(batch_size=4, seq_lens_cpu=static.clone()), in_capture=True)
+    backend.init_forward_metadata_in_graph(view())
+    captured = backend._lens.data_ptr()
+    generator = torch.Generator().manual_seed(1)
+    pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+    keys, values = pool.get_key_buffer(0), pool.get_value_buffer(0)
+    for buffer in (keys, values):
+        buffer.copy_(torch.randn(buffer.shape, generator=generator))
+    table[3, :130] = torch.arange(100, 230, dtype=torch.int32)
+    table[7, :64] = table[3, :64]
+    table[7, 64:150] = torch.arange(300, 386, dtype=torch.int32)
+    layer = SimpleNamespace(layer_id=0, k_scale=None, v_scale=None)
+    lens = torch.tensor([70, 90])
+    for accepted in ([1, 4], [3, 1], [4, 4], [2, 4], [4, 1], [4, 4]):
+        static[:2] = lens
+        backend._expected = ["x", "y"], np.array([3, 7])
+        backend.init_forward_metadata_out_graph(view(batch_size=4, seq_lens_cpu=static.clone()))
+        backend.init_forward_metadata_in_graph(view())
+        assert backend._lens.data_ptr() == captured
+        q = torch.randn(4 * DRAFTS, heads * dim, generator=generator)
+        out = backend.forward_extend(q, None, None, layer, view(), save_kv_cache=False)
+        for place, row in enumerate((3, 7)):
+            slots = table[row, : lens[place] + DRAFTS].long()
+            mine = q[place * DRAFTS : (place + 1) * DRAFTS].view(DRAFTS, heads, dim).transpose(0, 1)
+            k, v = (x[slots].repeat_interleave(heads // kv_heads, 1).transpose(0, 1) for x in (keys, values))
+            seen = torch.ones(DRAFTS, len(slots), dtype=torch.bool).tril(len(slots) - DRAFTS)
+            exact = torch.nn.functional.scaled_dot_product_attention(mine, k, v, attn_mask=seen)
+            got = out[place * DRAFTS : (place + 1) * DRAFTS].view(DRAFTS, heads, dim).transpose(0, 1)
+            assert torch.allclose(got, exact, atol=1e-5)
+        lens = lens + torch.tensor(accepted)
+    assert backend.plan.forest.shared_length.min() >= 0 and backend.plan.n_requests == 4 * DRAFTS
+
+
+def test_a_step_of_another_width_is_refused(server):
+    view = SimpleNamespace(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        seq_lens=torch.ones(2),
+        input_ids=torch.zeros(6),
+        req_pool_indices=torch.zeros(2),
+    )
+    with pytest.raises(RuntimeError, match="pat: 6 drafts of 2 requests, 4 of each are expected"):
+        pat_of(server("NGRAM")).init_forward_metadata_out_graph(view)
+
+
+# Chains ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=4, max_size=4), min_size=1, max_size=4))
+def test_trees_of_n_grams_become_chains(drawn):
+    """Parents are drawn: draft i + 1 has one of those before it."""
+    trees, drafts = len(drawn), 5
+    mask = np.zeros((trees, drafts, drafts), np.uint8)
+    for tree, parents in enumerate(drawn):
+        mask[tree, 0, 0] = 1
+        for draft, parent in enumerate(parents, start=1):
+            mask[tree, draft] = mask[tree, parent % draft]
+            mask[tree, draft, draft] = 1
+    tokens = np.arange(trees * drafts, dtype=np.int64) * 10
+    chained, causal = chain(tokens, mask.reshape(-1), trees)
+    assert chained.dtype == tokens.dtype and causal.dtype == mask.dtype and causal.shape == (mask.size,)
+    assert (causal.reshape(mask.shape) == np.tri(drafts, dtype=bool)).all()
+    for tree, row in enumerate(chained.reshape(trees, drafts).tolist()):
+        own = tokens[tree * drafts : (tree + 1) * drafts].tolist()
+        paths = [[own[i] for i in np.flatnonzero(one)] for one in mask[tree]]
+        longest = max(map(len, paths))
+        assert sorted(row) == own and row[:longest] in paths
