@@ -343,7 +343,6 @@ class PatBackend(AttentionBackend):
         self._use(_alone(lens, rows * self._table.stride(0)), drafts)
 
 
-
 def _alone(lens: np.ndarray, row_offset: np.ndarray) -> Forest:
     """The forest of requests that share nothing."""
     nothing = np.empty(0, np.int32)
