@@ -162,6 +162,7 @@ def install(patch):
         return backend(PlainAttention(factory.draft_model_runner))
 
     corpus = importlib.import_module("sglang.kernels.ops.speculative.ngram_corpus")
+    patch.setattr(ngram, "USE_FULL_MASK", True)  # a backend that needs none turns it off
     for module, name, function in (
         # SGLang 0.5.17's n-grams do not include it themselves.
         (corpus, "load_jit", functools.partial(corpus.load_jit, extra_cflags=["-include", "cstddef"])),

@@ -178,7 +178,7 @@ def test_a_plan_is_kept_while_few_tokens_are_committed_under_it(server):
             plans.append(plan.serial)
             lens = pat_of(one)._lens[:DRAFTS].numpy()
             tails.append(int((lens - plan.forest.shared_length).max()))
-    assert 60 / pat_backend.DRAFT_TAIL < len(set(plans)) < len(plans) / 3
+    assert 60 / (pat_backend.DRAFT_TAIL + DRAFTS) < len(set(plans)) < len(plans) / 3
     assert pat_backend.DRAFT_TAIL / 2 < max(tails) <= pat_backend.DRAFT_TAIL + DRAFTS
 
 

@@ -48,7 +48,7 @@ from feather_sglang.errors import FeatherError
 logger = logging.getLogger(__name__)
 
 FILL = 1  # KV tokens of the rows that pad a batch to the size of a CUDA graph
-DRAFT_TAIL = 16  # tokens that may be committed under a plan: every draft of their request reads them again
+DRAFT_TAIL = 8  # tokens that may be committed under a plan: every draft of their request reads them again
 DEBUG_CHECK = "FEATHER_DEBUG_CHECK"
 
 
@@ -90,7 +90,7 @@ class PatBackend(AttentionBackend):
         self._debug = os.environ.get(DEBUG_CHECK) == "1"
         self._snapshot: RowSnapshot | None = None  # what graphs read
         self._for_graph = False  # the plan in force
-        self.drafts = verified_drafts(model_runner.server_args)
+        self.drafts = verified_drafts(model_runner.server_args, masks=len(self._layers) < len(facts.layers))
         self._own = torch.arange(1, self.drafts + 1, dtype=torch.int32, device=self._device)
         self._planned = self._read = 0  # KV tokens of the plan in force, and how many it reads
         self._warned = False  # of a plan that does not fit

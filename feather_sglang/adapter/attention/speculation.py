@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,14 @@ logger = logging.getLogger(__name__)
 NGRAM = "NGRAM"
 
 
-def verified_drafts(server_args: Any) -> int:
-    """Tokens of each request in the verify steps that come to pat; 0 where none do, which is said."""
+def verified_drafts(server_args: Any, masks: bool) -> int:
+    """Tokens of each request in the verify steps that come to pat; 0 where none do, which is said.
+
+    Parameters
+    ----------
+    masks : bool
+        Whether some layers run on a backend that may read masks of drafts.
+    """
     from sglang.srt.runtime_context import get_spec
 
     spec = get_spec()
@@ -40,6 +47,8 @@ def verified_drafts(server_args: Any) -> int:
     drafts = int(spec.speculative_num_draft_tokens)
     if spec.speculative_algorithm == NGRAM:
         chain_ngrams()
+        if not masks:
+            _skip_masks()
         drafted = "as chains of n-grams"
     else:
         drafted = f"by {resolved(server_args, DRAFT)}"
@@ -69,6 +78,12 @@ def chain(tokens: npt.NDArray[Any], mask: npt.NDArray[Any], requests: int) -> tu
     chained = np.take_along_axis(tokens.reshape(path.shape), order, axis=1).reshape(tokens.shape)
     causal = np.broadcast_to(np.tril(np.ones(trees.shape[1:], bool)), trees.shape)
     return chained, np.ascontiguousarray(causal, mask.dtype).reshape(mask.shape)
+
+
+def _skip_masks() -> None:
+    """Spare SGLang a mask over each request's whole sequence at every step, of which pat reads nothing."""
+    if (worker := sys.modules.get("sglang.srt.speculative.ngram_worker")) is not None:
+        worker.USE_FULL_MASK = False  # type: ignore[attr-defined]
 
 
 @functools.cache
