@@ -171,6 +171,14 @@ HOOKS = (
     ),
     Hook(_MEMORY + "MHATokenToKVPool.get_key_buffer", "calls", ("self", "layer_id"), "the cached keys", part="pat"),
     Hook(
+        "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus.batch_get",
+        "pat",
+        ("self", "req_ids"),
+        "n-grams as chains",
+        part="pat",
+        optional=True,
+    ),
+    Hook(
         _SCHEDULER + "_apply_war_barrier",
         "calls",
         ("self",),

@@ -11,7 +11,7 @@ from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policy_names import admits
 
 REFERENCE = "FEATHER_PAT_REFERENCE"  # lets pat run on a CPU, for tests
-DRAFTERS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")  # whose drafts pat verifies
+DRAFTERS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")  # of drafts that are served
 ANOTHER_BACKEND = "choose another --decode-attention-backend"
 
 
@@ -54,11 +54,16 @@ def _drafts_trees(args: Any) -> bool:
     return _drafts_by(args) is not None and (resolved(args, "speculative_eagle_topk") or 1) > 1
 
 
+OTHER_DRAFTERS = Limit(
+    "--speculative-algorithm {0.speculative_algorithm}",
+    lambda args: _drafts_by(args) not in (None, *DRAFTERS),
+    f"--speculative-algorithm other than {', '.join(DRAFTERS)}",
+)
 # The tests read arguments that older releases lack, and that stand-ins leave out.
 POLICY_FLAGS = (
     Limit("--pp-size above 1", lambda args: getattr(args, "pp_size", 1) > 1),
     Limit("--disaggregation-mode", lambda args: getattr(args, "disaggregation_mode", "null") != "null"),
-    Limit("--speculative-algorithm", lambda args: getattr(args, "speculative_algorithm", None) is not None),
+    OTHER_DRAFTERS,
     Limit("--enable-dp-attention", lambda args: getattr(args, "enable_dp_attention", False)),
     Limit("--dllm-algorithm", lambda args: getattr(args, "dllm_algorithm", None) is not None),
     Limit("--disable-radix-cache", lambda args: getattr(args, "disable_radix_cache", False)),
@@ -66,11 +71,7 @@ POLICY_FLAGS = (
 PAT_FLAGS = (
     Limit("--pp-size above 1", lambda args: args.pp_size > 1),
     Limit("--disaggregation-mode", lambda args: args.disaggregation_mode != "null"),
-    Limit(
-        "--speculative-algorithm {0.speculative_algorithm}",
-        lambda args: _drafts_by(args) not in (None, *DRAFTERS),
-        f"--speculative-algorithm other than {', '.join(DRAFTERS)}",
-    ),
+    OTHER_DRAFTERS,
     Limit(
         "trees of n-grams (--speculative-ngram-max-bfs-breadth: 1)",
         lambda args: _drafts_by(args) == "NGRAM" and args.speculative_ngram_max_bfs_breadth > 1,

@@ -133,7 +133,10 @@ def arguments(**changed):
     [
         ({"schedule_policy": "feather", "disable_radix_cache": True}, "does not support --disable-radix-cache"),
         ({"schedule_policy": "feather", "pp_size": 2}, "does not support --pp-size above 1"),
-        ({"schedule_policy": "feather", "speculative_algorithm": "EAGLE"}, "does not support --speculative-algorithm"),
+        (
+            {"schedule_policy": "feather", "speculative_algorithm": "DFLASH"},
+            "does not support --speculative-algorithm DFLASH",
+        ),
         ({"decode_attention_backend": "pat", "device": "cpu"}, "needs an NVIDIA GPU, this server runs on the CPU"),
         ({"decode_attention_backend": "pat", "enable_pdmux": True}, "does not support --enable-pdmux"),
         ({"attention_backend": "pat", "enable_page_major_kv_layout": True}, "support --enable-page-major-kv-layout;"),

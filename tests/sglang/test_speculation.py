@@ -45,7 +45,7 @@ def server(tmp_path, monkeypatch):
     drafting.install(monkeypatch)
     made = []
 
-    def make(drafter=None, backend="pat", kind=Server, **overrides):
+    def make(drafter=None, backend="pat", kind=Server, policy="fcfs", **overrides):
         flags = {"attention_backend": STAND_IN, "decode_attention_backend": backend, "max_running_requests": 24}
         if drafter:
             flags |= {"speculative_algorithm": drafter, "speculative_attention_mode": "decode", **DRAFTERS[drafter]}
@@ -54,7 +54,7 @@ def server(tmp_path, monkeypatch):
             folder.mkdir(exist_ok=True)
             (folder / "config.json").write_text(json.dumps(CONFIG if drafter == "STANDALONE" else ONE_LAYER))
             flags["speculative_draft_model_path"] = str(folder)
-        made.append(kind(tmp_path, "fcfs", **{**flags, **overrides}))
+        made.append(kind(tmp_path, policy, **{**flags, **overrides}))
         if drafter in ("STANDALONE", "EAGLE"):  # which may share some with the model
             draft = made[-1].scheduler.draft_worker.draft_worker.draft_runner
             spread_weights(draft.model, noise=0.1)
@@ -146,6 +146,25 @@ def test_the_tokens_without_speculation(server, expected, drafter, backend, kind
     assert 0 < read < 0.4 * attended if backend else not attended
     one.step()
     one.assert_pools_full()
+
+
+@pytest.mark.parametrize(
+    ("policy", "drafter", "kind"),
+    [
+        *itertools.product(["feather"], DRAFTERS, [Server, OverlapServer]),
+        ("feather-order", "STANDALONE", OverlapServer),
+    ],
+)
+def test_under_a_feather_policy(server, expected, monkeypatch, policy, drafter, kind):
+    """Rows move, and drafts with them."""
+    one = server(drafter, kind=kind, policy=policy)
+    meter, counted = one.feather.meters.decode, []
+    monkeypatch.setattr(meter, "step", lambda now, tokens, is_decode: counted.append(tokens))
+    assert serve(one) == expected
+    assert one.feather.rows.permutations > 0
+    one.assert_nothing_left()
+    if policy == "feather":  # a request's first token comes from its prefill
+        assert sum(counted) == sum(len(req.output_ids) - 1 for req in one.requests.values())
 
 
 @pytest.mark.parametrize("drafter", ["NGRAM", "STANDALONE"])

@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from feather_sglang.adapter.options import FeatherOptions
-from feather_sglang.adapter.refusals import mixes_chunks
+from feather_sglang.adapter.refusals import mixes_chunks, resolved
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.admission.admission import Admission
 from feather_sglang.scheduling.admission.gate import BOUND, PrefillDelay
@@ -111,7 +111,18 @@ def make_forecast(scheduler: Any) -> KVForecast | None:
     if getattr(scheduler, "is_hybrid_swa", False):
         return None
     # Under overlap the next step is launched before the last one has told who ended in it.
-    return KVForecast(scheduler.page_size, late_steps=int(scheduler.enable_overlap))
+    late_steps = int(scheduler.enable_overlap) + _slots_for_drafts(scheduler.server_args)
+    return KVForecast(scheduler.page_size, late_steps)
+
+
+def _slots_for_drafts(args: Any) -> int:
+    """What a request holds beyond its tokens while it is drafted for: SGLang keeps two steps' worth."""
+    if resolved(args, "speculative_algorithm") is None:
+        return 0
+    drafts, steps, branches = (
+        resolved(args, f"speculative_{name}") or 1 for name in ("num_draft_tokens", "num_steps", "eagle_topk")
+    )
+    return 2 * max(drafts, steps * branches)
 
 
 def make_stand_still(options: FeatherOptions) -> StandStill | None:

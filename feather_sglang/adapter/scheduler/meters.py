@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from itertools import chain
 from typing import Any
 
+from feather_sglang.adapter.refusals import resolved
 from feather_sglang.adapter.scheduler.agreement import Agreement
 from feather_sglang.adapter.scheduler.guard import Guard
 from feather_sglang.scheduling.admission.stand_still import FLOOR_TOKENS, StandStill
@@ -47,7 +48,8 @@ class Meters:
         chunk = scheduler.chunked_prefill_size
         # Where chunks are cut, the smallest must tell what a token takes.
         self.prefill = PrefillMeter(chunk if still is None else min(chunk, 2 * FLOOR_TOKENS))
-        self._step = False, 0  # whether the step that ends decodes, and its tokens
+        self._drafts = resolved(scheduler.server_args, "speculative_algorithm") is not None
+        self._step = False, 0  # whether the step that ends decodes, and its tokens; with drafts, those before it
 
     def arrived(self, rid: Hashable) -> None:
         """A request has come."""
@@ -56,14 +58,17 @@ class Meters:
 
     def result_comes(self, batch: Any) -> None:
         """A step's result is there and not processed yet: a request that has finished gets no token of it."""
-        is_decode = batch.forward_mode.is_decode()
-        self._step = is_decode, sum(not req.finished() for req in batch.reqs) if is_decode else 0
+        is_decode, tokens = batch.forward_mode.is_decode(), 0
+        if is_decode:
+            tokens = _made(batch) if self._drafts else sum(not req.finished() for req in batch.reqs)
+        self._step = is_decode, tokens
 
     def result_came(self, batch: Any) -> None:
         """SGLang has processed a step's result."""
         if not self.guard.failed:
             with self.guard("a step could not be measured"):
-                self._note(batch, *self._step)
+                is_decode, tokens = self._step
+                self._note(batch, is_decode, _made(batch) - tokens if is_decode and self._drafts else tokens)
 
     def _note(self, batch: Any, is_decode: bool, tokens: int) -> None:
         now = self.clock()
@@ -120,3 +125,8 @@ class Meters:
             *(self.still.readings(bare) if self.still is not None else ()),
         )
         return Readings(*self.agreement.readings(*mine))
+
+
+def _made(batch: Any) -> int:
+    """Tokens that a batch's requests have generated."""
+    return sum(len(req.output_ids) for req in batch.reqs)
