@@ -5,6 +5,7 @@ import json
 import pickle
 from types import SimpleNamespace
 
+import drafting
 import numpy as np
 import pytest
 import torch
@@ -212,6 +213,28 @@ def test_the_tokens_of_sglangs_own_backend(server, name):
     assert [left_to_another(layer) for layer in facts.layers] == [left_to_another(layer) for layer in line.layers]
     assert (facts.pool, facts.full_pool) == (line.pool, line.full_pool)
     assert [layer.sinks for layer in facts.layers] == [layer.sinks for layer in line.layers]
+
+
+N_GRAMS = {
+    "speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1, "speculative_num_draft_tokens": 4,
+    "speculative_attention_mode": "decode", "max_running_requests": 24,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["windows", "windows of their own", "sinks", "chunks", "scores"])
+def test_drafts_are_verified_by_all_layers(server, monkeypatch, name):
+    drafting.install(monkeypatch)
+    expected = serve(server(name))
+    one = server(name, "pat", **N_GRAMS)
+    for rid, (tokens, _) in serve(one).items():  # which may be more than asked for
+        assert tokens[: len(expected[rid][0])] == expected[rid][0]
+    assert runner_of(one).feather_pat.drafts == 4
+
+
+def test_drafts_beside_linear_attention_are_refused(server, monkeypatch):
+    drafting.install(monkeypatch)
+    with pytest.raises(FeatherError, match="does not support speculative decoding of a model with linear attention"):
+        server("linear", "pat", **N_GRAMS)
 
 
 def test_the_matrix_has_these_kinds():

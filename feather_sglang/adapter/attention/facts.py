@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_spec
 
 from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts, refuse_capability
 from feather_sglang.adapter.refusals import ANOTHER_BACKEND, REFERENCE
@@ -51,6 +51,7 @@ def facts_of(runner: Any, reference: bool) -> ModelFacts:
         encoder_decoder=model.is_encoder_decoder,
         attn_dp_size=parallel.attn_dp_size,
         attn_cp_size=max(parallel.attn_cp_size, parallel.attn_dcp_size),
+        speculative=get_spec().speculative_algorithm is not None,
     )
 
 

@@ -59,6 +59,7 @@ class ModelFacts:
     encoder_decoder: bool = False
     attn_dp_size: int = 1
     attn_cp_size: int = 1
+    speculative: bool = False
 
 
 MODEL_LIMITS = (
@@ -80,6 +81,10 @@ MODEL_LIMITS = (
         "the KV cache {0.pool}",
         lambda model: model.pool not in POOLS,
         f"KV pools other than {', '.join(POOLS)}",
+    ),
+    Limit(  # not tried: recurrent states are verified, too
+        "speculative decoding of a model with linear attention",
+        lambda model: model.speculative and model.pool == "HybridLinearKVPool",
     ),
     Limit(
         "the KV cache {0.full_pool} ({0.layout})",
