@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench_verify as bench
