@@ -231,12 +231,6 @@ def test_drafts_are_verified_by_all_layers(server, monkeypatch, name):
     assert runner_of(one).feather_pat.drafts == 4
 
 
-def test_drafts_beside_linear_attention_are_refused(server, monkeypatch):
-    drafting.install(monkeypatch)
-    with pytest.raises(FeatherError, match="does not support speculative decoding of a model with linear attention"):
-        server("linear", "pat", **N_GRAMS)
-
-
 def test_the_matrix_has_these_kinds():
     assert [line.name for line in matrix.KINDS] == list(KINDS)
 

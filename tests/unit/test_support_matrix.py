@@ -57,6 +57,10 @@ def test_a_gpu_that_nothing_has_run_on_is_not_called_served():
     ("changed", "says"),
     [
         ({"pool": "MLATokenToKVPool"}, "the KV cache MLATokenToKVPool: choose another"),
+        (
+            {"pool": "HybridLinearKVPool", "speculative": True},
+            "speculative decoding of a model with linear attention: choose another",
+        ),
         ({"full_pool": "UnifiedMHATokenToKVPool"}, r"the KV cache UnifiedMHATokenToKVPool \(nhd\)"),
         ({"layout": "hnd"}, r"the KV cache MHATokenToKVPool \(hnd\)"),
         ({"kv_dtype": "float8_e5m2"}, r"float8_e5m2 under a model in bfloat16 \(--kv-cache-dtype: auto or fp8_e4m3\)"),
