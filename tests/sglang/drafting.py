@@ -139,6 +139,9 @@ def install(patch):
             table[row, begin:end] = slots[taken : taken + end - begin].to(table.dtype)
             taken += end - begin
 
+    def last_slot(table, rows, lengths):
+        return torch.where(lengths > 0, table[rows, lengths - 1], -1)
+
     def gather(rows, *buffers):
         return tuple(None if buffer is None else buffer[rows] for buffer in buffers)
 
@@ -181,6 +184,7 @@ def install(patch):
             lambda pool: None,
         ),  # for moves, of which chains need none
         (overlap, "gather_spec_extras", gather),
+        (allocation, "get_last_loc", last_slot),
         (allocation, "assign_req_to_token_pool_func", assign),
         (utils, "assign_req_to_token_pool_func", assign),
         (utils, "verify_tree_greedy_func", verify_tree_greedy),

@@ -21,6 +21,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from feather_sglang.adapter.attention import backend as pat_backend
 from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.attention.speculation import chain
+from feather_sglang.adapter.hooks import installed_version, lacks_pages
 from feather_sglang.errors import FeatherError
 
 STAND_IN = "triton"  # the name of `PlainAttention`
@@ -144,6 +145,19 @@ def test_the_tokens_without_speculation(server, expected, drafter, backend, kind
     assert steps_saved(one) > (0 if drafter == "EAGLE" else 0.1 * sum(map(len, expected.values())))
     attended, read = tokens_read() - before
     assert 0 < read < 0.4 * attended if backend else not attended
+    one.step()
+    one.assert_pools_full()
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"page_size": 16}, {"chunked_prefill_size": 64}, {"disable_radix_cache": True}], ids=str
+)
+@pytest.mark.parametrize("drafter", ["NGRAM", "STANDALONE"])
+def test_other_memory_and_prefill(server, expected, drafter, overrides):
+    if "page_size" in overrides and lacks_pages(installed_version()):
+        pytest.skip("this SGLang allocates pages with a GPU kernel")
+    one = server(drafter, kind=OverlapServer, **overrides)
+    assert serve(one) == expected
     one.step()
     one.assert_pools_full()
 
