@@ -300,6 +300,90 @@ def test_a_replay_with_padding_after_a_capture(server):
     assert backend.plan.forest.shared_length.min() >= 0 and backend.plan.n_requests == 4 * DRAFTS
 
 
+class Verifying:
+    """A backend's verify steps without a scheduler: requests on rows of the table, and attention by SDPA beside it."""
+
+    def __init__(self, server, seed):
+        self.backend, runner = pat_of(server), runner_of(server)
+        self.heads, self.kv_heads, self.dim = self.backend._engines.shape(0)
+        self.backend.init_cuda_graph_state(8, 8 * DRAFTS)
+        self.rng, self.draw = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+        self.pool, self.table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+        self.generation = runner.req_to_token_pool.req_generation.numpy()
+        for buffer in (self.pool.get_key_buffer(0), self.pool.get_value_buffer(0)):
+            buffer.copy_(torch.randn(buffer.shape, generator=self.draw))
+        self.prefixes = self.rng.permutation(np.arange(1, 1001)).reshape(2, 500)
+        self.requests, self.names = {}, itertools.count()  # row: [name, committed]
+
+    def join(self):
+        row = int(self.rng.choice([row for row in range(1, 8) if row not in self.requests]))
+        shared, own = int(self.rng.integers(0, 300)), int(self.rng.integers(1, 40))
+        self.table[row, :shared] = torch.from_numpy(self.prefixes[self.rng.integers(2), :shared])
+        private = np.arange(1001 + row * 400, 1401 + row * 400)
+        self.table[row, shared : shared + 400] = torch.from_numpy(private)
+        self.backend.sharing.prefill(np.array([row]), np.array([shared]))
+        self.requests[row] = [f"r{next(self.names)}", shared + own]
+
+    def leave(self):
+        row = int(self.rng.choice(list(self.requests)))
+        del self.requests[row]
+        self.generation[row] += 1
+
+    def step(self, padding, graph):
+        rows = list(self.requests)
+        lens = torch.tensor([self.requests[row][1] for row in rows] + [1] * padding)
+        places = torch.tensor(rows + [0] * padding)
+        view = SimpleNamespace(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            seq_lens=lens,
+            seq_lens_cpu=lens.clone(),
+            req_pool_indices=places,
+            input_ids=torch.zeros(len(lens) * DRAFTS),
+        )
+        self.backend._expected = [self.requests[row][0] for row in rows], np.array(rows)
+        if graph:
+            self.backend.init_forward_metadata_out_graph(view)
+            self.backend.init_forward_metadata_in_graph(view)
+        else:
+            self.backend.init_forward_metadata(view)
+        q = torch.randn(len(lens) * DRAFTS, self.heads * self.dim, generator=self.draw)
+        layer = SimpleNamespace(layer_id=0, k_scale=None, v_scale=None)
+        out = self.backend.forward_extend(q, None, None, layer, view, save_kv_cache=False)
+        for place, row in enumerate(rows):
+            mine = slice(place * DRAFTS, (place + 1) * DRAFTS)
+            assert torch.allclose(out[mine], self.exact(q[mine], row), atol=1e-5), (row, self.requests[row])
+            self.requests[row][1] += int(self.rng.integers(1, DRAFTS + 1))
+
+    def exact(self, q, row):
+        committed = self.requests[row][1]
+        slots, group = self.table[row, : committed + DRAFTS].long(), self.heads // self.kv_heads
+        caches = self.pool.get_key_buffer(0), self.pool.get_value_buffer(0)
+        k, v = (cache[slots].repeat_interleave(group, 1).transpose(0, 1) for cache in caches)
+        seen = torch.ones(DRAFTS, len(slots), dtype=torch.bool).tril(committed)
+        q = q.view(DRAFTS, self.heads, self.dim).transpose(0, 1)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return out.transpose(0, 1).reshape(DRAFTS, -1)
+
+
+def test_whoever_joins_leaves_and_whatever_is_accepted(server):
+    """Random batches, in graphs and without, against attention with a mask; every node's slots are compared, too."""
+    one = server("NGRAM")
+    for seed in range(12):
+        verifying = Verifying(one, seed)
+        for _ in range(25):
+            if verifying.requests and (len(verifying.requests) == 7 or verifying.rng.random() < 0.2):
+                verifying.leave()
+            while not verifying.requests or (len(verifying.requests) < 7 and verifying.rng.random() < 0.5):
+                verifying.join()
+            graph = bool(verifying.rng.random() < 0.7)
+            verifying.step(int(verifying.rng.integers(0, 9 - len(verifying.requests))) if graph else 0, graph)
+            if max(committed for _, committed in verifying.requests.values()) > 420:
+                break
+        verifying.backend.sharing.forget()
+        plan = verifying.backend.plan
+        assert plan.tokens_read < plan.forest.seq_len.sum()
+
+
 def test_a_step_of_another_width_is_refused(server):
     view = SimpleNamespace(
         forward_mode=ForwardMode.TARGET_VERIFY,
