@@ -107,6 +107,13 @@ VARIANTS = {
     "no-graph": Variant("--disable-cuda-graph", on_cpu=None),
     "feather": Variant("--schedule-policy feather"),
     "tp2": Variant("--tp 2", ranks=2, chosen=False),
+    "ngram": Variant(
+        "--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 1 --speculative-num-draft-tokens 4 "
+        "--speculative-attention-mode decode",
+        on_cpu=None,
+        tight=True,
+        chosen=False,
+    ),
 }
 
 
@@ -120,7 +127,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reference", help="stock backend (default: fa3, torch_native on a CPU)")
     parser.add_argument("--spread", help="other stock backends, of which the first that starts is taken "
                         "(default: flashinfer,triton; on a CPU none)")  # fmt: skip
-    parser.add_argument("--variants", default="", help=f"of {','.join(VARIANTS)} (default: all but tp2)")
+    parser.add_argument("--variants", default="", help=f"of {','.join(VARIANTS)} (default: all but tp2, ngram)")
     parser.add_argument("--new-tokens", type=int, default=48, help="of each answer (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help=f"of {pat_prompts.PROMPTS} prompts for churn, the first "
                         "is compared at once too (default: %(default)s)")  # fmt: skip
