@@ -23,6 +23,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shlex
 import statistics
 import sys
@@ -50,6 +51,7 @@ from feather_sglang.compare.server.process import Server, environment_with
 from feather_sglang.report.tables import grid
 
 STOCK, NONE = "fa3", "none"
+ACCEPTED = re.compile(r"accept len: ([\d.]+)")  # in a server's log
 SPECULATION = "--speculative-attention-mode {mode} --speculative-num-draft-tokens {drafts}"
 CHAINS = "--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-draft-model-path {draft}"
 DRAFTERS = {
@@ -233,6 +235,7 @@ class SpeculationCheck:
     def time(self) -> None:
         """Decode the steady batch on both servers in turn, every other time backwards."""
         case = parse_case(self.options.case)
+        before = read_metrics(self.servers[PAT]) if PAT in self.servers else {}
         found: dict[str, list[float]] = {backend: [] for backend in self.servers}
         for number in range(self.options.repeat):
             for backend in list(found)[:: -1 if number % 2 else 1]:
@@ -247,6 +250,10 @@ class SpeculationCheck:
         for backend, rates in found.items():
             self.rows[backend]["tok_s"] = statistics.median_low(rates) if rates else math.nan
             self.rows[backend]["all_tok_s"] = rates
+            if accepted := ACCEPTED.findall(self.servers[backend].printed()):
+                self.rows[backend].setdefault("accepted", statistics.median(map(float, accepted)))
+        if PAT in self.servers and self.options.mode == "decode":
+            self.rows[PAT].setdefault("read", share_read(before, read_metrics(self.servers[PAT])))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

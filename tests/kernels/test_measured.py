@@ -81,3 +81,15 @@ def test_between_the_products_of_a_layer_too_it_is_faster_where_prefixes_are_sha
     shared = {name: times["feather"] / times["fa3-planned"] for name, times in found.items() if "," in name}
     assert len(shared) == 6 and max(shared.values()) < 0.8 and shared["5,500_5000,100"] < 0.12
     assert all(times["feather"] < times["fa3-planned"] + 6 for times in found.values())  # us
+
+
+def test_drafts_are_verified_faster_than_by_the_peers():
+    best = [
+        one["systems"]["pat"]["warm_us"] / min(one["systems"][peer]["warm_us"] for peer in ("fa3", "flashinfer"))
+        for one in records("verify_h200.json")
+    ]
+    assert best == sorted(best) and best[0] < 0.35 and best[1] < 0.55  # large batches first
+    rates = {
+        row["backend"]: row["tok_s"] for row in json.loads((MEASURED / "speculation_h200.json").read_text())["rows"]
+    }
+    assert rates["pat"] > 1.6 * rates["fa3"]
