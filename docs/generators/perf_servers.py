@@ -22,7 +22,7 @@ from perf_results import (
 )
 from perf_text import Section, command, number, table
 
-from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS, words_of_start
+from feather_sglang.compare.server.config import COMMON_FLAGS, NO_PREFILL_GRAPHS, words_of_start
 
 SERVERS = {"pat": "servers_h200_pat.json", "fa3": "servers_h200_fa3.json", "flashinfer": "servers_h200_flashinfer.json"}
 DECODE = ("server_h200_decode.json", "server_h200_decode_flashinfer.json", "server_h200_decode_triton.json")
@@ -42,8 +42,9 @@ def setup(folder: Path, file: str) -> str:
 
 
 def command_of(folder: Path, file: str) -> str:
-    """The command of a server run, the first where there were several."""
-    return command(get(load(folder, file), file, "command").partition("; ")[0])
+    """The command of a server run, the first where there were several, without flags that are the default."""
+    typed = get(load(folder, file), file, "command").partition("; ")[0]
+    return command(typed.replace(f" --common '{COMMON_FLAGS}'", ""))
 
 
 def days(folder: Path, files: Sequence[str]) -> str:

@@ -15,15 +15,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("|" + "|".join(line) + "|" for line in (head, rule, *rows))
 
 
-def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same where Markdown is not read, as inside of ``details``."""
-    lines = [
-        "".join(f"<th>{cell}</th>" for cell in head),
-        *("".join(f"<td>{cell}</td>" for cell in row) for row in rows),
-    ]
-    return "<table>\n" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table>"
-
-
 def command(text: str, most: int = 2) -> str:
     """A benchmark's command as it is typed: the first of many cases, and nothing about its files and time limits."""
     words = shlex.split(text)

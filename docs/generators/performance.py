@@ -21,6 +21,7 @@ import perf_plots
 import perf_promise
 import perf_replay
 import perf_servers
+import perf_speculation
 from perf_results import ResultError, evicts, geometric_mean, trees
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,7 @@ def page(folder: Path) -> str:
         perf_kernel.section(folder),
         perf_servers.backends(folder),
         perf_models.section(folder),
+        perf_speculation.section(folder),
         perf_servers.policy_section(folder),
         perf_replay.agreement(folder),
         perf_replay.tail(folder),

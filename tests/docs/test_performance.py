@@ -17,6 +17,7 @@ import perf_models
 import perf_promise
 import perf_replay
 import perf_servers
+import perf_speculation
 import performance
 from perf_results import ResultError, evicts, geometric_mean, trees
 
@@ -209,6 +210,21 @@ def model_file() -> dict[str, Any]:
             "machine": machine, "rows": rows}  # fmt: skip
 
 
+def speculation_files() -> dict[str, dict[str, Any]]:
+    """A batch of drafts, and a server of two backends."""
+    about = {"machine": {"gpu": "G", "versions": {"sglang": "0.5.17"}}, "when": "2026-01-02 03:04:05"}
+    verify = {
+        "requests": 9,
+        "groups": 3,
+        "drafts": 4,
+        "floor_us": 10.0,
+        "systems": {name: {"warm_us": us} for name, us in (("pat", 20.0), ("fa3", 80.0), ("flashinfer", 50.0))},
+    }
+    rows = [{"backend": name, "tok_s": rate, "accepted": 2.5} for name, rate in (("pat", 180.0), ("fa3", 100.0))]
+    return {perf_speculation.VERIFY: {"command": "bench_verify.py --json v.json", **about, "records": [verify]},
+            perf_speculation.SERVER: {"command": "check_speculation.py", **about, "rows": rows}}  # fmt: skip
+
+
 def times(content: dict[str, Any], which: str) -> dict[str, list[float]]:
     """The repeats of the first model's case."""
     return content["rows"][0]["all_tok_s"][which]
@@ -227,6 +243,7 @@ def files() -> dict[str, Any]:
     made |= {file: server_file(steady, {"W1": batch}) for file in (perf_servers.TWO_GPUS, perf_servers.LONG)}
     made |= {file: one_backend(name) for name, file in zip(("pat", "fa3", "fa3"), perf_servers.LOADS, strict=True)}
     made[perf_models.MODELS] = model_file()
+    made |= speculation_files()
     figures = {"output_tok_s": 110.0, "ttft_mean": 2.0, "ttft_p99": 4.0, "e2e_mean": 8.0, "max_wait": 5.0}
     made[perf_replay.REPLAYS] = {
         "command": "c", "sglang": "0.5.23", "profile": "h200",
@@ -292,6 +309,19 @@ def test_a_model_has_its_row_with_what_was_cut_and_the_best_other_backend(
     assert "\npython benchmarks/checks/check_models.py --repeat 2\n" in page
 
 
+def test_drafts_have_their_row_and_their_server(files: dict[str, Any], tmp_path: Path) -> None:
+    files[perf_speculation.VERIFY]["records"][0]["systems"]["pat"]["warm_us"] = 60.0  # slower than one of both
+    page = performance.page(written(files, tmp_path))
+    assert rows_with(page, "|9|3|4|60|80|50|**1.20**|6.00|")
+    assert "2.5 tokens a step simulated: 180 tokens/s, **1.80** of fa3" in page
+
+
+def test_replays_that_are_furthest_from_their_server_are_shown(files: dict[str, Any], tmp_path: Path) -> None:
+    files[perf_replay.REPLAYS]["runs"][4]["replay"]["output_tok_s"] = 550.0
+    page = performance.page(written(files, tmp_path))
+    assert rows_with(page, "|W2|", "/550/")
+
+
 def test_a_losing_policy_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
     slow, late = (
         next(record for record in files[perf_servers.SERVERS["fa3"]]["records"]
@@ -339,6 +369,8 @@ def test_a_replay_that_is_far_off_is_shown(files: dict[str, Any], tmp_path: Path
         ("servers_h200_pat.json", lambda content: content["records"][0]["overall"].pop("tok_s"), "overall.tok_s"),
         ("servers_h200_pat.json", lambda content: content["machine"]["versions"].clear(), "versions.sglang"),
         ("server_h200_tp2.json", lambda content: content.pop("when"), "when"),
+        ("verify_h200.json", lambda content: content["records"][0]["systems"].pop("fa3"), "systems.fa3"),
+        ("speculation_h200.json", lambda content: content["rows"].pop(), "no rows of pat and fa3"),
         ("models_h200.json", lambda content: content.pop("when"), "when"),
         ("models_h200.json", lambda content: content["rows"].clear(), "rows is empty"),
         ("models_h200.json", lambda content: content["rows"][1].pop("answers"), "large: no answers"),

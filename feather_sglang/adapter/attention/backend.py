@@ -296,7 +296,8 @@ class PatBackend(AttentionBackend):
     def _copy_rows(self, forward_batch: Any, lens: np.ndarray, drafts: int) -> None:
         if self._for_graph and self._snapshot is not None:
             rows = forward_batch.req_pool_indices[: len(lens)]
-            self._snapshot.take(rows, forward_batch.seq_lens + drafts, int(lens.max()) + drafts)
+            seen = forward_batch.seq_lens + drafts if drafts else forward_batch.seq_lens
+            self._snapshot.take(rows, seen, int(lens.max()) + drafts)
 
     def _drafts_of(self, forward_batch: Any) -> int:
         """Tokens of each request in a verify step; 0 for a decode step."""

@@ -1,0 +1,55 @@
+"""Speculative decoding: what verifying drafts takes, and a server that does; a section of the performance page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from perf_results import ResultError, get, load
+from perf_servers import setup
+from perf_text import Section, command, number, table
+
+VERIFY, SERVER = "verify_h200.json", "speculation_h200.json"
+OURS, PEERS = "pat", ("fa3", "flashinfer")
+
+
+def steps(folder: Path) -> str:
+    """A row for each batch of drafts: the times of a verify step's attention in one layer."""
+    return table(
+        ["requests", "groups", "drafts", f"`{OURS}`, us", *(f"{peer}, us" for peer in PEERS), "to best", "/floor"],
+        [_step(record) for record in get(load(folder, VERIFY), VERIFY, "records")],
+    )
+
+
+def _step(record: dict[str, Any]) -> list[str]:
+    ours, *peers = (get(record, VERIFY, "systems", name, "warm_us") for name in (OURS, *PEERS))
+    return [
+        *(str(get(record, VERIFY, key)) for key in ("requests", "groups", "drafts")),
+        *(f"{time:.0f}" for time in (ours, *peers)),
+        f"**{ours / min(peers):.2f}**",
+        f"{ours / get(record, VERIFY, 'floor_us'):.2f}",
+    ]
+
+
+def server(folder: Path) -> str:
+    """Tokens a second of a server with drafts, pat to fa3."""
+    rows = {row["backend"]: row for row in get(load(folder, SERVER), SERVER, "rows")}
+    if not {OURS, "fa3"} <= rows.keys():
+        raise ResultError(f"{SERVER}: no rows of {OURS} and fa3")
+    ours, other = (get(rows[name], SERVER, "tok_s") for name in (OURS, "fa3"))
+    accepted = get(rows[OURS], SERVER, "accepted")
+    return (
+        f"W1's batch on a server, EAGLE, {accepted:.1f} tokens a step simulated: {number(ours)} tokens/s, "
+        f"**{ours / other:.2f}** of fa3."
+    )
+
+
+def section(folder: Path) -> Section:
+    """What speculation takes under pat."""
+    return Section(
+        "Speculation",
+        ["Attention of one layer over 5K a request, drafts verified:", steps(folder), server(folder)],
+        f"{setup(folder, SERVER)}.",
+        [command(get(load(folder, VERIFY), VERIFY, "command"))],
+        [VERIFY, SERVER],
+    )
