@@ -316,15 +316,15 @@ def judged(row: dict[str, Any], slack: float) -> dict[str, Any]:
     return row
 
 
-def write(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
-    """Keep what is known so far."""
-    if options.json is None:
+def write(path: Path | None, rows: Sequence[dict[str, Any]], **more: Any) -> None:
+    """Keep what is known so far, if there is a file for it."""
+    if path is None:
         return
     content = {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "machine": machine(sys.executable),
-        "when": time.strftime("%Y-%m-%d %H:%M:%S"), "common": COMMON, "rows": rows,
+        "when": time.strftime("%Y-%m-%d %H:%M:%S"), "common": COMMON, **more, "rows": list(rows),
     }  # fmt: skip
-    options.json.write_text(json.dumps(content, indent=1))
+    path.write_text(json.dumps(content, indent=1))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -351,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"[{time.monotonic() - begun:4.0f} s] {check.name} {check.shape.cut}".rstrip(), flush=True)
                 rows.append(judged(check.run(), options.slack))
                 print(table(rows[-1:]), flush=True)
-                write(options, rows)
+                write(options.json, rows)
         finally:
             for check in checks:
                 check.stop()

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-import json
 import math
 import os
 import re
@@ -35,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import pat_compare
-from check_models import COMMON, FLOOR, HERE, PAT, SHARED, TOP, prompts, share_read
+from check_models import COMMON, FLOOR, HERE, PAT, SHARED, TOP, prompts, share_read, write
 from check_pat_server import FAILURES, PACE, read_answer, read_metrics
 from model_shapes import SHAPES, VOCABULARY, Shape
 from pat_churn import Churn
@@ -45,7 +44,6 @@ from sending import body
 from feather_sglang.compare.server.cases import parse_case
 from feather_sglang.compare.server.client import allow_open_files, call
 from feather_sglang.compare.server.config import ServerConfig
-from feather_sglang.compare.server.machine import machine
 from feather_sglang.compare.server.measure import measure
 from feather_sglang.compare.server.process import Server, environment_with
 from feather_sglang.report.tables import grid
@@ -279,17 +277,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return grid(lines)
 
 
-def write(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
-    """Keep what is known so far."""
-    if options.json is None:
-        return
-    content = {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "machine": machine(sys.executable),
-        "when": time.strftime("%Y-%m-%d %H:%M:%S"), "common": COMMON, "drafters": DRAFTERS, "rows": list(rows),
-    }  # fmt: skip
-    options.json.write_text(json.dumps(content, indent=1))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the drafters one after the other."""
     options = arguments(argv)
@@ -324,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     check.time()
                 rows += check.rows.values()
                 print(f"[{time.monotonic() - begun:4.0f} s]", table(list(check.rows.values())), sep="\n", flush=True)
-                write(options, rows)
+                write(options.json, rows, drafters=DRAFTERS)
         finally:
             for check in checks:
                 check.stop()
