@@ -183,6 +183,7 @@ HOOKS = (
         "calls",
         ("self",),
         "rows of slots keep still until a step has read or copied them",
+        ("SGLANG_FORCE_COARSE_WAR_BARRIER",),
         part="pat",
     ),
     Hook(

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import pickle
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from harness import CONFIG, OverlapServer, Server
 from plain_attention import PlainAttention
+from sglang.srt.layers.attention import base_attn_backend
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -101,6 +103,7 @@ def environment(monkeypatch):
     """The reference instead of the kernel, a look at the slots after every step, and backends for a CPU."""
     monkeypatch.setenv("FEATHER_PAT_REFERENCE", "1")
     monkeypatch.setenv("FEATHER_DEBUG_CHECK", "1")
+    monkeypatch.setenv(beside.COARSE_BARRIER, "0")  # which some set, so that this is undone
     monkeypatch.setitem(ATTENTION_BACKENDS, STAND_IN, PlainAttention)
     for module in (allocation, forward_batch_info):  # which think that its kernels can run, by its name
         monkeypatch.setattr(module, "support_triton", lambda name: False)
@@ -322,6 +325,17 @@ def test_a_backend_beside_that_cannot_be_there_is_said_in_one_line(server, monke
     with pytest.raises(FeatherError, match=says) as error:
         server(kind, "pat")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "late"), [("fa3", False), ("triton", False), ("trtllm_mha", True), ("hpc_ops", True)])
+def test_the_table_of_slots_keeps_still_while_a_backend_beside_reads_it(monkeypatch, name, late):
+    """In a graph: to 0.5.17 SGLang cannot know, and would write to it as soon as a replay begins."""
+    monkeypatch.setenv(beside.COARSE_BARRIER, "0")
+    monkeypatch.setitem(ATTENTION_BACKENDS, name, lambda runner: name)
+    runner = SimpleNamespace(server_args=SimpleNamespace(_feather_beside=name))
+    assert beside.create_beside(runner, 3) == name
+    asked = hasattr(base_attn_backend, "SharedReadEnds")
+    assert os.environ[beside.COARSE_BARRIER] == ("1" if late and not asked else "0")
 
 
 def test_a_backend_beside_that_has_nothing_to_do_is_said(server, monkeypatch, caplog):

@@ -7,6 +7,7 @@ it would decode with then is remembered in them. ``--feather-pat-beside`` names 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 PAT = "pat"
 CHOICE = "_feather_beside"  # on SGLang's arguments, which take it along to other processes
 DRAFT = "speculative_draft_attention_backend"
+COARSE_BARRIER = "SGLANG_FORCE_COARSE_WAR_BARRIER"
+READS_BEFORE_REPLAY = ("fa3", "fa4", "flashinfer", "triton")  # whose graphs read no table of SGLang's
 
 
 def resolve_beside(original: Callable[..., Any], args: Any) -> Any:
@@ -76,6 +79,7 @@ def create_beside(runner: Any, layers: int) -> Any:
             "name it with --feather-pat-beside, or use another --decode-attention-backend"
         )
     logger.info("feather: %s decodes %d layers beside pat", name, layers)
+    _wait_for_late_reads(name)
     try:
         return ATTENTION_BACKENDS[name](runner)
     except Exception as error:  # whatever another backend lacks
@@ -83,3 +87,14 @@ def create_beside(runner: Any, layers: int) -> Any:
             f"{name} cannot decode beside pat ({type(error).__name__}: {' '.join(str(error).split())}): name another "
             "backend with --feather-pat-beside, or use another --decode-attention-backend"
         ) from error
+
+
+def _wait_for_late_reads(name: str) -> None:
+    """Where backends cannot say when they are done with SGLang's tables, let it wait for whole steps.
+
+    Else it would write to them for the next step as soon as a CUDA graph's replay begins, in which some read.
+    """
+    from sglang.srt.layers.attention import base_attn_backend
+
+    if not hasattr(base_attn_backend, "SharedReadEnds") and name not in READS_BEFORE_REPLAY:
+        os.environ[COARSE_BARRIER] = "1"
