@@ -222,6 +222,17 @@ def test_who_was_aborted_is_not_judged():
     assert (server.outcomes.judged, server.outcomes.within) == (0, 0)
 
 
+def test_nothing_is_kept_of_those_who_have_all_their_tokens_from_prefill():
+    """Such as health checks on an idle server, which come for weeks."""
+    server = Server()
+    for number in range(9):
+        server.admit(f"h{number}", server.now)
+        server.prefill([f"h{number}"], 0.1)
+        server.end(f"h{number}")
+    assert server.outcomes.within == 9
+    assert not any(kept for kept in vars(server.outcomes).values() if isinstance(kept, list | dict))
+
+
 def test_what_a_lone_request_takes_counts_once_it_was_measured():
     promise = Promise(parse("mooncake"))
     outcomes = Outcomes(promise)

@@ -26,7 +26,7 @@ class Outcomes:
         self._came: dict[Hashable, float] = {}  # of requests that wait
         self._due: dict[Hashable, float] = {}  # when the first token is to be there, of admitted requests without one
         self._before: dict[Hashable, int] = {}  # gaps too long before a request had its first token
-        self._joined: list[tuple[Hashable, float]] = []  # since the last decode step, and when
+        self._joined: dict[Hashable, float] = {}  # of those, since the last decode step: when
         self._gaps = 0  # too long so far
         self._decoded: float | None = None  # when the last decode step ended
 
@@ -50,21 +50,22 @@ class Outcomes:
             self.judged += 1
         else:
             self._before[request_id] = self._gaps
-            self._joined.append((request_id, now))
+            self._joined[request_id] = now
 
     def decoded(self, now: float) -> None:
         """A decode step has given all who run a token."""
         bound = self.promise.gap()
         if bound is not None and (self._decoded is None or now - self._decoded > bound):
             self._gaps += 1
-            for request_id, since in self._joined:
-                if now - since <= bound and request_id in self._before:
+            for request_id, since in self._joined.items():
+                if now - since <= bound:
                     self._before[request_id] += 1
         self._joined.clear()
         self._decoded = now
 
     def ended(self, request_id: Hashable, tokens: int) -> None:
         """A request has all its tokens."""
+        self._joined.pop(request_id, None)
         before = self._before.pop(request_id, None)
         if before is not None:
             self.judged += 1
@@ -74,4 +75,5 @@ class Outcomes:
         """A request has left; if it is not judged by now it will not be."""
         self._came.pop(request_id, None)
         self._due.pop(request_id, None)
+        self._joined.pop(request_id, None)
         self._before.pop(request_id, None)
