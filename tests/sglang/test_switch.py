@@ -17,6 +17,8 @@ from feather_sglang.adapter.switch import endpoint as switch_endpoint
 from feather_sglang.adapter.switch import switch
 from feather_sglang.adapter.switch.switch import Order
 from feather_sglang.errors import FeatherError
+from feather_sglang.scheduling.modes.mode import Mode, Ranking
+from feather_sglang.scheduling.modes.mode_policy import ModePolicy
 from feather_sglang.scheduling.policies import make_policy
 
 ALLOWED = '{"allow_switch": true}'
@@ -199,6 +201,24 @@ def test_an_order_that_cannot_be_carried_out_changes_nothing(server, name, optio
     assert status == 400 and says in answer["error"] and "\n" not in answer["error"]
     assert one.scheduler.schedule_policy == "lpm" and one.scheduler.policy.policy.value == "lpm"
     assert state(one)["refused"]["reason"] == answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ("no policy", "not JSON"),
+        ({"default": "shared, never"}, "is damaged: 'shared, never' is no mode"),
+        ({"rivals": []}, "names no other modes to try: run feather learn again"),
+    ],
+)
+def test_a_policy_file_of_modes_is_read_before_the_old_policy_is_undone(server, tmp_path, written, says):
+    path = tmp_path / "modes.json"
+    ModePolicy({}, Mode(), rivals=[Mode(Ranking.OLDEST)]).save(path)
+    path.write_text(written if isinstance(written, str) else json.dumps(json.loads(path.read_text()) | written))
+    one = server("lpm")
+    status, answer = order(one, "feather", slo="ttft=2,tbt=50", modes=str(path), modes_budget=0.01)
+    assert status == 400 and says in answer["error"] and "\n" not in answer["error"]
+    assert one.scheduler.schedule_policy == "lpm" and not hasattr(one.scheduler, "feather")
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def make_admission(
     bound = prefill_delay_bound(scheduler.server_args, name, options)
     tbt = None if options.tbt is None else options.tbt / 1e3
     promise = Promise(parse(options.slo), tbt) if options.slo is not None else None
-    modes = ModePolicy.load(options.modes or SHIPPED) if promise is not None else None
+    modes = load_modes(options)
     batching = make_prefix_batching(scheduler, options) if policy is not None else None
     return Admission(
         ChunkedHashTree(options.chunk_size, seed=seed),
@@ -88,12 +88,20 @@ def make_admission(
     )
 
 
+def load_modes(options: FeatherOptions) -> ModePolicy | None:
+    """The policy that chooses modes; None where there is no promise to keep."""
+    if options.slo is None:
+        return None
+    modes = ModePolicy.load(options.modes or SHIPPED)
+    if options.modes_budget and not modes.rivals:
+        raise FeatherError(f"--feather-modes {options.modes} names no other modes to try: run feather learn again")
+    return modes
+
+
 def make_trials(modes: ModePolicy, options: FeatherOptions) -> Trials | None:
     """The trials of other modes than the policy file's; None where nothing may be lost to them."""
     if not options.modes_budget:
         return None
-    if not modes.rivals:
-        raise FeatherError(f"--feather-modes {options.modes} names no other modes to try: run feather learn again")
     return Trials(modes.rivals, options.modes_budget, lambda line: logger.info("feather: %s", line))
 
 
