@@ -18,22 +18,18 @@ ANOTHER_BACKEND = "choose another --decode-attention-backend"
 class Limit(NamedTuple):
     """Something that is not served: what it is, whether it is there, and what it is called in the support matrix.
 
-    ``what`` may have fields of the subject in braces.
+    ``what`` may have fields of the subject in braces; ``instead`` is what to do about a flag.
     """
 
     what: str
     holds: Callable[[Any], bool]
     name: str = ""
+    instead: str = "drop it"
 
     @property
     def title(self) -> str:
         """Its name in the support matrix."""
         return self.name or self.what
-
-
-def first_limit(limits: Iterable[Limit], subject: Any) -> str | None:
-    """What the first limit that holds names, or None."""
-    return next((limit.what.format(subject) for limit in limits if limit.holds(subject)), None)
 
 
 def resolved(args: Any, name: str) -> Any:
@@ -42,6 +38,22 @@ def resolved(args: Any, name: str) -> Any:
         if name in declared:
             return declared[name]
     return getattr(args, name, None)
+
+
+class _Resolved:
+    """A subject whose flags are read as SGLang has resolved them."""
+
+    def __init__(self, subject: Any) -> None:
+        self._subject = subject
+
+    def __getattr__(self, name: str) -> Any:
+        return resolved(self._subject, name)
+
+
+def first_limit(limits: Iterable[Limit], subject: Any) -> Limit | None:
+    """The first limit that holds, with the subject's fields filled in, or None."""
+    limit = next((limit for limit in limits if limit.holds(subject)), None)
+    return limit and limit._replace(what=limit.what.format(_Resolved(subject)))
 
 
 def _drafts_by(args: Any) -> str | None:
@@ -73,10 +85,17 @@ PAT_FLAGS = (
     Limit("--disaggregation-mode", lambda args: args.disaggregation_mode != "null"),
     OTHER_DRAFTERS,
     Limit(
-        "trees of n-grams (--speculative-ngram-max-bfs-breadth: 1)",
+        "trees of n-grams",
         lambda args: _drafts_by(args) == "NGRAM" and args.speculative_ngram_max_bfs_breadth > 1,
+        "trees of n-grams (--speculative-ngram-max-bfs-breadth: 1)",
+        "give --speculative-ngram-max-bfs-breadth 1",  # without the flag SGLang chooses trees
     ),
-    Limit("trees of drafts (--speculative-eagle-topk: 1)", _drafts_trees),
+    Limit(
+        "trees of drafts",
+        _drafts_trees,
+        "trees of drafts (--speculative-eagle-topk: 1)",
+        "give --speculative-eagle-topk 1",  # here, too, for some models
+    ),
     Limit(
         "--speculative-draft-attention-backend pat",
         lambda args: resolved(args, "speculative_draft_attention_backend") == "pat",
@@ -98,8 +117,10 @@ PAT_FLAGS = (
 
 def refuse_policy_flags(args: Any, name: str, options: FeatherOptions) -> None:
     """Raise ``FeatherError`` for flags that the feather policy ``name``, or these options, do not support."""
-    if flag := first_limit(POLICY_FLAGS, args):
-        raise FeatherError(f"--schedule-policy {name} does not support {flag}; drop it or choose another policy")
+    if limit := first_limit(POLICY_FLAGS, args):
+        raise FeatherError(
+            f"--schedule-policy {name} does not support {limit.what}; {limit.instead} or choose another policy"
+        )
     if options.pace and not admits(name):
         raise FeatherError(
             f"--schedule-policy {name} leaves admission to SGLang, so --feather-pace cannot work; drop it"
@@ -130,5 +151,5 @@ def refuse_pat_flags(args: Any) -> None:
     """Raise ``FeatherError`` for flags that the pat backend does not support."""
     if args.device == "cpu" and os.environ.get(REFERENCE) != "1":
         raise FeatherError(f"the pat backend needs an NVIDIA GPU, this server runs on the CPU: {ANOTHER_BACKEND}")
-    if flag := first_limit(PAT_FLAGS, args):
-        raise FeatherError(f"the pat backend does not support {flag}; drop it or {ANOTHER_BACKEND}")
+    if limit := first_limit(PAT_FLAGS, args):
+        raise FeatherError(f"the pat backend does not support {limit.what}; {limit.instead} or {ANOTHER_BACKEND}")

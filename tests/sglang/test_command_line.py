@@ -148,13 +148,21 @@ def arguments(**changed):
             {"decode_attention_backend": "pat", "speculative_algorithm": "DFLASH"},
             "does not support --speculative-algorithm DFLASH;",
         ),
+        (  # as SGLang calls it where the draft model is one of Gemma 4's assistants
+            {
+                "decode_attention_backend": "pat",
+                "speculative_algorithm": "NEXTN",
+                "_resolved_overrides": [("sglang", {"speculative_algorithm": "FROZEN_KV_MTP"})],
+            },
+            "does not support --speculative-algorithm FROZEN_KV_MTP;",
+        ),
         (
             {"decode_attention_backend": "pat", "speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4},
-            "does not support trees of drafts (--speculative-eagle-topk: 1);",
+            "does not support trees of drafts; give --speculative-eagle-topk 1 or choose another --decode-",
         ),
         (
             {"attention_backend": "pat", "speculative_algorithm": "ngram", "speculative_ngram_max_bfs_breadth": 10},
-            "does not support trees of n-grams (--speculative-ngram-max-bfs-breadth: 1);",
+            "does not support trees of n-grams; give --speculative-ngram-max-bfs-breadth 1 or choose another --decode-",
         ),
         (
             {"decode_attention_backend": "pat", "speculative_algorithm": "EAGLE3", "speculative_adaptive": True},

@@ -131,8 +131,8 @@ def packed_layers(model: ModelFacts) -> tuple[LayerFacts, ...]:
     FeatherError
         A model, a setting or a KV cache that pat cannot serve, or a model without a layer to pack.
     """
-    if what := first_limit(MODEL_LIMITS, model):
-        raise FeatherError(f"the pat backend does not support {what}: {ANOTHER_BACKEND}")
+    if limit := first_limit(MODEL_LIMITS, model):
+        raise FeatherError(f"the pat backend does not support {limit.what}: {ANOTHER_BACKEND}")
     if not model.layers:
         raise FeatherError(f"the pat backend finds no attention layer in this model: {ANOTHER_BACKEND}")
     found = {layer: left_to_another(layer) for layer in model.layers}
@@ -145,7 +145,8 @@ def packed_layers(model: ModelFacts) -> tuple[LayerFacts, ...]:
 
 def left_to_another(layer: LayerFacts) -> str | None:
     """Why a layer is left to the backend beside pat; None if it is packed."""
-    return first_limit(LAYER_LIMITS, layer)
+    limit = first_limit(LAYER_LIMITS, layer)
+    return limit and limit.what
 
 
 def refuse_capability(major: int, minor: int) -> None:

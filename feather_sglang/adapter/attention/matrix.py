@@ -138,7 +138,7 @@ def mode_rows() -> list[tuple[str, str, str]]:
     rows = []
     for mode in MODES:
         if limit := first_limit(PAT_FLAGS, SimpleNamespace(**_SERVER | mode.arguments)):
-            raise FeatherError(f"the matrix says that {mode.name} is served, and the checks refuse {limit}")
+            raise FeatherError(f"the matrix says that {mode.name} is served, and the checks refuse {limit.what}")
         rows.append((mode.name, "yes", mode.shown_by))
     return rows + [(limit.title, "no", "") for limit in PAT_FLAGS]
 
