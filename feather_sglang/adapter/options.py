@@ -228,6 +228,14 @@ class FeatherOptions:
             raise FeatherError(f'{VARIABLE}: expected a JSON object such as {{"max_wait": 30}}, found {text!r}')
         return replace(cls(), **_parse(given, f"{VARIABLE}: "))
 
+    @classmethod
+    def from_flags(cls, given: dict[str, Any]) -> FeatherOptions:
+        """Values of flags, by the names of the options; raises ``FeatherError``, which names the flag."""
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            values |= _parse({name: value}, "", f"--feather-{name.replace('_', '-')} {value}")
+        return replace(cls(), **values)
+
     def updated(self, given: dict[str, Any]) -> FeatherOptions:
         """Options of another policy on the same server; null stands for the default where that is none.
 
@@ -247,8 +255,11 @@ class FeatherOptions:
         environment[VARIABLE] = json.dumps(asdict(self))
 
 
-def _parse(given: dict[str, Any], head: str) -> dict[str, Any]:
-    """The values of a JSON object; a mistake raises ``FeatherError``, its line beginning with ``head``."""
+def _parse(given: dict[str, Any], head: str, called: str | None = None) -> dict[str, Any]:
+    """The values of a JSON object; a mistake raises ``FeatherError``, its line beginning with ``head``.
+
+    ``called``: what a value is called; by default its name and it.
+    """
     known = {spec.name: spec for spec in fields(FeatherOptions)}
     values: dict[str, Any] = {}
     for name, value in given.items():
@@ -260,7 +271,7 @@ def _parse(given: dict[str, Any], head: str) -> dict[str, Any]:
         try:
             values[name] = known[name].metadata["parse"](value)
         except (TypeError, ValueError, OverflowError) as error:
-            raise FeatherError(f"{head}{name}={value!r}: {error}") from None
+            raise FeatherError(f"{head}{called or f'{name}={value!r}'}: {error}") from None
     return values
 
 

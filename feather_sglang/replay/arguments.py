@@ -273,7 +273,7 @@ def common_options(args: argparse.Namespace) -> dict[str, Any]:
         "max_wait": args.feather_max_wait,
         "max_overtaking": "inf" if args.feather_max_overtaking == math.inf else args.feather_max_overtaking,
     }
-    FeatherOptions().updated(options)  # a mistake ends the command here, not a replay after minutes
+    FeatherOptions.from_flags(options)  # a mistake ends the command here, not a replay after minutes
     return options
 
 

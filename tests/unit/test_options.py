@@ -196,3 +196,9 @@ def test_options_of_another_policy_on_the_same_server(tmp_path):
     ):
         with pytest.raises(FeatherError, match=says):
             before.updated(given)
+
+
+def test_a_mistake_in_a_flag_names_the_flag():
+    with pytest.raises(FeatherError, match=r"^--feather-slo ttft=2: give both bounds, ttft and tbt$"):
+        FeatherOptions.from_flags({"chunk_size": 32, "slo": "ttft=2"})
+    assert FeatherOptions.from_flags({"chunk_size": 32}).chunk_size == 32
