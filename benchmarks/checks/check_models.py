@@ -47,7 +47,7 @@ from feather_sglang.compare.server.process import Server, environment_with
 from feather_sglang.report.tables import grid
 
 HERE = Path(__file__).resolve().parent
-SHARED, PRIVATE = "decode:{},2,3000,192", "decode:{},0,800,192"
+SHARED, PRIVATE = "decode:{},2,3000,{}", "decode:{},0,800,{}"
 COMMON = (
     "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --enable-metrics --log-level-http warning "
     "--dtype bfloat16 --context-length 16384 --max-running-requests 64 --cuda-graph-max-bs-decode 64 "
@@ -67,7 +67,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shapes", default=",".join(SHAPES), help="with commas (default: all)")
     parser.add_argument("--new-tokens", type=int, default=32, help="of each answer (default: %(default)s)")
     parser.add_argument("--shared", default=SHARED, help="a steady case; {} stands for a shape's requests "
-                        "(default: %(default)s)")  # fmt: skip
+                        "and for the tokens that each decodes (default: %(default)s)")  # fmt: skip
     parser.add_argument("--private", default=PRIVATE, help="a steady case without sharing (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=4, help="times of each case, A B B A (default: %(default)s)")
     parser.add_argument("--together", type=int, default=1, help="shapes whose servers start and stay up together, if "
@@ -102,7 +102,7 @@ def shape_of(options: argparse.Namespace, name: str) -> Shape:
 def cases_of(options: argparse.Namespace, shape: Shape) -> dict[str, Case]:
     """The steady cases of a shape."""
     texts = {"shared": options.shared, "private": options.private}
-    return {which: parse_case(text.format(shape.requests)) for which, text in texts.items()}
+    return {which: parse_case(text.format(shape.requests, shape.decoded)) for which, text in texts.items()}
 
 
 def prompts(count: int = 24, seed: int = 0) -> dict[str, list[int]]:

@@ -83,7 +83,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=48, help="of each answer (default: %(default)s)")
     parser.add_argument("--accept", type=float, help="tokens a step, simulated: times only")
     parser.add_argument("--running", type=int, default=RUNNING, help="most running requests (default: %(default)s)")
-    parser.add_argument("--case", default=SHARED.format(RUNNING), help="a steady case (default: %(default)s)")
+    parser.add_argument(
+        "--case", default=SHARED.format(RUNNING, Shape.decoded), help="a steady case (default: %(default)s)"
+    )
     parser.add_argument("--repeat", type=int, default=4, help="times of it, A B B A (default: %(default)s)")
     parser.add_argument("--churn", type=float, default=8.0, help="seconds of random requests (default: %(default)g)")
     parser.add_argument("--together", type=int, default=2, help="drafters whose servers are up together "

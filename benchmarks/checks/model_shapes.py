@@ -30,6 +30,7 @@ class Shape:
     stock : backends to compare with, the first of which pat prefills with.
     spread : one more, for the spread alone: too slow to compare times with.
     requests : of the steady batches; states of linear attention take much memory, and cached prefixes hold some, too.
+    decoded : tokens of each request of a steady batch: more where steps are so short that the host's pauses show.
     """
 
     kind: str
@@ -39,6 +40,7 @@ class Shape:
     spread: tuple[str, ...] = ()
     flags: str = ""
     requests: int = 64
+    decoded: int = 192
 
     def write(self, folder: Path) -> Path:
         """Write the configuration into a folder."""
@@ -62,6 +64,8 @@ SHAPES = {
             "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
             "head_dim": 64, "hidden_act": "silu", "rope_theta": 500000.0,
         },
+        flags="--max-total-tokens 160000",
+        decoded=1200,
     ),
     "qwen2.5-7b": Shape(
         "dense",

@@ -165,3 +165,15 @@ def test_answers_that_repeat_their_prompts_last_token_show_nothing(row):
     stuck = {name: one._replace(tokens=one.tokens[:1] * len(one.tokens)) for name, one in answers().items()}
     problems = row(given=dict.fromkeys(GOOD, stuck))["problems"]
     assert any("one token over and over: nothing is shown" in problem for problem in problems)
+
+
+def test_a_model_of_short_steps_decodes_for_longer_than_its_servers_pause(monkeypatch):
+    monkeypatch.setattr(check.metadata, "entry_points", lambda group: [type("Point", (), {"name": "feather"})])
+    options = check.arguments([])
+    tokens = {
+        name: {
+            request.output_length for case in check.cases_of(options, shape).values() for request in case.trace.requests
+        }
+        for name, shape in check.SHAPES.items()
+    }
+    assert tokens.pop("llama-3.2-1b") == {1200} and all(found == {192} for found in tokens.values())
