@@ -82,6 +82,18 @@ def test_other_modes_are_tried_and_what_came_of_requests_is_counted(served, kind
     assert 0 < outcomes.within and stats["lost"] <= BUDGET * outcomes.within + 2 * WINDOW
 
 
+def test_whether_the_server_is_healthy_says_nothing_of_the_bounds(served):
+    one = served(Server, 7, budget=0.01)
+    judged = one.feather.meters.outcomes.judged
+    for rid in ("HEALTH_CHECK_1", "last"):
+        one.came[rid] = STEP * one.steps
+        assert one.submit(rid, [7] * 20, max_new_tokens=2)
+        while not one.requests[rid].finished():
+            step(one)
+    step(one)
+    assert one.feather.meters.outcomes.judged == judged + 1
+
+
 def test_a_file_that_names_no_other_modes_ends_start_up(tmp_path, monkeypatch):
     modes = tmp_path / "modes.json"
     ModePolicy({}, USUAL).save(modes)

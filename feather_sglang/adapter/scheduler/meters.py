@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable
 from itertools import chain
 from typing import Any
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
 from feather_sglang.adapter.refusals import resolved
 from feather_sglang.adapter.scheduler.agreement import Agreement
 from feather_sglang.adapter.scheduler.guard import Guard
@@ -52,8 +54,8 @@ class Meters:
         self._step = False, 0  # whether the step that ends decodes, and its tokens; with drafts, those before it
 
     def arrived(self, rid: Hashable) -> None:
-        """A request has come."""
-        if self.outcomes is not None:
+        """A request has come; what is promised is no matter of SGLang's own, which ask whether it is healthy."""
+        if self.outcomes is not None and not str(rid).startswith(HEALTH_CHECK_RID_PREFIX):
             self.outcomes.arrived(rid, self.clock())
 
     def result_comes(self, batch: Any) -> None:
