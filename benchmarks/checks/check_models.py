@@ -26,7 +26,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -327,6 +328,20 @@ def write(path: Path | None, rows: Sequence[dict[str, Any]], **more: Any) -> Non
     path.write_text(json.dumps(content, indent=1))
 
 
+@contextmanager
+def servers_of(checks: Sequence[Any]) -> Iterator[None]:
+    """The servers of several checks, started at once; they have been waited for, and are stopped at the end."""
+    try:
+        for check in checks:
+            check.start()
+        for check in checks:
+            check.wait()
+        yield
+    finally:
+        for check in checks:
+            check.stop()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the shapes that time allows."""
     options = arguments(argv)
@@ -342,19 +357,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = options.names[first : first + options.together]
         print(f"[{time.monotonic() - begun:4.0f} s] starting the servers of {', '.join(names)}", flush=True)
         checks = [ShapeCheck(name, shape_of(options, name), options, logs, remaining) for name in names]
-        try:
-            for check in checks:
-                check.start()
-            for check in checks:
-                check.wait()
+        with servers_of(checks):
             for check in checks:
                 print(f"[{time.monotonic() - begun:4.0f} s] {check.name} {check.shape.cut}".rstrip(), flush=True)
                 rows.append(judged(check.run(), options.slack))
                 print(table(rows[-1:]), flush=True)
                 write(options.json, rows)
-        finally:
-            for check in checks:
-                check.stop()
     print("", table(rows), sep="\n")
     for row in rows:
         for words in row["problems"][:12]:

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import pat_compare
-from check_models import COMMON, FLOOR, HERE, PAT, SHARED, TOP, prompts, share_read, write
+from check_models import COMMON, FLOOR, HERE, PAT, SHARED, TOP, prompts, servers_of, share_read, write
 from check_pat_server import FAILURES, PACE, read_answer, read_metrics
 from model_shapes import SHAPES, VOCABULARY, Shape
 from pat_churn import Churn
@@ -291,11 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for first in range(0, len(options.names), options.together):
         checks = [SpeculationCheck(name, options, logs) for name in options.names[first : first + options.together]]
         print(f"[{time.monotonic() - begun:4.0f} s] starting {', '.join(c.drafter for c in checks)}", flush=True)
-        try:
-            for check in checks:
-                check.start()
-            for check in checks:
-                check.wait()
+        with servers_of(checks):
             for check in checks:
                 if tolerance is None and options.accept is None:
                     if STOCK not in check.servers:
@@ -314,9 +310,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows += check.rows.values()
                 print(f"[{time.monotonic() - begun:4.0f} s]", table(list(check.rows.values())), sep="\n", flush=True)
                 write(options.json, rows, drafters=DRAFTERS)
-        finally:
-            for check in checks:
-                check.stop()
     print("", table(rows), sep="\n")
     for row in rows:
         for words in row["problems"][:8]:
