@@ -247,21 +247,14 @@ class PatBackend(AttentionBackend):
         return k_scale, v_scale
 
     def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **extras: Any,
+        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """The same for a verify step, whose rows are drafts; raises for prefill, which belongs to another backend."""
         if not forward_batch.forward_mode.is_target_verify():
             raise RuntimeError("pat decodes only: prefill belongs to another backend")
         if layer.layer_id not in self._engines:
-            return self.beside.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **extras)
-        return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **extras)
+            return self.beside.forward_extend(q, k, v, layer, forward_batch, *args, **kwargs)
+        return self.forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
 
     @property
     def verify_mask(self) -> Any:
