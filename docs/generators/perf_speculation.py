@@ -37,9 +37,9 @@ def server(folder: Path) -> str:
     if not {OURS, "fa3"} <= rows.keys():
         raise ResultError(f"{SERVER}: no rows of {OURS} and fa3")
     ours, other = (get(rows[name], SERVER, "tok_s") for name in (OURS, "fa3"))
-    accepted = get(rows[OURS], SERVER, "accepted")
+    drafter, accepted = (get(rows[OURS], SERVER, key) for key in ("drafter", "accepted"))
     return (
-        f"W1's batch on a server, EAGLE, {accepted:.1f} tokens a step simulated: {number(ours)} tokens/s, "
+        f"W1's batch on a server, {drafter.upper()}, {accepted:.1f} tokens a step simulated: {number(ours)} tokens/s, "
         f"**{ours / other:.2f}** of fa3."
     )
 

@@ -220,7 +220,10 @@ def speculation_files() -> dict[str, dict[str, Any]]:
         "floor_us": 10.0,
         "systems": {name: {"warm_us": us} for name, us in (("pat", 20.0), ("fa3", 80.0), ("flashinfer", 50.0))},
     }
-    rows = [{"backend": name, "tok_s": rate, "accepted": 2.5} for name, rate in (("pat", 180.0), ("fa3", 100.0))]
+    rows = [
+        {"drafter": "eagle", "backend": name, "tok_s": rate, "accepted": 2.5}
+        for name, rate in (("pat", 180.0), ("fa3", 100.0))
+    ]
     return {perf_speculation.VERIFY: {"command": "bench_verify.py --json v.json", **about, "records": [verify]},
             perf_speculation.SERVER: {"command": "check_speculation.py", **about, "rows": rows}}  # fmt: skip
 
