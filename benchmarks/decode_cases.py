@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from feather_kernels.forest import Forest
 from feather_kernels.trees import (
+    FAR_TREES,
     LONG_TREES,
     MIXED_TREES,
     PAT_TREES,
@@ -199,7 +200,7 @@ def tree_case(
 
 TREE_SETS = {
     "pat": PAT_TREES, "serving": SERVING_TREES, "small": SMALL_TREES, "long": LONG_TREES, "mixed": MIXED_TREES,
-    "unlike": UNLIKE_TREES,
+    "unlike": UNLIKE_TREES, "far": FAR_TREES,
 }  # fmt: skip
 
 

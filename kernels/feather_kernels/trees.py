@@ -54,6 +54,12 @@ LONG_TREES = tuple(
     f"{requests}_{tokens}" for requests in (1, 2, 4, 8, 16, 32) for tokens in (2000, 8000, 32000)
 ) + tuple(f"1,{requests}_{tokens},{tokens // 4}" for requests in (4, 16) for tokens in (2000, 8000, 32000))
 
+# Those whose time is furthest from their floor, and two where a peer was ahead.
+FAR_TREES = (
+    "1,64_8192,64", "1,2,4,8,16,32,64,128_64,64,64,64,64,64,64,64", "1,500_5024,128", "3,48,384_4096,256,96",
+    "1,900_64,2048", "64_32768",
+)  # fmt: skip
+
 # Requests of unlike length: a few with long contexts among many with short ones.
 MIXED_TREES = (
     *(f"{few}+{many}" for few in ("1_32000", "4_8000", "4_32000") for many in ("16_500", "64_500", "64_2000")),
