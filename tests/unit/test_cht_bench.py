@@ -9,11 +9,12 @@ import os
 import sys
 import timeit
 from array import array
+from collections import defaultdict
 
 import pytest
 
 from feather_sglang.bench import cht as bench
-from feather_sglang.bench.cht_measure import PAPER_US, measure_calls, measure_scaling
+from feather_sglang.bench.cht_measure import PAPER_US, Prompts, SteadyQueue, measure_calls, measure_scaling
 from feather_sglang.cli import main
 from feather_sglang.scheduling.tree.chunk_hash import hash_vector
 
@@ -61,14 +62,50 @@ def test_the_workload_has_the_papers_calls():
     assert calls["fresh"] + calls["repeated"] == calls["find_best"]
 
 
-def test_no_operation_costs_more_where_a_hundred_times_as_many_wait():
+class Lines:
+    """Counts what Python executes in single calls, by name, in place of the times that `Laps` takes."""
+
+    def __init__(self):
+        self.counts = defaultdict(list)
+
+    def __call__(self, name, function, *arguments):
+        events = 0
+
+        def trace(frame, event, argument):
+            nonlocal events
+            events += 1
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            result = function(*arguments)
+        finally:
+            sys.settrace(before)
+        self.counts[name].append(events)
+        return result
+
+
+def test_no_operation_takes_more_steps_where_a_hundred_times_as_many_wait():
+    counted = []
+    for waiting in (100, 10_000):
+        queue, lines = SteadyQueue(waiting, Prompts()), Lines()
+        for _ in range(100):
+            queue.every_operation(lines)
+        counted.append(lines.counts)
+    assert len(counted[0]) == 10 and counted[0] == counted[1]
+
+
+def test_no_operation_hides_a_loop_over_all_that_wait():
+    # What one call into C does is one step to Python. A loop over 10,000 there takes many times an operation's time;
+    # what memory and neighbours on a shared machine add is less than that time again.
     def ratios():
-        return {name: row["ratio"] for name, row in measure_scaling(blocks=5, cycles=300).items()}
+        return {name: row["ratio"] for name, row in measure_scaling(blocks=3, cycles=100).items()}
 
     best = best_of(ATTEMPTS, ratios, lambda best: max(best.values()) <= bench.MAX_RATIO)
     assert len(best) == 10
     for name, ratio in best.items():
-        assert ratio <= bench.MAX_RATIO, name
+        assert ratio <= 2, name
 
 
 @pytest.mark.slow
