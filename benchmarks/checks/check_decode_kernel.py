@@ -481,7 +481,8 @@ def check_bad_input(make: Make, device: torch.device | str) -> list[str]:
         "a slot beyond the caches": planned(outside),
         "a negative slot": planned(negative),
         "a table that ends early": planned(data.table[: int(batch.forest.row_offset.max()) + 1].contiguous()),
-        "a group of 17": lambda: make(17, 1, 64, device=device),
+        "a group of 129": lambda: make(129, 1, 64, device=device),
+        "a merge of wide groups": lambda: make(17, 1, 64, device=device, merge="fused"),
         "a merge in three launches": lambda: make(8, 1, 64, device=device, launch="serial", merge="fused"),
         "a merge in a large tile": lambda: make(8, 1, 64, device=device, tiles=((128, 64),), merge="fused"),
         "an unknown merge": lambda: make(8, 1, 64, device=device, merge="none"),
@@ -638,6 +639,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="all cases on that path, with another n for that m (feather_kernels.tiles.n_choices)",
     )  # fmt: skip
     parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, help="all cases with this head dimension")
+    parser.add_argument("--wide-groups", action="store_true", help="all cases with 17 to 128 query heads to a KV head")
     parser.add_argument("--sinks", action="store_true", help="all cases with attention sinks")
     parser.add_argument("--kv", choices=("16bit", "fp8"), default="16bit", help="the caches (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the outcomes here")
@@ -670,6 +672,8 @@ def run_all(
             choice = replace(choice, head_dim=options.head_dim, wrapper=_without(choice.wrapper, "tiles"))
         if options.tile:
             choice = replace(choice, wrapper=with_tiles(choice, options.tile))
+        if options.wide_groups:
+            choice = random_batches.with_wide_group(choice, torch.cuda.get_device_capability() >= (9, 0))
         choice = replace(choice, sinks=options.sinks, fp8_kv=options.kv == "fp8")
         if options.verbose:
             print(f"case {choice.seed}: {choice}", flush=True)
@@ -718,7 +722,8 @@ def main(argv: list[str] | None = None) -> int:
         if device_alive():
             graphs = options.case or range(first, first + options.captures)
             captures = run(check_capture, random_batches.draw, graphs)
-        if not (options.case or options.head_dim or options.sinks or options.kv == "fp8") and device_alive():
+        plain = not (options.head_dim or options.wide_groups or options.sinks or options.kv == "fp8")
+        if plain and not options.case and device_alive():
             watchdog.expect(60, "bad input")
             bad = check_bad_input(PackedDecodeWrapper, "cuda")
     watchdog.stop()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from feather_kernels.forest import Forest
 from feather_kernels.pack import MERGES, SPLITS, STRATEGIES
-from feather_kernels.tiles import TILES
+from feather_kernels.tiles import TILES, built_tiles
 from feather_kernels.trees import forest_table, random_forest, tree_forest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -126,6 +126,17 @@ def _merge(seed: int, launch: str, least_rows: int) -> str | None:
 def _fan_in(seed: int) -> int:
     """How many parts a closing item takes in one by one; drawn apart, as `_merge`."""
     return int(np.random.default_rng([seed, 3]).choice([0, 2, 5, 16]))
+
+
+def with_wide_group(choice: Choice, hopper: bool = True) -> Choice:
+    """The case with more query heads to a KV head than a warp's tile has rows, up to what the largest tile holds."""
+    path = "hopper" if hopper and dict(choice.wrapper)["path"] != "portable" else "portable"
+    largest = built_tiles(path, choice.head_dim)[-1][0]
+    wide = [group for group in (17, 24, 32, 48, 64, 71, 96, 128) if group <= largest]
+    group = wide[choice.seed % len(wide)]
+    kept = [(name, value) for name, value in choice.wrapper if name != "tiles" and (name, value) != ("merge", "fused")]
+    kv_heads = 1 + choice.seed // 8 % 2
+    return replace(choice, heads=Heads(group * kv_heads, kv_heads), wrapper=tuple(kept))
 
 
 def small(seed: int, hopper: bool = True) -> Choice:

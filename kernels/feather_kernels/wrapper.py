@@ -60,8 +60,8 @@ class PackedDecodeWrapper:
         One launch for all tile shapes; or one launch a shape, on parallel streams (PAT 6) or one after the other.
     merge : {"fused", "kernel"}, optional
         Who combines a request's parts: the unit that computes its last one, or a second kernel (PAT 7). "fused" needs
-        one launch and a tile of at most 16 rows, and is the default where it has them. Its units wait for each other,
-        so two such wrappers must not run at the same time on two streams.
+        one launch and a tile of at most 16 rows that holds a request's query heads, and is the default where it has
+        them. Its units wait for each other, so two such wrappers must not run at the same time on two streams.
     prefetch : bool
         Prefetch the next KV tile into L2 (``cp.async.bulk.prefetch.L2``).
     logit_soft_cap : float
@@ -112,10 +112,8 @@ class PackedDecodeWrapper:
         debug: bool = False,
         **planner_options: Any,
     ) -> None:
-        if min(num_kv_heads, num_qo_heads) < 1 or num_qo_heads % num_kv_heads or num_qo_heads > 16 * num_kv_heads:
-            raise ValueError(
-                f"{num_qo_heads} query heads on {num_kv_heads} KV heads: give a multiple of at most 16 to one"
-            )
+        if min(num_kv_heads, num_qo_heads) < 1 or num_qo_heads % num_kv_heads:
+            raise ValueError(f"{num_qo_heads} query heads on {num_kv_heads} KV heads: give a multiple")
         if page_size < 1 or page_size & (page_size - 1):
             raise ValueError(f"page_size is {page_size}: give a power of two")
         if window_left != -1:
@@ -154,6 +152,9 @@ class PackedDecodeWrapper:
         self._tiles = tuple(sorted((m, n) for m, n in tiles or chosen_tiles(self.path, head_dim, rules)))
         if [m for m, _ in self._tiles] != [m for m, _ in built[-len(self._tiles) :]]:
             raise ValueError(f"tiles are {self._tiles}: use the largest one or more of {built}")
+        group = num_qo_heads // num_kv_heads
+        if group > self._tiles[-1][0]:
+            raise ValueError(f"{group} query heads to a KV head: the largest tile holds {self._tiles[-1][0]}")
         others = tuple((self.path, m, n) for m, n in self._tiles if (m, n) not in built)
         for _, m, n in others:
             if n not in n_choices(self.path, m, head_dim):
@@ -161,9 +162,12 @@ class PackedDecodeWrapper:
         self._build = str(dtype).removeprefix("torch."), head_dim, 10 * major + minor, others
         self._modules: dict[tuple[bool, bool], Any] = {}
         self.load(logit_soft_cap > 0, sinks)
-        may_fuse = launch == "persistent" and self._tiles[0][0] <= 16
+        may_fuse = launch == "persistent" and max(self._tiles[0][0], group) <= 16
         if merge == "fused" and not may_fuse:
-            raise ValueError("merge is 'fused': that needs launch='persistent' and a tile of at most 16 rows")
+            raise ValueError(
+                "merge is 'fused': that needs launch='persistent', a tile of at most 16 rows, and no more query heads "
+                "to a KV head"
+            )
 
         max_parts = default_parts(max_requests, num_qo_heads) if max_parts is None else max_parts
         properties = torch.cuda.get_device_properties(self.device)

@@ -30,14 +30,14 @@ class HostWrapper(PackedDecodeWrapper):
         strategy="profit", split="balanced", tiles=None, launch="persistent", merge=None, path="auto", sm_scale=None,
         logit_soft_cap=0.0, debug=False, grow=True, fan_in=16, min_chunk=64, kv_dtype=None, **_,
     ):  # fmt: skip
-        if q_heads > 16 * kv_heads:
+        if q_heads > 128 * kv_heads:
             raise ValueError("a group is too large")
         if page_size & (page_size - 1):
             raise ValueError("page_size is no power of two")
         self._tiles = TILES["portable" if path == "portable" else "hopper"] if tiles is None else tiles
-        may_fuse = launch == "persistent" and self._tiles[0][0] <= 16
+        may_fuse = launch == "persistent" and max(self._tiles[0][0], q_heads // kv_heads) <= 16
         if merge == "fused" and not may_fuse:
-            raise ValueError("merge is 'fused' in several launches or a large tile")
+            raise ValueError("merge is 'fused' in several launches, a large tile, or of wide groups")
         self.device, self.dtype, self.page_size, self.debug = torch.device(device), dtype, page_size, debug
         self.kv_dtype = kv_dtype or dtype
         self.num_qo_heads, self.num_kv_heads, self.head_dim = q_heads, kv_heads, head_dim
@@ -114,6 +114,22 @@ def test_a_right_kernel_passes_with_fp8_kv(seed, sinks):
     assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
     assert outcome.ratio <= 1 and outcome.lse_error < 1e-4 and 0 < outcome.wide_times < 3
     assert f"{outcome.choice.dtype} {outcome.choice.head_dim}" in check.fp8_table([outcome])
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_a_right_kernel_passes_with_wide_groups(seed):
+    choice = random_batches.with_wide_group(host_choice(seed))
+    assert 16 < choice.heads.query // choice.heads.kv <= 128
+    outcome = check.check_forest(choice, HostWrapper, "cpu")
+    assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
+
+
+def test_wide_groups_are_no_wider_than_a_tile():
+    for seed in range(100):
+        for hopper in (True, False):
+            choice = random_batches.with_wide_group(draw(seed, hopper), hopper)
+            portable = not hopper or dict(choice.wrapper)["path"] == "portable"
+            assert 16 < choice.heads.query // choice.heads.kv <= (64 if portable else 128)
 
 
 @pytest.mark.parametrize("seed", range(check.SMALL_CASES))

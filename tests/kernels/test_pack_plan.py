@@ -18,7 +18,7 @@ from feather_kernels.trees import PAT_TREES, parse_tree, tree_forest
 @settings(max_examples=300)
 @given(
     forest=forests(tokens=400, tail=600), grow=st.booleans(), min_chunk=st.sampled_from([1, 16, 200]),
-    merge=st.sampled_from(list(MERGES)), tiles=st.sampled_from(TILE_SETS), group=st.integers(1, 16),
+    merge=st.sampled_from(list(MERGES)), tiles=st.sampled_from(TILE_SETS), group=st.integers(1, 16) | st.just(48),
     kv_heads=st.integers(1, 4), n_sm=st.sampled_from([1, 20]), fan_in=st.sampled_from([0, 1, 2, 5, 16]),
 )  # fmt: skip
 def test_every_strategy_and_split_covers_each_request_and_token_once(
@@ -33,9 +33,13 @@ def test_every_strategy_and_split_covers_each_request_and_token_once(
             check_plan(plan_of(forest, strategy=strategy, split=split, **options), forest)
 
 
-@pytest.mark.parametrize("heads", [(8, 8), (16, 1), (12, 2), (5, 1)])
+@pytest.mark.parametrize("heads", [(8, 8), (16, 1), (12, 2), (5, 1), (34, 2), (64, 1), (128, 1)])
 @pytest.mark.parametrize("tiles", [((16, 16),), ((16, 16), (32, 16), (64, 32), (128, 64)), TILES["hopper"]])
 def test_row_tiles_of_any_group(heads, tiles):
+    if heads[0] > tiles[-1][0] * heads[1]:
+        with pytest.raises(PlanError, match="more rows than the largest tile, 16"):
+            plan_of(tree_forest((1,), (9,)), num_qo_heads=heads[0], num_kv_heads=heads[1], tiles=tiles)
+        return
     forest = tree_forest((1, 3, 99), (100, 40, 7))
     plan = plan_of(forest, num_qo_heads=heads[0], num_kv_heads=heads[1], tiles=tiles)
     check_plan(plan, forest)

@@ -119,8 +119,8 @@ def gathers(rows, tiles, teams, group, kv_heads, tails_too):
 
 
 def team_and_tail(tiles, group):
-    """The smallest tile of more than 16 rows, or None, and that which holds one request."""
-    team = next((tile for tile, (m, _) in enumerate(tiles) if m > 16), None)
+    """The smallest tile of more than 16 rows that holds one request, or None, and the smallest of all that does."""
+    team = next((tile for tile, (m, _) in enumerate(tiles) if m > 16 and m >= group), None)
     return team, next(tile for tile, (m, _) in enumerate(tiles) if m >= group)
 
 

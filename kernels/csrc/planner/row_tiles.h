@@ -41,10 +41,11 @@ inline int32_t choose_head_pack(const Config& config) {
   return config.head_dim <= kHeadPackWidest ? 2 : 1;
 }
 
-// A tile whose teams take packs of other tiles, too.
+// A tile whose teams take packs of other tiles, too: the smallest that teams run and a request's rows fit into.
 inline int32_t team_tile(const Config& config) {
+  const int64_t least = std::max<int64_t>(kWarpRows + 1, config.group_size);
   int32_t team = 0;
-  while (team < config.n_tiles && config.tile(team).m <= kWarpRows) ++team;
+  while (team < config.n_tiles && config.tile(team).m < least) ++team;
   return team < config.n_tiles ? team : kNoTile;
 }
 
