@@ -96,10 +96,6 @@ PAT_FLAGS = (
         "trees of drafts (--speculative-eagle-topk: 1)",
         "give --speculative-eagle-topk 1",  # here, too, for some models
     ),
-    Limit(
-        "--speculative-draft-attention-backend pat",
-        lambda args: resolved(args, "speculative_draft_attention_backend") == "pat",
-    ),
     Limit("--speculative-adaptive", lambda args: bool(resolved(args, "speculative_adaptive"))),
     Limit("--enable-multi-layer-eagle", lambda args: bool(resolved(args, "enable_multi_layer_eagle"))),
     Limit("--dllm-algorithm", lambda args: args.dllm_algorithm is not None),

@@ -19,7 +19,9 @@ from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from feather_sglang.adapter.attention import backend as pat_backend
+from feather_sglang.adapter.attention.draft_steps import PatDraftSteps
 from feather_sglang.adapter.attention.metrics import pat_metrics
+from feather_sglang.adapter.attention.registration import _refuse_contradictions
 from feather_sglang.adapter.attention.speculation import chain
 from feather_sglang.adapter.hooks import installed_version, lacks_pages
 from feather_sglang.errors import FeatherError
@@ -32,6 +34,7 @@ DRAFTERS = {
     "STANDALONE": CHAINS,
     "EAGLE": CHAINS,
 }
+BY_PAT = {"speculative_draft_attention_backend": "pat"}
 ONE_LAYER = {**CONFIG, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
 
 
@@ -57,8 +60,7 @@ def server(tmp_path, monkeypatch):
             flags["speculative_draft_model_path"] = str(folder)
         made.append(kind(tmp_path, policy, **{**flags, **overrides}))
         if drafter in ("STANDALONE", "EAGLE"):  # which may share some with the model
-            draft = made[-1].scheduler.draft_worker.draft_worker.draft_runner
-            spread_weights(draft.model, noise=0.1)
+            spread_weights(draft_of(made[-1]).model, noise=0.1)
         spread_weights(runner_of(made[-1]).model)
         return made[-1]
 
@@ -84,6 +86,27 @@ def runner_of(server):
 
 def pat_of(server):
     return runner_of(server).feather_pat
+
+
+def draft_of(server):
+    """The draft model's runner."""
+    return server.scheduler.draft_worker.draft_worker.draft_runner
+
+
+def watch_reads(steps):
+    """KV tokens that each of pat's steps of a draft model reads, and that its rows see."""
+    seen, reach = [], steps.reach
+
+    def watched(number, layer_id, forward_batch):
+        reach(number, layer_id, forward_batch)
+        if layer_id == steps._first_layer:
+            lens = steps._lens[: len(forward_batch.seq_lens)]
+            assert (lens == forward_batch.seq_lens + number + 1).all()
+            grown = int(lens.sum()) - steps._planned
+            seen.append((steps._read + grown, int(lens.sum())))
+
+    steps.reach = watched
+    return seen
 
 
 def submit(server, steps=True, name="r"):
@@ -147,6 +170,38 @@ def test_the_tokens_without_speculation(server, expected, drafter, backend, kind
     assert 0 < read < 0.4 * attended if backend else not attended
     one.step()
     one.assert_pools_full()
+
+
+@pytest.mark.parametrize("kind", [Server, OverlapServer])
+@pytest.mark.parametrize("drafter", ["STANDALONE", "EAGLE"])
+def test_drafts_by_pat(server, expected, caplog, drafter, kind):
+    """The same tokens and the same drafts, from fewer reads."""
+    with caplog.at_level("INFO", "feather_sglang"):
+        one = server(drafter, kind=kind, **BY_PAT)
+    assert f"they are drafted by pat and {STAND_IN}" in caplog.text
+    seen = watch_reads(draft_of(one).feather_pat)
+    assert serve(one) == expected
+    other = server(drafter, kind=kind)
+    serve(other)
+    assert steps_saved(one) == steps_saved(other) > 0
+    assert len(seen) > 50 and sum(read for read, _ in seen) < 0.6 * sum(attended for _, attended in seen)
+    one.step()
+    one.assert_pools_full()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{"page_size": 16}, {"disable_radix_cache": True}, {"policy": "feather"}, {"speculative_num_steps": 1}],
+    ids=str,
+)
+def test_drafts_by_pat_under_other_flags(server, expected, overrides):
+    if "page_size" in overrides and lacks_pages(installed_version()):
+        pytest.skip("this SGLang allocates pages with a GPU kernel")
+    if "speculative_num_steps" in overrides:
+        overrides = {**overrides, "speculative_num_draft_tokens": 2}
+    one = server("STANDALONE", kind=OverlapServer, **BY_PAT, **overrides)
+    assert hasattr(draft_of(one), "feather_pat") == ("speculative_num_steps" not in overrides)  # no decode step then
+    assert serve(one) == expected
 
 
 @pytest.mark.parametrize(
@@ -221,8 +276,7 @@ def test_a_plan_is_kept_while_few_tokens_are_committed_under_it(server):
 def test_drafts_stay_with_sglangs_own_backend(server, caplog):
     with caplog.at_level("INFO", "feather_sglang"):
         one = server("STANDALONE")
-    draft = one.scheduler.draft_worker.draft_worker.draft_runner
-    assert not hasattr(draft, "feather_pat") and pat_of(one).drafts == DRAFTS
+    assert not hasattr(draft_of(one), "feather_pat") and pat_of(one).drafts == DRAFTS
     assert f"pat packs the verification of {DRAFTS} tokens a request; they are drafted by {STAND_IN}" in caplog.text
 
 
@@ -302,6 +356,79 @@ def test_a_replay_with_padding_after_a_capture(server):
             assert torch.allclose(got, exact, atol=1e-5)
         lens = lens + torch.tensor(accepted)
     assert backend.plan.forest.shared_length.min() >= 0 and backend.plan.n_requests == 4 * DRAFTS
+
+
+def test_draft_steps_replayed_after_a_capture(server):
+    """The same around a graph of all decode steps of a draft model."""
+    one = server("STANDALONE", **BY_PAT)
+    steps, runner = draft_of(one).feather_pat, draft_of(one)
+    heads, kv_heads, dim = steps._engines.shape(0)
+    steps.init_cuda_graph_state(4, 4)
+    fill = steps.attn_backends[0].get_cuda_graph_seq_len_fill_value()
+    static, rows = torch.full((4,), fill, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+
+    def view(**fields):
+        return SimpleNamespace(
+            forward_mode=ForwardMode.DECODE, seq_lens=static, req_pool_indices=rows, batch_size=4, **fields
+        )
+
+    steps.init_forward_metadata_out_graph(view(seq_lens_cpu=static.clone()), in_capture=True)
+    steps.init_forward_metadata_in_graph(view())
+    captured = steps._lens.data_ptr()
+    generator = torch.Generator().manual_seed(1)
+    pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+    keys, values = pool.get_key_buffer(0), pool.get_value_buffer(0)
+    for buffer in (keys, values):
+        buffer.copy_(torch.randn(buffer.shape, generator=generator))
+    table[3, :130] = torch.arange(100, 230, dtype=torch.int32)
+    table[7, :64] = table[3, :64]
+    table[7, 64:150] = torch.arange(300, 386, dtype=torch.int32)
+    layer = SimpleNamespace(layer_id=0, k_scale=None, v_scale=None)
+    lens, plans = torch.tensor([70, 90]), set()
+    for accepted in ([1, 4], [3, 1], [1, 1], [2, 4]):
+        static[:2], rows[:2] = lens, torch.tensor([3, 7])
+        steps._expected = ["x", "y"], np.array([3, 7])
+        steps.init_forward_metadata_out_graph(view(seq_lens_cpu=static.clone()))
+        plans.add(steps.plan.serial)
+        before = table.clone()
+        table[3] = 0
+        steps.init_forward_metadata_in_graph(view())
+        q = torch.randn(DRAFTS, 4, heads * dim, generator=generator)
+        made = [
+            step.forward_decode(q[i], None, None, layer, view(), False) for i, step in enumerate(steps.attn_backends)
+        ]
+        assert steps._lens.data_ptr() == captured and len(made) == DRAFTS - 2
+        table.copy_(before)
+        for number, out in enumerate(made):
+            for place, row in enumerate((3, 7)):
+                slots = table[row, : lens[place] + number + 1].long()
+                mine = q[number, place].view(1, heads, dim).transpose(0, 1)
+                k, v = (x[slots].repeat_interleave(heads // kv_heads, 1).transpose(0, 1) for x in (keys, values))
+                exact = torch.nn.functional.scaled_dot_product_attention(mine, k, v)
+                assert torch.allclose(out[place].view(1, heads, dim).transpose(0, 1), exact, atol=1e-5)
+        lens = lens + torch.tensor(accepted)
+    assert steps.plan.forest.shared_length[:2].tolist() == [64, 64] and len(plans) < 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"decode_attention_backend": "triton"}, "only beside --decode-attention-backend pat"),
+        ({"speculative_algorithm": None}, "there is no draft model"),
+        ({"speculative_algorithm": "NGRAM"}, "there is no draft model"),
+    ],
+    ids=str,
+)
+def test_where_pat_cannot_draft(flags, says):
+    args = {"attention_backend": None, "decode_attention_backend": "pat", "prefill_attention_backend": None}
+    args |= {"speculative_algorithm": "EAGLE", **BY_PAT, **flags}
+    with pytest.raises(FeatherError, match=f"^--speculative-draft-attention-backend pat: {says}"):
+        _refuse_contradictions(SimpleNamespace(**args))
+
+
+def test_a_draft_model_that_cannot_be_packed():
+    with pytest.raises(FeatherError, match="not all layers of the draft model can be packed; drop it"):
+        PatDraftSteps._drafts(None, None, SimpleNamespace(layers=(1, 2)), (1,))
 
 
 class Verifying:

@@ -35,7 +35,7 @@ from feather_kernels.plan import PackPlan
 from feather_sglang.adapter.attention.beside import create_beside
 from feather_sglang.adapter.attention.engines import Engines
 from feather_sglang.adapter.attention.facts import facts_of, uses_reference
-from feather_sglang.adapter.attention.limits import packed_layers
+from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts, packed_layers
 from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.attention.record import plan_recorder
 from feather_sglang.adapter.attention.row_snapshot import RowSnapshot
@@ -59,6 +59,10 @@ class PatBackend(AttentionBackend):
     ----------
     model_runner : ModelRunner
         Its model and its memory pools exist already.
+    own_tokens : int
+        Tokens of a decode step itself that SGLang's lengths do not count.
+    ahead : int
+        Tokens beyond SGLang's lengths that are decoded under one plan, these included.
 
     Attributes
     ----------
@@ -70,12 +74,14 @@ class PatBackend(AttentionBackend):
         Tokens of each request in a verify step; 0 where pat sees none.
     """
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: Any, own_tokens: int = 0, ahead: int = 0) -> None:
         super().__init__()
+        self._own_tokens, self._ahead = own_tokens, ahead
         self._reference = uses_reference(model_runner)
         refuse_pat_flags(model_runner.server_args)
         facts = facts_of(model_runner, self._reference)
         self._layers = packed_layers(facts)
+        self._first_layer = min(layer.layer_id for layer in self._layers)
         self._dtype, self._kv_dtype = model_runner.dtype, model_runner.kv_cache_dtype
         self._device = model_runner.device
         self._pool = self.token_to_kv_pool = model_runner.token_to_kv_pool
@@ -90,7 +96,7 @@ class PatBackend(AttentionBackend):
         self._debug = os.environ.get(DEBUG_CHECK) == "1"
         self._snapshot: RowSnapshot | None = None  # what graphs read
         self._for_graph = False  # the plan in force
-        self.drafts = verified_drafts(model_runner.server_args, masks=len(self._layers) < len(facts.layers))
+        self.drafts = self._drafts(model_runner.server_args, facts, self._layers)
         self._own = torch.arange(1, self.drafts + 1, dtype=torch.int32, device=self._device)
         self._planned = self._read = 0  # KV tokens of the plan in force, and how many it reads
         self._warned = False  # of a plan that does not fit
@@ -98,6 +104,10 @@ class PatBackend(AttentionBackend):
         self.beside: Any = create_beside(model_runner, len(facts.layers) - len(self._layers))
         watch_batches()
         model_runner.feather_pat = self
+
+    def _drafts(self, server_args: Any, facts: ModelFacts, layers: tuple[LayerFacts, ...]) -> int:
+        """Tokens of each request in a verify step."""
+        return verified_drafts(server_args, masks=len(layers) < len(facts.layers))
 
     def _allocate(self, max_requests: int) -> None:
         """Build the engines and the lengths that they read; both keep their addresses from here on."""
@@ -156,13 +166,17 @@ class PatBackend(AttentionBackend):
         if self.beside is not None:
             self.beside.init_forward_metadata_in_graph(forward_batch)
 
-    def _copy_lengths(self, forward_batch: Any) -> None:
+    def _copy_lengths(self, forward_batch: Any, more: int = 0) -> None:
+        """What each row sees, and so many tokens more."""
         if forward_batch.forward_mode.is_idle():
             return
         lens = forward_batch.seq_lens
         if forward_batch.forward_mode.is_target_verify():
             lens = (lens[:, None] + self._own).flatten()
-        self._lens[: lens.shape[0]].copy_(lens)
+        if more := more + self._own_tokens:
+            torch.add(lens, more, out=self._lens[: lens.shape[0]])
+        else:
+            self._lens[: lens.shape[0]].copy_(lens)
 
     def _plan_step(self, forward_batch: Any, in_capture: bool = False, for_graph: bool = False) -> None:
         if forward_batch.forward_mode.is_idle():
@@ -184,6 +198,7 @@ class PatBackend(AttentionBackend):
             raise RuntimeError(f"pat: SGLang announced {len(rows)} rows and runs {requests}")
         lens = np.full(requests, FILL, np.int32)
         lens[: len(rows)] = forward_batch.seq_lens_cpu.numpy()[: len(rows)]
+        lens += self._own_tokens
         drafts = self._drafts_of(forward_batch)
         self._copy_rows(forward_batch, lens, drafts)
         seen = draft_lengths(lens, drafts) if drafts else lens
@@ -289,8 +304,9 @@ class PatBackend(AttentionBackend):
     def _copy_rows(self, forward_batch: Any, lens: np.ndarray, drafts: int) -> None:
         if self._for_graph and self._snapshot is not None:
             rows = forward_batch.req_pool_indices[: len(lens)]
-            seen = forward_batch.seq_lens + drafts if drafts else forward_batch.seq_lens
-            self._snapshot.take(rows, seen, int(lens.max()) + drafts)
+            more = drafts or self._ahead
+            seen = forward_batch.seq_lens + more if more else forward_batch.seq_lens
+            self._snapshot.take(rows, seen, int(lens.max()) + more)
 
     def _drafts_of(self, forward_batch: Any) -> int:
         """Tokens of each request in a verify step; 0 for a decode step."""
@@ -330,7 +346,7 @@ class PatBackend(AttentionBackend):
     def _plan_apart(self, forward_batch: Any) -> None:
         """Plan a dummy batch, whose rows share nothing."""
         rows = forward_batch.req_pool_indices.cpu().numpy().astype(np.int64)
-        lens = forward_batch.seq_lens.cpu().numpy().astype(np.int32)
+        lens = forward_batch.seq_lens.cpu().numpy().astype(np.int32) + self._own_tokens
         self.sharing.forget()
         drafts = self._drafts_of(forward_batch)
         self._copy_rows(forward_batch, lens, drafts)

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 PAT = "pat"
 CHOICE = "_feather_beside"  # on SGLang's arguments, which take it along to other processes
+DRAFTS_BY_PAT = "_feather_drafts_by_pat"  # the same: ``--speculative-draft-attention-backend pat``
 DRAFT = "speculative_draft_attention_backend"
 COARSE_BARRIER = "SGLANG_FORCE_COARSE_WAR_BARRIER"
 READS_BEFORE_REPLAY = ("fa3", "fa4", "flashinfer", "triton")  # whose graphs read no table of SGLang's
@@ -31,6 +32,9 @@ def resolve_beside(original: Callable[..., Any], args: Any) -> Any:
     write = super(type(args), args).__setattr__  # arguments are sealed by their class once they are resolved
     named = _named()
     write("decode_attention_backend", named)
+    if getattr(args, DRAFT, None) == PAT:  # its decode steps; the draft model's prefill is another's
+        setattr(args, DRAFTS_BY_PAT, True)
+        write(DRAFT, None)
     try:
         result = original(args)
         if chosen := resolved(args, "decode_attention_backend") or resolved(args, "attention_backend"):

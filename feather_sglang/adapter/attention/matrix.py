@@ -114,6 +114,11 @@ MODES = (
         )
         for name, names in (("EAGLE", "EAGLE, EAGLE3, NEXTN"), ("STANDALONE", "STANDALONE"), ("NGRAM", "NGRAM"))
     ),
+    Mode(
+        "--speculative-draft-attention-backend pat: a draft model's decode steps",
+        "tests/sglang/test_speculation.py::test_drafts_by_pat[STANDALONE-OverlapServer]",
+        {"speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 1},
+    ),
     Mode("tensor parallelism", "benchmarks/checks/check_pat_server.py --variants tp2", {"tp_size": 2}),
 )
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))

@@ -6,14 +6,15 @@ import importlib.util
 import logging
 from typing import Any
 
-from feather_sglang.adapter.attention.beside import PAT, resolve_beside
+from feather_sglang.adapter.attention.beside import DRAFT, DRAFTS_BY_PAT, PAT, resolve_beside
 from feather_sglang.adapter.failures import end_start_up
 from feather_sglang.adapter.hooks import installed_version, require_fit, untested
 from feather_sglang.errors import FeatherError
 
 logger = logging.getLogger(__name__)
 
-FLAGS = ("attention_backend", "decode_attention_backend")
+DRAFT_FLAG = "--speculative-draft-attention-backend"
+FLAGS = ("attention_backend", "decode_attention_backend", DRAFT)
 
 
 def offer_backend(parser: Any) -> None:
@@ -47,6 +48,12 @@ def _refuse_contradictions(args: Any) -> None:
             f"--attention-backend pat decodes only, and --decode-attention-backend is {args.decode_attention_backend}: "
             "drop one of the two"
         )
+    if getattr(args, DRAFT, None) != PAT:
+        return
+    if PAT not in (args.attention_backend, args.decode_attention_backend):
+        raise FeatherError(f"{DRAFT_FLAG} pat: only beside --decode-attention-backend pat; give that, too, or drop it")
+    if (args.speculative_algorithm or "NGRAM").upper() == "NGRAM":
+        raise FeatherError(f"{DRAFT_FLAG} pat: there is no draft model; drop it")
 
 
 def create_backend(runner: Any) -> Any:
@@ -62,6 +69,10 @@ def create_backend(runner: Any) -> Any:
         from feather_sglang.adapter.attention.backend import PatBackend
 
         backend = PatBackend(runner)
+        if getattr(runner.server_args, DRAFTS_BY_PAT, False):
+            from feather_sglang.adapter.attention.draft_steps import draft_by_pat
+
+            draft_by_pat()
     except FeatherError as error:
         end_start_up(error)
     logger.info("feather: pat is active (sglang %s)", installed_version())

@@ -1,8 +1,9 @@
 """Speculative decoding under pat: how many tokens a verify step brings, and what else of the server has to fit.
 
-pat packs the step in which the model itself verifies drafts (``TARGET_VERIFY``). Whoever makes the drafts stays with a
-backend of SGLang's. Drafts have to be chains, as those of ``--speculative-eagle-topk 1`` are; NGRAM's become chains
-here (`chain`), as its trie branches even where it is told not to.
+pat packs the step in which the model itself verifies drafts (``TARGET_VERIFY``). The model that makes them stays with a
+backend of SGLang's, but for its decode steps where pat is asked for them (`draft_steps`). Drafts have to be chains, as
+those of ``--speculative-eagle-topk 1`` are; NGRAM's become chains here (`chain`), as its trie branches even where it is
+told not to.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from feather_sglang.adapter.attention.beside import DRAFT
+from feather_sglang.adapter.attention.beside import DRAFT, DRAFTS_BY_PAT
 from feather_sglang.adapter.refusals import resolved
 from feather_sglang.errors import FeatherError
 
@@ -51,7 +52,8 @@ def verified_drafts(server_args: Any, masks: bool) -> int:
             _skip_masks()
         drafted = "as chains of n-grams"
     else:
-        drafted = f"by {resolved(server_args, DRAFT)}"
+        by_pat = "pat and " if getattr(server_args, DRAFTS_BY_PAT, False) else ""
+        drafted = f"by {by_pat}{resolved(server_args, DRAFT)}"
     logger.info("feather: pat packs the verification of %d tokens a request; they are drafted %s", drafts, drafted)
     return drafts
 
