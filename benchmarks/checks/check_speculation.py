@@ -49,6 +49,8 @@ from feather_sglang.compare.server.process import Server, environment_with
 from feather_sglang.report.tables import grid
 
 STOCK, NONE = "fa3", "none"
+DRAFTS_TOO = f"{PAT}, drafts too"
+BY_PAT = ("--speculative-draft-attention-backend", PAT)
 ACCEPTED = re.compile(r"accept len: ([\d.]+)")  # in a server's log
 SPECULATION = "--speculative-attention-mode {mode} --speculative-num-draft-tokens {drafts}"
 CHAINS = "--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-draft-model-path {draft}"
@@ -78,6 +80,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft-layers", type=int, help="of a STANDALONE draft (default: all)")
     parser.add_argument("--draft-noise", type=float, default=0.05, help="share of its weights (default: %(default)s)")
     parser.add_argument("--drafts", type=int, default=4, help="tokens a verify step (default: %(default)s)")
+    parser.add_argument("--drafts-by-pat", action="store_true", help="a third server, where pat decodes the draft "
+                        "model, too")  # fmt: skip
     parser.add_argument("--mode", default="decode", choices=("decode", "prefill"), help="who verifies "
                         "(default: %(default)s)")  # fmt: skip
     parser.add_argument("--new-tokens", type=int, default=48, help="of each answer (default: %(default)s)")
@@ -129,20 +133,21 @@ def environment(options: argparse.Namespace, drafter: str, folder: Path) -> dict
 
 
 class SpeculationCheck:
-    """One way to draft on two backends, and the rows that are found out about them."""
+    """One way to draft on two backends or three, and the rows that are found out about them."""
 
     def __init__(self, drafter: str, options: argparse.Namespace, logs: Path) -> None:
         self.drafter, self.options, self.logs = drafter, options, logs
         self.shape = MODELS[options.shape]
         self.prompts = prompts()
         self.servers: dict[str, Server] = {}
+        drafts_too = [DRAFTS_TOO] if options.drafts_by_pat and "draft-model" in DRAFTERS[drafter] else []
         self.rows: dict[str, dict[str, Any]] = {
             backend: {"drafter": drafter, "backend": backend, "problems": [], "left_out": ""}
-            for backend in (STOCK, PAT)
+            for backend in (STOCK, PAT, *drafts_too)
         }
 
     def start(self) -> None:
-        """Start both servers."""
+        """Start the servers."""
         target = self.shape.write(self.logs / "model")
         draft = draft_of(self.shape, self.drafter, self.options).write(self.logs / f"draft-{self.drafter}")
         speculation = DRAFTERS[self.drafter].format(
@@ -150,12 +155,13 @@ class SpeculationCheck:
         )
         for backend in self.rows:
             flags = [*shlex.split(COMMON), *shlex.split(self.shape.flags), "--attention-backend", STOCK]
-            flags += ["--decode-attention-backend", PAT] if backend == PAT else []
+            flags += ["--decode-attention-backend", PAT] if backend != STOCK else []
+            flags += BY_PAT if backend == DRAFTS_TOO else ()
             running = str(self.options.running)
             flags += ["--max-running-requests", running, "--cuda-graph-max-bs-decode", running]
             flags += [*shlex.split(speculation), *shlex.split(self.options.flags)]
             command = [sys.executable, str(HERE / "spread_weights.py"), "--model-path", str(target)]
-            log = self.logs / f"{self.drafter}-{backend}.log"
+            log = self.logs / f"{self.drafter}-{backend.replace(', ', '-').replace(' ', '-')}.log"
             configuration = ServerConfig(f"{self.drafter}-{backend}", tuple(flags))
             environ = environment(self.options, self.drafter, self.logs / "absent")
             self.servers[backend] = Server(configuration, command, log, environment=environ)
@@ -173,7 +179,7 @@ class SpeculationCheck:
                 self.servers.pop(backend).stop()
 
     def stop(self) -> None:
-        """End both servers."""
+        """End the servers."""
         for server in self.servers.values():
             server.stop()
 
@@ -202,7 +208,7 @@ class SpeculationCheck:
         return dict(zip(self.prompts, made, strict=True))
 
     def judge(self, reference: dict[str, Answers], tolerance: Tolerance) -> None:
-        """Ask both servers and compare."""
+        """Ask the servers and compare."""
         for backend, server in self.servers.items():
             row = self.rows[backend]
             try:
@@ -212,7 +218,7 @@ class SpeculationCheck:
                 verdict = pat_compare.judge(self.answers(backend), reference["together"], tolerance)
                 row["answers"] = verdict.as_json()
                 row["problems"] += verdict.wrong
-                if backend == PAT and (self.drafter == NONE or self.options.mode == "decode"):
+                if backend != STOCK and (self.drafter == NONE or self.options.mode == "decode"):
                     row["read"] = share_read(before, read_metrics(server))
                     if not 0 < row["read"] < 1:
                         row["problems"].append(f"{row['read']:.2f} of the KV tokens were read: nothing is shared")
@@ -233,7 +239,7 @@ class SpeculationCheck:
         self.rows[backend]["problems"] += [f"churn: {problem}" for problem in churn.problems]
 
     def time(self) -> None:
-        """Decode the steady batch on both servers in turn, every other time backwards."""
+        """Decode the steady batch on the servers in turn, every other time backwards."""
         case = parse_case(self.options.case)
         before = read_metrics(self.servers[PAT]) if PAT in self.servers else {}
         found: dict[str, list[float]] = {backend: [] for backend in self.servers}

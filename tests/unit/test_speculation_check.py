@@ -74,6 +74,15 @@ def test_both_backends_get_the_same_chains_and_draft(checked, drafter):
     )
 
 
+@pytest.mark.parametrize(("drafter", "third"), [("standalone", True), ("eagle", True), ("ngram", False)])
+def test_a_third_server_decodes_the_draft_model_with_pat(checked, drafter, third):
+    one = checked(drafter, "--drafts-by-pat")
+    assert (check.DRAFTS_TOO in one.servers) == (check.DRAFTS_TOO in one.rows) == third
+    if third:
+        too, pat = (flags_of(one.servers[backend]) for backend in (check.DRAFTS_TOO, check.PAT))
+        assert too.pop("--speculative-draft-attention-backend") == "pat" and too == pat
+
+
 def test_simulated_acceptance_is_for_times_alone(checked):
     one = checked("eagle", "--accept", "2.5")
     assert one.options.names == ["eagle"]
