@@ -4,10 +4,12 @@ An SGLang with extension points (``patches/``) calls the policies itself: of the
 ``calls`` only. Any other is wrapped in two ways: at start by SGLang's own hook registry, as no object of SGLang's
 exists yet; after that by ``Wrappings`` on living objects, so that classes stay as they are. Two exceptions:
 ``ForwardBatch.init_new`` is a class method, so ``pat`` wraps the class; and nothing but the caller's frame tells the
-loop that admits from others that read the queue (``AdmissionQueue``). Five kinds:
+loop that admits from others that read the queue (``AdmissionQueue``). Six kinds:
 
 ``start``
     Wrapped through SGLang's hook registry when the plugin loads. They run while a server starts, never per step.
+``server``
+    Wrapped in the process that starts a server, where a policy, switching or pat is asked for.
 ``scheduler``
     Wrapped on the one scheduler object, and on the adder and batch it makes for a step, and only when it was started
     with a feather policy: under any other policy the methods that SGLang calls per step are its own, untouched.
@@ -72,6 +74,14 @@ HOOKS = (
         "start",
         ("self",),
         "refuses flags, lets priority scheduling pass",
+        also=("switch", "pat"),
+    ),
+    Hook(
+        "sglang.srt.entrypoints.engine._scheduler_died_error",
+        "server",
+        ("rank", "proc"),
+        "a scheduler's refusal ends the server without a traceback",
+        optional=True,
         also=("switch", "pat"),
     ),
     Hook(_POLICY + "_validate_and_adjust_policy", "start", ("self", "policy", "tree_cache"), "accept the policy names"),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from feather_sglang.adapter.attention.registration import PAT, offer_backend
-from feather_sglang.adapter.failures import begin_command_line, end_start_up
+from feather_sglang.adapter.failures import begin_command_line, end_start_up, expect_refusals
 from feather_sglang.adapter.hooks import installed_version, require_fit, untested
 from feather_sglang.adapter.options import FeatherOptions, add_flags, switch_allowed
 from feather_sglang.adapter.refusals import refuse_pat_flags, refuse_policy_flags
@@ -41,11 +41,17 @@ def refuse_arguments(args: Any) -> None:
             add_endpoint()
         if args.schedule_policy in FEATHER:
             refuse_policy_flags(args, args.schedule_policy, FeatherOptions.from_environment())
-        if PAT in (args.attention_backend, args.decode_attention_backend):
+        if PAT in _backends(args):
             require_fit("--decode-attention-backend pat", PAT)
             refuse_pat_flags(args)
+        if args.schedule_policy in FEATHER or switch_allowed() or PAT in _backends(args):
+            expect_refusals()
     except FeatherError as error:
         end_start_up(error)
+
+
+def _backends(args: Any) -> tuple[Any, Any]:
+    return args.attention_backend, args.decode_attention_backend
 
 
 def start_policy(scheduler: Any) -> None:

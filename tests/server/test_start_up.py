@@ -1,7 +1,9 @@
-"""A refusal in the scheduler's process ends the server; those of the command line are in tests/sglang."""
+"""Refusals end a real server; those of the command line, one by one, are in tests/sglang."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,16 +14,23 @@ from server.sglang_server import LAUNCH, flags_for, run_to_end
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("prepared"), newest_only]
 
 
-def test_pat_without_a_gpu_ends_start_up_with_one_line(model: Path) -> None:
-    ended = run_to_end([*LAUNCH, *flags_for(model, "--decode-attention-backend", "pat", *ROOMY)])
-    assert ended.returncode != 0
-    assert "feather: error: the pat backend needs an NVIDIA GPU, this server runs on the CPU" in ended.stderr
-    assert "adapter/pat" not in ended.stderr  # no traceback of ours
-
-
 def test_flags_that_a_policy_does_not_support_end_start_up_at_once_with_one_line_and_no_traceback(model: Path) -> None:
     ended = run_to_end([*LAUNCH, *flags_for(model, "--schedule-policy", "feather", "--disable-radix-cache", *ROOMY)])
     lines = ended.stderr.strip().splitlines()
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
     assert "feather: error: --schedule-policy feather does not support --disable-radix-cache; drop it" in lines[-1]
     assert "Load weight" not in ended.stderr + ended.stdout
+
+
+def test_what_only_the_scheduler_can_refuse_ends_the_server_without_a_traceback(model: Path, tmp_path: Path) -> None:
+    wide = shutil.copytree(model, tmp_path / "wide")
+    config = json.loads((wide / "config.json").read_text())
+    config |= {"num_attention_heads": 64, "num_key_value_heads": 2}
+    (wide / "config.json").write_text(json.dumps(config))
+    flags = flags_for(wide, "--decode-attention-backend", "pat", "--load-format", "dummy", *ROOMY)
+    ended = run_to_end([*LAUNCH, *flags], FEATHER_PAT_REFERENCE="1")
+    lines = ended.stderr.strip().splitlines()
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert lines[-1] == "feather: error: the server cannot start so: its scheduler's own line above says why"
+    reason = "feather: error: the pat backend can pack no layer of this model (more than 16 query heads to a KV head)"
+    assert len([line for line in lines if reason in line]) == 1

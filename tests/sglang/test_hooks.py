@@ -26,7 +26,7 @@ def test_the_installed_sglang_fits():
     assert mismatches("pat") == [] and mismatches("switch") == []
 
 
-@pytest.mark.parametrize("kind", ["start", "scheduler", "switch", "pat", "calls"])
+@pytest.mark.parametrize("kind", ["start", "server", "scheduler", "switch", "pat", "calls"])
 def test_every_kind_is_in_the_table(kind):
     assert any(hook.kind == kind for hook in HOOKS)
 
