@@ -176,6 +176,7 @@ class RowSharing:
         if changed:
             if len(requests) != len(rows):  # rows of beams follow those of the requests, and change places
                 self.forget()
+                self._collect()  # or what prefills submit meanwhile, with its pinned memory, would pile up
                 return True
             self._enter(requests, rows, lengths)
         self._seen[2, rows] = lengths

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from feather_sglang.adapter.scheduler.row_order import rows_can_move
+
 if TYPE_CHECKING:
     from feather_sglang.adapter.scheduler.feather_scheduler import FeatherScheduler
 
@@ -32,6 +34,7 @@ class DebugCheck:
         in_flight = admission.state.deferrals.in_flight
         assert in_flight <= tree.active, "a request is being computed that does not run"
         assert not tree.held and set(life_cycle.requests) == set(tree.waiting) | set(tree.active)
-        if feather.rows.enabled and batch is not None and batch.forward_mode.is_decode():
+        decodes = batch is not None and batch.forward_mode.is_decode()
+        if feather.rows.enabled and decodes and rows_can_move(batch):
             rows = [req.rid for req in batch.reqs if req.rid in tree]
             assert admission.row_order(rows) is None, "rows are not in prefix order"

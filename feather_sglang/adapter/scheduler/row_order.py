@@ -49,12 +49,17 @@ class RowOrder:
             self.seconds += time.perf_counter() - start
 
 
+def rows_can_move(batch: Any) -> bool:
+    """Whether the rows of a batch are those of its requests: beam search keeps extra rows behind them."""
+    return all(getattr(req, "beam_group", None) is None for req in batch.reqs)
+
+
 def permute_rows(batch: Any, order: list[int]) -> bool:
     """Put row ``order[i]`` at place ``i`` of ``batch`` in place.
 
-    Returns False, with the batch untouched, for rows that cannot move (beam search keeps extra rows behind them).
+    Returns False, with the batch untouched, for rows that cannot move.
     """
-    if any(getattr(req, "beam_group", None) is not None for req in batch.reqs):
+    if not rows_can_move(batch):
         return False
     if hasattr(batch, "take_rows"):  # SGLang's extension points
         batch.take_rows(order)
