@@ -76,6 +76,21 @@ def take_down():
         bootstrap._PARALLEL_INITIALISED = False
 
 
+def runner_of(server):
+    """The model runner of a server's only rank."""
+    return server.scheduler.tp_worker.model_runner
+
+
+def spread_weights(server):
+    """Weights with which tokens depend on the whole prompt, which they hardly do with SGLang's dummy weights."""
+    generator = torch.Generator().manual_seed(5)
+    for name, weights in runner_of(server).model.named_parameters():
+        if "norm" in name:
+            weights.data.fill_(1)
+        else:
+            weights.data.copy_(torch.randn(weights.shape, generator=generator) * 2 * weights.shape[-1] ** -0.5)
+
+
 _KNOWN = frozenset(inspect.signature(TokenizedGenerateReqInput).parameters)
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from harness import CONFIG, OverlapServer, Server
+from harness import CONFIG, OverlapServer, Server, runner_of, spread_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.layers.radix_attention import AttentionType
@@ -50,12 +50,7 @@ def environment():
 def start(folder, policy="fcfs", kind=Server, **overrides):
     """A server whose tokens depend on the whole prompt, which they hardly do with SGLang's dummy weights."""
     one = kind(folder, policy, config={**CONFIG, "num_hidden_layers": 2}, **overrides)
-    generator = torch.Generator().manual_seed(5)
-    for name, weights in runner_of(one).model.named_parameters():
-        if "norm" in name:
-            weights.data.fill_(1)
-        else:
-            weights.data.copy_(torch.randn(weights.shape, generator=generator) * 2 * weights.shape[-1] ** -0.5)
+    spread_weights(one)
     return one
 
 
@@ -85,10 +80,6 @@ def started(tmp_path_factory, environment):
     one = start(tmp_path_factory.mktemp("started"), decode_attention_backend="pat")
     yield one
     one.close()
-
-
-def runner_of(server):
-    return server.scheduler.tp_worker.model_runner
 
 
 def pat_of(server):
@@ -475,6 +466,14 @@ def test_beams_share_nothing():
         assert sharing.observe(["a"], np.array([1, 2]), lengths(100, 100) + step)
         assert sharing.forest(np.array([1, 2]), lengths(100, 100)).n_nodes == 0
     assert sharing.forest(np.array([1, 2]), lengths(100, 100)).row_offset.tolist() == [200, 400]
+
+
+def test_hashes_do_not_pile_up_while_there_are_beams():
+    sharing, _ = sharing_of(torch.zeros(4, 200, dtype=torch.int32), 1)
+    for step in range(5):
+        sharing.prefill(np.array([3]), np.array([64]))
+        sharing.observe(["a"], np.array([1, 2]), lengths(100, 100) + step)
+        assert not sharing._pending
 
 
 def test_hashes_that_arrive_late(monkeypatch):
