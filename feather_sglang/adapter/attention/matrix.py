@@ -27,6 +27,7 @@ KIND_TEST = "tests/sglang/test_model_kinds.py::test_the_tokens_of_sglangs_own_ba
 FP8_TEST = "tests/sglang/test_model_kinds.py::test_a_kv_cache_in_fp8"
 DRAFT_TEST = "tests/sglang/test_speculation.py::test_the_tokens_without_speculation"
 PAT_TEST = "tests/sglang/test_pat_backend.py::test_"
+MODE_TEST = "tests/sglang/test_server_modes.py::test_"
 _FULL = LayerFacts(0, 32, 8, 128, 128, 0.088)
 _WINDOW = replace(_FULL, window=127)
 _POOL_WINDOW = replace(_WINDOW, in_window_pool=True)
@@ -105,6 +106,7 @@ MODES = (
     Mode("a feather policy", f"{_TOKENS}[policy]", {"schedule_policy": "feather-order"}),
     Mode("no prefix cache", f"{_TOKENS}[disable_radix_cache]", {"disable_radix_cache": True}),
     Mode("retraction and abortion", f"{PAT_TEST}retractions_and_aborts"),
+    Mode("hierarchical cache", f"{MODE_TEST}prefixes_come_back_from_the_host", {"enable_hierarchical_cache": True}),
     Mode("--kv-cache-dtype fp8_e4m3", FP8_TEST, {"kv_cache_dtype": "fp8_e4m3"}),
     *(
         Mode(
