@@ -224,12 +224,13 @@ def test_without_sharing_requests_are_served_first_come_first_served(server):
     assert one.feather.policy.stats()["stops"] == 0
 
 
-def test_extra_keys_isolate(server):
+@pytest.mark.parametrize("by", ["extra_key", "lora_id"])
+def test_extra_keys_and_adapters_isolate(server, by):
     one = server("feather-heuristic")
     one.feather.admission.policy = strict()
-    one.submit("a0", prompt(0), extra_key="tenant1", max_new_tokens=10)
-    one.submit("a1", prompt(0), extra_key="tenant1", max_new_tokens=10)
-    one.submit("b", prompt(0), extra_key="tenant2", max_new_tokens=10)
+    one.submit("a0", prompt(0), max_new_tokens=10, **{by: "tenant1"})
+    one.submit("a1", prompt(0), max_new_tokens=10, **{by: "tenant1"})
+    one.submit("b", prompt(0), max_new_tokens=10, **{by: "tenant2"})
     one.step()
     assert {req.rid for req in one.scheduler.waiting_queue} == {"b"}  # equal tokens, nothing to share
     one.drain()

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from harness import CONFIG, OverlapServer, Server, spread_weights
+import unpinned
+from harness import CONFIG, OverlapServer, Server, runner_of, spread_weights
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.pool_host import common, mha
 
 from feather_sglang.adapter.attention.metrics import pat_metrics
@@ -85,4 +87,71 @@ def test_prefixes_come_back_from_the_host(server, host_cache, policy, kind, writ
     assert rounds_of_prefixes(one) == expected
     assert sum(req.host_hit_length for req in one.requests.values()) > 1500
     assert share_read(before) < 0.6
+    one.assert_nothing_left()
+
+
+# LoRA -----------------------------------------------------------------------------------------------------------
+
+PROJECTIONS = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "o_proj": 32}
+RANK = 4
+
+
+def load_adapters(server, count):
+    generator = torch.Generator().manual_seed(3)
+    config = {"r": RANK, "lora_alpha": 8, "target_modules": list(PROJECTIONS), "peft_type": "LORA"}
+    for number in range(count):
+        tensors = {}
+        for layer in range(LAYERS):
+            for name, width in PROJECTIONS.items():
+                module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+                tensors[f"{module}.lora_A.weight"] = torch.randn(RANK, 32, generator=generator) * 0.3
+                tensors[f"{module}.lora_B.weight"] = torch.randn(width, RANK, generator=generator) * 0.3
+        adapter = LoRARef(lora_id=f"id{number}", lora_name=f"adapter{number}", lora_path="__tensor__", pinned=False)
+        result = runner_of(server).lora_manager.load_lora_adapter_from_tensors(adapter, tensors, config)
+        assert result.success, result.error_message
+
+
+def adapters_of_packs(server, batch):
+    """Of each node of the forest that the batch's plan is of: the adapters of the requests that read it."""
+    forest, found = runner_of(server).feather_pat.plan.forest, {}
+    for req, node in zip(batch.reqs, forest.request_node.tolist(), strict=True):
+        while node >= 0:
+            found.setdefault(node, set()).add(req.lora_id)
+            node = int(forest.parent[node])
+    return list(found.values())
+
+
+def serve_adapters(server):
+    """Equal prefixes under four adapters and none; returns the tokens, and the adapters of every batch and pack."""
+    load_adapters(server, 4)
+    generator = np.random.default_rng(0)
+    prefix, together, packs = draw(generator, 130), [], []
+    prompts = [prefix + draw(generator, 5 + i % 7) for i in range(5)]
+    for number in range(25):
+        lora_id = f"id{number % 5}" if number % 5 < 4 else None
+        server.submit(f"r{number:02}", prompts[number // 5], lora_id=lora_id, max_new_tokens=6 + number % 9)
+    while (batch := server.step()) is not None or server.scheduler.waiting_queue:
+        if batch is not None and batch.forward_mode.is_decode():
+            together.append({req.lora_id for req in batch.reqs})
+            if hasattr(runner_of(server), "feather_pat"):
+                packs += adapters_of_packs(server, batch)
+    return server.outputs(), together, packs
+
+
+@under
+def test_requests_of_other_adapters_share_nothing(server, monkeypatch, policy, kind):
+    """Three adapters at a time, or two and the model itself, have room in a batch."""
+    unpinned.install(monkeypatch)
+    flags = {
+        "enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": list(PROJECTIONS),
+        "max_loras_per_batch": 3, "lora_backend": "torch_native",
+    }  # fmt: skip
+    expected, _, _ = serve_adapters(server(backend=None, **flags))
+    assert len({tuple(tokens) for tokens in expected.values()}) > 20  # prompts are equal, adapters are not
+    before = tokens_read()
+    one = server(policy, kind, **flags)
+    got, together, packs = serve_adapters(one)
+    assert got == expected
+    assert max(map(len, together)) == 3 and len(packs) > 50 and all(len(pack) == 1 for pack in packs)
+    assert share_read(before) < 0.7
     one.assert_nothing_left()
