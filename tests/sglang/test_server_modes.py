@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 import unpinned
-from harness import CONFIG, OverlapServer, Server, runner_of, spread_weights
+from harness import CONFIG, OverlapServer, Server, runner_of, spread_weights, tokenized
 from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.managers.io_struct import CloseSessionReqInput, OpenSessionReqInput, SessionParams
 from sglang.srt.mem_cache.pool_host import common, mha
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from feather_sglang.adapter.attention.metrics import pat_metrics
 
@@ -154,4 +156,45 @@ def test_requests_of_other_adapters_share_nothing(server, monkeypatch, policy, k
     assert got == expected
     assert max(map(len, together)) == 3 and len(packs) > 50 and all(len(pack) == 1 for pack in packs)
     assert share_read(before) < 0.7
+    one.assert_nothing_left()
+
+
+# Sessions -------------------------------------------------------------------------------------------------------
+
+
+def serve_sessions(server, streaming):
+    """Four sessions of four turns with one beginning, beside requests that share it."""
+    scheduler, generator = server.scheduler, np.random.default_rng(0)
+    prefix, last = draw(generator, 130), {}
+    names = [f"s{number}" for number in range(4)]
+    for name in names:
+        opened = OpenSessionReqInput(capacity_of_str_len=1000, session_id=name, streaming=streaming)
+        assert scheduler.open_session(opened).success
+    for turn in range(4):
+        for number, name in enumerate(names):
+            params = SamplingParams(max_new_tokens=5 + number + turn, temperature=0.0, ignore_eos=True)
+            rid, tokens = f"{name}-{turn}", draw(generator, 30 + number)
+            session = SessionParams(id=name, rid=None if streaming else last.get(name))
+            request = tokenized(rid, tokens if turn else prefix + tokens, params, session_params=session)
+            scheduler.handle_generate_request(request)
+            server.requests[rid] = scheduler.waiting_queue[-1]
+            last[name] = rid
+            server.submit(f"beside-{name}-{turn}", prefix + draw(generator, 9), max_new_tokens=7)
+            server.step()
+        server.drain()
+    server.step()
+    assert all(len(server.requests[f"{name}-3"].origin_input_ids) > 250 for name in names)
+    for name in names:
+        scheduler.close_session(CloseSessionReqInput(session_id=name))
+    return server.outputs()
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["sessions", "streaming"])
+@under
+def test_sessions(server, policy, kind, streaming):
+    expected = serve_sessions(server(backend=None), streaming)
+    before = tokens_read()
+    one = server(policy, kind)
+    assert serve_sessions(one, streaming) == expected
+    assert share_read(before) < 0.8
     one.assert_nothing_left()
