@@ -198,3 +198,38 @@ def test_sessions(server, policy, kind, streaming):
     assert serve_sessions(one, streaming) == expected
     assert share_read(before) < 0.8
     one.assert_nothing_left()
+
+
+# Beam search ----------------------------------------------------------------------------------------------------
+
+
+def serve_beams(server):
+    """Every fourth request has beams; returns what each client gets, and (requests, rows) of every decode batch."""
+    generator, sizes = np.random.default_rng(0), []
+    prefix = draw(generator, 130)
+    for number in range(18):
+        beams = {"beam_width": 2 + number % 3, "n": 2} if number % 4 == 1 else {}
+        prompt = prefix + draw(generator, 5 + number % 7)
+        assert server.submit(f"r{number:02}", prompt, max_new_tokens=9 if beams else 6 + 2 * number, **beams)
+        server.step()
+    while (batch := server.step()) is not None or server.scheduler.waiting_queue:
+        if batch is not None and batch.forward_mode.is_decode():
+            sizes.append((len(batch.reqs), len(batch.req_pool_indices)))
+    return {
+        rid: [beam.tokens for beam in req.beam_group.final_results] if req.beam_group else list(req.output_ids)
+        for rid, req in server.requests.items()
+    }, sizes
+
+
+@under
+def test_beams_beside_others(server, policy, kind):
+    pytest.importorskip("sglang.srt.beam_search", reason="this SGLang has no beam search")
+    expected, _ = serve_beams(server(backend=None))
+    assert all(len(answer) > 1 for answer in expected.values())
+    before = tokens_read()
+    one = server(policy, kind)
+    got, sizes = serve_beams(one)
+    assert got == expected
+    assert any(rows > requests for requests, rows in sizes) and any(rows == requests for requests, rows in sizes)
+    assert share_read(before) < 0.8
+    one.assert_nothing_left()

@@ -109,6 +109,7 @@ MODES = (
     Mode("hierarchical cache", f"{MODE_TEST}prefixes_come_back_from_the_host", {"enable_hierarchical_cache": True}),
     Mode("LoRA, many adapters", f"{MODE_TEST}requests_of_other_adapters_share_nothing", {"enable_lora": True}),
     Mode("sessions, streaming ones too", f"{MODE_TEST}sessions"),
+    Mode("beam search, where nothing is shared", f"{MODE_TEST}beams_beside_others"),
     Mode("--kv-cache-dtype fp8_e4m3", FP8_TEST, {"kv_cache_dtype": "fp8_e4m3"}),
     *(
         Mode(
