@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.pool_host import common, mha
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from feather_sglang.adapter.attention.metrics import pat_metrics
+from feather_sglang.adapter.hooks import installed_version, lacks_pages
 
 LAYERS = 2
 UNDER = [("fcfs", Server), ("feather", OverlapServer)]
@@ -233,3 +234,19 @@ def test_beams_beside_others(server, policy, kind):
     assert any(rows > requests for requests, rows in sizes) and any(rows == requests for requests, rows in sizes)
     assert share_read(before) < 0.8
     one.assert_nothing_left()
+
+
+# Pages ----------------------------------------------------------------------------------------------------------
+
+
+@under
+def test_pages_of_64(server, policy, kind):
+    if lacks_pages(installed_version()):
+        pytest.skip("this SGLang allocates pages with a GPU kernel")
+    expected = rounds_of_prefixes(server(backend=None))
+    before = tokens_read()
+    one = server(policy, kind, page_size=64)
+    assert rounds_of_prefixes(one) == expected
+    assert share_read(before) < 0.8
+    one.step()
+    one.assert_pools_full()

@@ -110,6 +110,7 @@ MODES = (
     Mode("LoRA, many adapters", f"{MODE_TEST}requests_of_other_adapters_share_nothing", {"enable_lora": True}),
     Mode("sessions, streaming ones too", f"{MODE_TEST}sessions"),
     Mode("beam search, where nothing is shared", f"{MODE_TEST}beams_beside_others"),
+    Mode("pages of 64", f"{MODE_TEST}pages_of_64", {"page_size": 64}),
     Mode("--kv-cache-dtype fp8_e4m3", FP8_TEST, {"kv_cache_dtype": "fp8_e4m3"}),
     *(
         Mode(
