@@ -34,6 +34,10 @@ from feather_sglang.scheduling.policy_names import SINCE
 
 SUPPORTED = tuple(f"0.5.{patch}" for patch in range(17, 24))
 EXTENSION_POINTS = 1  # the version of them that ``scheduler.registered`` is written for
+CALLBACKS = (  # of that version, of ``SchedulePolicy``
+    *("should_defer_prefill", "propose", "check_admission", "on_request_admitted", "end_admission"),
+    *("on_request_queued", "on_step_start", "on_step_result", "on_step_end", "on_continue", "order_rows"),
+)
 _REGISTRY = "sglang.srt.managers.schedule_policy_registry"
 PAGES_SINCE = "0.5.22"  # older ones hand out KV pages of more than one token with a GPU kernel
 FEATURES = {"policy": "policies", "switch": "switching", "pat": "pat"}  # what is lost without a part's hooks
@@ -320,9 +324,17 @@ def mismatches(part: str = "policy") -> list[str]:
     found = [] if is_usable(version) else [f"sglang {version} is not one of {SUPPORTED[0]} to {SUPPORTED[-1]}"]
     if part != "pat" and (points := extension_points()) not in (None, EXTENSION_POINTS):
         found.append(f"its extension points are of version {points}, feather knows version {EXTENSION_POINTS}")
+    elif part != "pat" and points is not None and (lacking := _callbacks_lacking()):
+        found.append(f"its extension points lack {', '.join(lacking)}: apply the whole series of patches/")
     needed = (hook for hook in HOOKS if is_needed(hook, part))
     differing = ((hook, mismatch(hook)) for hook in needed)
     return found + [f"{problem} (for: {hook.purpose})" for hook, problem in differing if problem is not None]
+
+
+def _callbacks_lacking() -> list[str]:
+    """Those that the installed SGLang, which has extension points, would never call."""
+    policy = importlib.import_module("sglang.srt.managers.schedule_policy").SchedulePolicy
+    return [name for name in CALLBACKS if not hasattr(policy, name)]
 
 
 def misfit(part: str = "policy") -> str | None:

@@ -6,10 +6,22 @@ from types import SimpleNamespace
 
 import pytest
 from harness import Server
+from sglang.srt.managers.schedule_policy import SchedulePolicy
 
 from feather_sglang.adapter import hooks, plugin, start_up
 from feather_sglang.adapter.attention import registration
-from feather_sglang.adapter.hooks import HOOKS, SUPPORTED, Hook, exists, installed_version, mismatch, mismatches
+from feather_sglang.adapter.hooks import (
+    CALLBACKS,
+    EXTENSION_POINTS,
+    HOOKS,
+    SUPPORTED,
+    Hook,
+    exists,
+    installed_version,
+    misfit,
+    mismatch,
+    mismatches,
+)
 from feather_sglang.errors import FeatherError
 
 
@@ -105,3 +117,13 @@ def test_an_sglang_without_the_registry_of_backends_runs_the_policies_and_refuse
         FeatherError, match=r"does not fit --decode-attention-backend pat: .*register_attention_backend"
     ):
         plugin.check_server_args(lambda args: None, args)
+
+
+def test_a_series_that_was_applied_in_part_is_said(monkeypatch):
+    monkeypatch.setattr(hooks, "extension_points", lambda: EXTENSION_POINTS)
+    for name in CALLBACKS:
+        monkeypatch.setattr(SchedulePolicy, name, None, raising=False)
+    whole = misfit()
+    monkeypatch.delattr(SchedulePolicy, "order_rows")
+    assert "its extension points lack order_rows: apply the whole series" in misfit()
+    assert "lack" not in (whole or "") and "lack" not in (misfit("pat") or "")
