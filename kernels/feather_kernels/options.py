@@ -23,6 +23,7 @@ BY_DEFAULT: Any = None  # what follows from the others
 # One over a processor's teams, by m, on either path; beyond head_dim 128 there are half as many teams.
 DEFAULT_ALPHA = {8: 0.125, 16: 0.125, 32: 0.25, 64: 0.5, 128: 1.0}
 COMPUTE_SPLIT_COST = 64.0  # row-tokens that a partial row is worth to `compute`: its bytes at a few FLOP each
+GROUP_CAPACITY = 8192  # token-heads: the example of PackInfer 3.1, not measured
 FAN_IN = 16  # parts of a request that the item of the last one takes in one by one
 UNLIMITED = 2**31 - 1
 _THIN_ROWS = 8  # of the tile that runs one request's query heads
@@ -36,6 +37,7 @@ _CHOICES = {"strategy": tuple(STRATEGIES), "split": tuple(SPLITS), "merge": tupl
 _INTEGERS = (
     "grow", "num_kv_heads", "group_size", "head_dim", "kv_value_bytes", "n_sm", "max_requests", "max_items",
     "max_members", "max_parts", "min_chunk", "shared_chunk", "item_overhead", "head_pack", "tail_warps", "fan_in",
+    "group_capacity",
 )  # fmt: skip
 _RECORD = np.dtype(
     [(name, np.int64) for name in (*_CHOICES, *_INTEGERS, "n_tiles")]
@@ -61,10 +63,10 @@ class PlannerOptions:
         A key of ``pack.STRATEGIES``.
     tiles : sequence of (m, n), optional
         Rows and KV tokens of the kernel's tiles, by ascending m; default ``tiles.TILES["hopper"]``. An item of R rows
-        runs in the smallest m >= R, but in m = 8 only if it has one request. With ``split`` "balanced" or
-        "rounds", long packs of several requests in a tile of at most 16 rows run in the next larger one where they are
-        few; and all packs, tails too, in the smallest tile of more than 16 rows where they are few in all, and with
-        "rounds" tails alone where they suit its teams (``csrc/planner/row_tiles.h``, ``merge_into_warpgroup_tile``).
+        runs in the smallest m >= R, but in m = 8 only if it has one request. With ``split`` "balanced", "rounds" or
+        "groups", long packs of several requests in a tile of at most 16 rows run in the next larger one where they are
+        few; and all packs, tails too, in the smallest tile of more than 16 rows where they are few in all, and but for
+        "balanced" tails where they suit its teams (``csrc/planner/row_tiles.h``, ``merge_into_warpgroup_tile``).
     split : str
         A key of ``pack.SPLITS``: how long KV is cut.
     merge : str
@@ -107,6 +109,10 @@ class PlannerOptions:
         (`tiles`); a batch whose plan has no room for the one part more is planned so.
     kv_value_bytes : {2, 1}
         Of a value in the caches, for the traffic model.
+    group_capacity : int
+        PackInfer's C, for ``split`` "groups": token-heads (KV tokens of one KV head) that a processor's teams take at
+        once. Which processor has which group is not planned: whoever is free takes the longest unit left, which is
+        PackInfer's rule, the longest first onto the least loaded.
 
     Raises
     ------
@@ -139,6 +145,7 @@ class PlannerOptions:
     tail_warps: int = BY_DEFAULT
     fan_in: int = FAN_IN
     kv_value_bytes: int = 2
+    group_capacity: int = GROUP_CAPACITY
 
     def __post_init__(self) -> None:
         if self.tail_warps is None:
@@ -152,6 +159,7 @@ class PlannerOptions:
             "n_sm",
             "shared_chunk",
             "tail_warps",
+            "group_capacity",
         )
         if self.n_sm > _MAX_PROCESSORS:
             raise PlanError(f"n_sm is {self.n_sm}: a GPU has no more than {_MAX_PROCESSORS} processors")

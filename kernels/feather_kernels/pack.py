@@ -36,6 +36,7 @@ SPLITS = {
     "balanced": "no chunk longer than `alpha` (by tile) of one processor's even share of all tokens; what single warps "
     "take so that their last round is even",
     "rounds": "balanced, and packs in large tiles so that modelled time is least (`costs.UnitCosts`)",
+    "groups": "PackInfer 3.1: no chunk longer than `alpha` (by tile) of `group_capacity`, whatever the batch has",
 }
 MERGES = {
     "fused": "the item of a request's last part waits for the other parts and writes the result",

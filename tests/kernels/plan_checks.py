@@ -16,6 +16,8 @@ from oracles.waiting import Unit
 HEADS = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64}
 GROUP = HEADS["num_qo_heads"] // HEADS["num_kv_heads"]
 TILE_SETS = [*TILES.values(), ((64, 64),), ((128, 64),)]
+MOVES = ("balanced", "rounds", "groups")  # splits with which packs may leave the smallest tile that holds them
+GIVES = ("rounds", "groups")  # and tails alone or of unlike length that of single warps
 ONE_TILE = {"split": "none", "tiles": ((1 << 20, 16),)}  # items are the packs themselves
 
 
@@ -97,7 +99,7 @@ def row_tiles(plan):
     team = gathered(plan)
     if team is None:
         rows, given = uncut_rows(plan), given_tails(plan)
-        rows = promoted(plan, rows) if plan.options.split in ("balanced", "rounds") else rows
+        rows = promoted(plan, rows) if plan.options.split in MOVES else rows
         team, _ = team_and_tail(plan.tiles, plan.group_size)
         return [(team, *row[1:]) if row in given else row for row in rows]
     whole = uncut(plan)
@@ -119,7 +121,7 @@ def gathered(plan):
     options, rows = plan.options, uncut_rows(plan)
     if not may_move(plan, rows):
         return None
-    arguments = plan.tiles, teams_of(plan), plan.group_size, options.num_kv_heads, options.split == "rounds"
+    arguments = plan.tiles, teams_of(plan), plan.group_size, options.num_kv_heads, options.split in GIVES
     return gathers(promoted(plan, rows), *arguments)
 
 
@@ -127,7 +129,7 @@ def given_tails(plan):
     """Of the row tiles, where not all are gathered, the tails that teams take: as they would be in their own tile."""
     options, rows = plan.options, promoted(plan, uncut_rows(plan))
     team, tail = team_and_tail(plan.tiles, plan.group_size)
-    if options.split != "rounds" or team in (None, tail) or not may_move(plan, rows) or gathered(plan) is not None:
+    if options.split not in GIVES or team in (None, tail) or not may_move(plan, rows) or gathered(plan) is not None:
         return []
     tails = [row for row in rows if row[0] == tail and len(row[3]) == 1]
     lengths, rounds = [row[2] - row[1] for row in tails], len(tails) * options.num_kv_heads / teams_of(plan)[team]
@@ -137,7 +139,7 @@ def given_tails(plan):
 def may_move(plan, rows):
     """Whether packs may run in other tiles than the smallest that hold them."""
     fixed = plan.options.strategy == "two-phase" and any(len(members) > 1 for *_, members in rows)
-    return plan.options.split in ("balanced", "rounds") and not fixed and plan.options.fan_in != 0
+    return plan.options.split in MOVES and not fixed and plan.options.fan_in != 0
 
 
 def teams_of(plan):

@@ -1,4 +1,4 @@
-"""How the splits "balanced" and "rounds" cut KV, against the rules in ``oracles.splitting`` and by example."""
+"""How the splits "balanced", "rounds" and "groups" cut KV: against the rules in ``oracles.splitting``, by example."""
 
 import math
 from collections import Counter
@@ -30,6 +30,7 @@ from feather_kernels.tiles import TILES
 from feather_kernels.trees import tree_forest
 from oracles.splitting import (
     Processors,
+    group_limit,
     head_pack,
     least_chunk,
     limits_of_warps,
@@ -51,7 +52,9 @@ def batches(draw):
         "num_qo_heads": group * kv_heads, "num_kv_heads": kv_heads, "strategy": draw(st.sampled_from(WITHOUT_CHUNKS)),
         "merge": draw(st.sampled_from(list(MERGES))), "tiles": draw(st.sampled_from(TILE_SETS)),
         "min_chunk": draw(st.sampled_from([1, 16, 150, 300, 600])), "n_sm": draw(st.sampled_from([1, 2, 5, 20])),
-        "tail_warps": draw(st.sampled_from([1, 2, 8, 12])), "split": draw(st.sampled_from(["balanced", "rounds"])),
+        "tail_warps": draw(st.sampled_from([1, 2, 8, 12])),
+        "split": draw(st.sampled_from(["balanced", "rounds", "groups"])),
+        "group_capacity": draw(st.sampled_from([1, 500, 3000, 20_000])),
     }  # fmt: skip
     return draw(forests(tokens=2000, tail=draw(st.sampled_from([60, 600, 6000])))), arguments
 
@@ -68,6 +71,8 @@ def rule(rows, few, given, arguments, widen=1.0):
     pack = head_pack(group, kv_heads, HEADS["head_dim"]) if tiles[tail][0] == 8 else 1
     cut, of_warps = [], [tile for tile, (m, _) in enumerate(tiles) if m <= 16]
     alone = {tile for tile, *_ in rows} <= set(of_warps)
+    grouped = arguments["split"] == "groups"
+    of_warps = [] if grouped else of_warps
     for tile in of_warps:
         m, step = tiles[tile]
         longest_first = sorted((stop - start for of, start, stop, _ in rows if of == tile), reverse=True)
@@ -80,11 +85,13 @@ def rule(rows, few, given, arguments, widen=1.0):
     lengths = [[stop - start for of, start, stop, _ in rows if of == tile] for tile in range(len(tiles))]
     leasts = [least_chunk(arguments["min_chunk"], n, tile == few) for tile, (_, n) in enumerate(tiles)]
     limits = [
-        tile_limit(some, DEFAULT_ALPHA[m], kv_heads, n_sm, least, n)
+        group_limit(arguments["group_capacity"], DEFAULT_ALPHA[m], least, n)
+        if grouped
+        else tile_limit(some, DEFAULT_ALPHA[m], kv_heads, n_sm, least, n)
         for some, least, (m, n) in zip(lengths, leasts, tiles, strict=True)
     ]
     even, wholes = [], [0] * len(tiles)  # tails of even shares
-    if given and unlike([stop - start for _, start, stop, _ in given]):
+    if given and not grouped and unlike([stop - start for _, start, stop, _ in given]):
         even = [(team, *row[1:]) for row in given]
         cut += [(team, stop - start, limits[team]) for _, start, stop, _ in given]
         rows = [row for row in rows if row not in even]
@@ -335,6 +342,15 @@ def test_packs_behind_whole_rounds_of_teams_make_a_round_of_their_own():
     uneven = shared_tiles([(4000, 5)] + [(5000, 5)] * 8, n_sm=4)  # the shortest
     assert [len(chunks) for _, chunks in uneven] == [6] + [1] * 8
     assert len(shared_tiles(packs, n_sm=4, split="balanced")[0][1]) == 1
+
+
+def test_a_chunk_is_a_teams_share_of_a_groups_capacity_whatever_the_batch():
+    """Two teams take the tile of 64 rows, one that of 128; tails go to single warps, in eighths, and longer least."""
+    for packs in ([(8000, 16), (9000, 32)], [(8000, 16), (9000, 32), (60_000, 32)]):
+        found = shared_tiles(packs, n_sm=8, split="groups", group_capacity=5000)
+        assert found[:2] == [(64, [2048, 2048, 2048, 1856]), (128, [4544, 4456])]
+    assert loose_chunks([1000] * 13, split="groups", group_capacity=4096) == [[512, 488]] * 13
+    assert loose_chunks([1000] * 13, split="groups", group_capacity=100) == [[128] * 7 + [104]] * 13
 
 
 def test_chunks_of_two_rounds_are_no_shorter_than_16_steps():

@@ -23,9 +23,10 @@ FOREST = tree_forest((1, 8), (400, 100))
     ("arguments", "message"),
     [
         ({"strategy": "best"}, "strategy is 'best': use one of query, relay, two-phase, naive, compute, profit, opt"),
-        ({"split": "even"}, "split is 'even': use one of none, mean, balanced, rounds"),
+        ({"split": "even"}, "split is 'even': use one of none, mean, balanced, rounds, groups"),
         ({"merge": "none"}, "merge is 'none': use one of fused, kernel"),
         ({"fan_in": -1}, r"fan_in is -1: give a number from 0 \(no limit\)"),
+        ({"group_capacity": 0}, "group_capacity is 0: give a number from 1 to"),
         ({"head_pack": 3}, "head_pack is 3: give 1, 2 or None"),
         ({"head_pack": 2, "num_qo_heads": 10}, "head_pack is 2, with groups of 5, .* a tile of 8 rows that holds two"),
         ({"head_pack": 2, "num_qo_heads": 3, "num_kv_heads": 3}, "with groups of 1, 3 KV heads .*an even number"),

@@ -29,6 +29,11 @@ def tile_limit(lengths, alpha, kv_heads, n_sm, least, step):
     return up(max(least, math.ceil(alpha * sum(lengths) * kv_heads / n_sm)), step)
 
 
+def group_limit(capacity, alpha, least, step):
+    """The same where a group's capacity is given: a team's share of it, however much there is in all."""
+    return up(max(least, math.ceil(alpha * capacity)), step)
+
+
 def head_pack(group_size, kv_heads, head_dim):
     """KV heads to a unit of the tile of 8 rows."""
     return 2 if 2 * group_size <= 8 and kv_heads % 2 == 0 and head_dim <= 128 else 1

@@ -12,11 +12,11 @@
 namespace feather {
 
 enum Strategy : int64_t { kQuery, kRelay, kTwoPhase, kNaive, kCompute, kProfit, kOptimal, kTime };
-enum Split : int64_t { kSplitNone, kSplitMean, kSplitBalanced, kSplitRounds };
+enum Split : int64_t { kSplitNone, kSplitMean, kSplitBalanced, kSplitRounds, kSplitGroups };
 enum Merge : int64_t { kMergeFused, kMergeKernel };
 
 constexpr const char* kChoices =
-    "query relay two-phase naive compute profit optimal time | none mean balanced rounds | fused kernel";
+    "query relay two-phase naive compute profit optimal time | none mean balanced rounds groups | fused kernel";
 
 // What stays the same from plan to plan. All entries have eight bytes.
 struct PlannerOptions {
@@ -39,6 +39,7 @@ struct PlannerOptions {
   int64_t head_pack;   // 0: the planner decides
   int64_t tail_warps;  // of a processor, that take the tail tile's units
   int64_t fan_in;      // the most parts that a request has if its last one closes it; 0: any number, and none is apart
+  int64_t group_capacity;  // token-heads that a processor's teams take at once, with the split `groups`
   int64_t n_tiles;
   int64_t tile_m[kMaxTiles];  // ascending
   int64_t tile_n[kMaxTiles];
@@ -76,8 +77,8 @@ inline std::string describe_interface() {
 #define FIELD(name) text += describe_field<decltype(PlannerOptions::name)>(#name, offsetof(PlannerOptions, name))
   FIELD(strategy), FIELD(split), FIELD(merge), FIELD(grow), FIELD(num_kv_heads), FIELD(group_size), FIELD(head_dim);
   FIELD(kv_value_bytes), FIELD(n_sm), FIELD(max_requests), FIELD(max_items), FIELD(max_members), FIELD(max_parts), FIELD(min_chunk);
-  FIELD(shared_chunk), FIELD(item_overhead), FIELD(head_pack), FIELD(tail_warps), FIELD(fan_in), FIELD(n_tiles);
-  FIELD(tile_m), FIELD(tile_n), FIELD(profit_factor), FIELD(compute_split_cost), FIELD(part_ns), FIELD(part_row_ns);
+  FIELD(shared_chunk), FIELD(item_overhead), FIELD(head_pack), FIELD(tail_warps), FIELD(fan_in);
+  FIELD(group_capacity), FIELD(n_tiles), FIELD(tile_m), FIELD(tile_n), FIELD(profit_factor), FIELD(compute_split_cost), FIELD(part_ns), FIELD(part_row_ns);
   FIELD(alpha), FIELD(unit_ns), FIELD(step_ns);
 #undef FIELD
   text += "size:" + std::to_string(sizeof(PlannerOptions)) + "\nstats ";

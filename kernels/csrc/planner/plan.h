@@ -40,6 +40,7 @@ struct Parts {
 struct Config : PlannerOptions {
   Tile tile(int32_t t) const { return {static_cast<int32_t>(tile_m[t]), static_cast<int32_t>(tile_n[t])}; }
   bool balances() const { return split >= kSplitBalanced; }
+  bool gives_tails() const { return split >= kSplitRounds; }  // to teams, where that suits them
   int64_t teams(int32_t t) const { return std::max<int64_t>(1, std::llround(1 / alpha[t])); }  // of a processor
 
   // The round-up rule of PAT 5.2: the smallest tile that holds the requests' rows, or the largest one there is. A tile

@@ -58,8 +58,8 @@ inline double rounds_of(const Config& config, int32_t team, int64_t packs) {
 // Few packs go to the smallest tile of teams, all of them, in several row tiles where they need to: nothing waits there
 // for anything but to be merged, and a team takes several times as many tokens at once. Beyond so many tokens for a
 // team handing out units one by one to single warps is faster, and beyond so many rounds of units: the more of them,
-// the more kinds of tiles would follow each other otherwise. With the split `rounds`, tails alone go there in up to one
-// round, however long they are.
+// the more kinds of tiles would follow each other otherwise. With the splits `rounds` and `groups`, tails alone go there in
+// up to one round, however long they are.
 inline bool merge_into_warpgroup_tile(const Config& config, const Packing& packing, int32_t team, Schedule& out) {
   const int32_t capacity = config.capacity(team);
   bool small = false, medium = false, large = false;
@@ -77,7 +77,7 @@ inline bool merge_into_warpgroup_tile(const Config& config, const Packing& packi
   if (large && medium) most_rounds = kFewRoundsMedium;
   if (small && (large || medium)) most_rounds = kFewRoundsMixed;
   const bool few = rounds <= most_rounds && rounds_of(config, team, tokens) <= kFewTokens;
-  const bool alone = config.split == kSplitRounds && !small && !medium && !large;
+  const bool alone = config.gives_tails() && !small && !medium && !large;
   if (!few && !(alone && rounds <= 1)) return false;
   out.larger.swap(out.rows);
   out.rows.clear();
@@ -150,7 +150,7 @@ inline int32_t make_row_tiles(const Config& config, const Packing& packing, Sche
   if (config.fan_in == 0 || team == kNoTile || fixed) return kNoTile;
   if (merge_into_warpgroup_tile(config, packing, team, out)) return team;
   // "What does an fp8 cache bring?": 256 tails of 4,096 tokens in 8 bits took teams 875 us for 491.
-  if (config.split != kSplitRounds || team == tail || config.kv_value_bytes == 1) return kNoTile;
+  if (!config.gives_tails() || team == tail || config.kv_value_bytes == 1) return kNoTile;
   return give_tails_to_teams(config, packing, team, out) ? team : kNoTile;
 }
 

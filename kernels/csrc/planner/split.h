@@ -18,7 +18,8 @@ inline int64_t least_chunk(const Config& config, int32_t tile) {
 }
 
 // The longest chunk of each tile, in tokens, before any widening. Balanced: a share of what the tile has in all, so
-// that every team has a chunk; but a chunk is not so short that its part costs as much as it does.
+// that every team has a chunk; but a chunk is not so short that its part costs as much as it does. Groups: a share of
+// what a group holds, whatever there is in all (PackInfer 3.1).
 template <class Least>
 void chunk_limits(const Config& config, const Packing& packing, const std::vector<RowTile>& rows, Least least,
                   int64_t* limit) {
@@ -32,7 +33,9 @@ void chunk_limits(const Config& config, const Packing& packing, const std::vecto
     if (config.split == kSplitNone) limit[t] = INT32_MAX;
     if (config.split == kSplitMean) limit[t] = std::max<int64_t>(1, all / std::max<int64_t>(1, rows.size()));
     if (config.balances()) {
-      const double share = config.alpha[t] * static_cast<double>(tokens[t] * config.num_kv_heads) / config.n_sm;
+      const double share = config.split == kSplitGroups
+                               ? config.alpha[t] * static_cast<double>(config.group_capacity)
+                               : config.alpha[t] * static_cast<double>(tokens[t] * config.num_kv_heads) / config.n_sm;
       const double chunk = std::min<double>(std::max(share, static_cast<double>(least(t))), INT32_MAX / 2);
       limit[t] = round_up(static_cast<int64_t>(std::ceil(chunk)), config.tile(t).n);
     }
@@ -183,7 +186,7 @@ inline void schedule(const Config& config, const Forest& forest, const Packing& 
   }
   out.head_pack = choose_head_pack(config);
   if (config.split == kSplitRounds) Rounds(config, packing, out, scratch).settle(least);
-  if (config.balances()) balance_single_warps(config, packing, out);
+  if (config.balances() && config.split != kSplitGroups) balance_single_warps(config, packing, out);
   out.widened = 0;
   for (double widen = 1;; widen *= kWiden) {
     cut(config, packing, widen, out);
