@@ -1,8 +1,10 @@
-"""The planner: how long a plan takes, what each strategy moves, and how far `profit` is from the optimum.
+"""The planner: how long a plan takes, what strategies move, how far `profit` is from the optimum, and by modelled time
+how splits compare and what is lost while a plan is kept.
 
 No GPU needed::
 
     PYTHONPATH=kernels python benchmarks/bench_plan.py [--json plan.json] [--quick]
+    PYTHONPATH=kernels python benchmarks/bench_plan.py --tables splits regrouping [--traces FOLDER]
 """
 
 from __future__ import annotations
@@ -11,19 +13,32 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from plan_batches import batch_sets
+from plan_model import drift, model
 
 from feather_kernels.forest import Forest
 from feather_kernels.pack import STRATEGIES
-from feather_kernels.plan import Planner, make_plan
+from feather_kernels.plan import PackPlan, Planner, make_plan
 from feather_kernels.trees import PAT_TREES, parse_tree, random_forest, tree_forest
 
 HEADS: dict[str, Any] = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 LEVELS = ((1,), (1, 64), (1, 8, 64), (1, 4, 16, 64), (1, 4, 8, 16, 64), (1, 2, 4, 8, 16, 64))  # of shared nodes
 Row = dict[str, Any]
+TITLES = {
+    "plan_time": "Plan time by queries and levels, strategy time, 128 tokens a node",
+    "kv_length": "Plan time by strategy and KV tokens a query: 512 queries, 6 levels",
+    "traffic": "Traffic of the model on PAT's trees, MB a layer at 32/8 heads of 128",
+    "gap": "How far profit is from the optimum of the traffic model",
+    "splits": "Modelled time over that of rounds (plan_model.py), and us to plan the set's largest batch.\n"
+    "balanced and mean leave unlike tails to single warps, which cost more than the model knows",
+    "regrouping": "Steps that a plan is kept, medians, and how much longer it takes meanwhile than a new one",
+}
 
 
 def batch(queries: int, levels: int, node_tokens: int = 128) -> Forest:
@@ -93,6 +108,79 @@ def optimality(count: int) -> list[Row]:
     return [{"set": kind, **gaps(some, factor)} for kind, some in kinds.items() for factor in (None, 4)]
 
 
+CAPACITIES = (1024, 2048, 4096, 8192, 16384)  # token-heads
+REGROUPED_AT = 8192  # PackInfer's example of C
+MOST_STEPS = 1000  # that a plan is followed for
+POINTS = 9  # at which it is looked at
+
+
+def split_times(sets: dict[str, list[Forest]], repeats: int) -> list[Row]:
+    """Modelled time of each split over that of `rounds`.
+
+    ``rounds, or groups`` cuts at the capacity only where a processor's share of the batch exceeds it.
+    """
+    rows = []
+    for kind, forests in sets.items():
+        rounds = [make_plan(forest, **HEADS) for forest in forests]
+        shares = np.array([plan.tokens_read * plan.options.num_kv_heads / plan.options.n_sm for plan in rounds])
+        modelled = list(map(model, rounds))
+        times = np.array([one.us for one in modelled])
+        largest = max(forests, key=lambda forest: forest.n_requests)
+        splits: dict[str, Row] = {"rounds": {}, "balanced": {"split": "balanced"}, "mean": {"split": "mean"}}
+        splits |= {f"groups {capacity}": {"split": "groups", "group_capacity": capacity} for capacity in CAPACITIES}
+        for name, split in splits.items():
+            over = np.array([model(make_plan(forest, **split, **HEADS)).us for forest in forests]) / times
+            plan_us = timed(Planner(**HEADS, max_requests=1024, **split), largest, repeats)[0]
+            rows.append({"set": kind, "split": name, **spread_of(over), "plan_us": plan_us})
+            if capacity := split.get("group_capacity"):
+                either = np.where(shares > capacity, over, 1.0)
+                rows.append({"set": kind, "split": f"rounds, or {name}", **spread_of(either), "plan_us": plan_us})
+        even = np.array([one.even_us for one in modelled]) / times
+        rows.append({"set": kind, "split": "rounds, spread evenly", **spread_of(even), "plan_us": "-"})
+    return rows
+
+
+def spread_of(over: Any) -> Row:
+    """Geometric mean, least and largest."""
+    return {"over rounds": float(np.exp(np.mean(np.log(over)))), "least": float(over.min()), "most": float(over.max())}
+
+
+def kept_steps(plan: PackPlan) -> int:
+    """Steps that the plan holds for by `PackPlan.valid_for`, when every request grows by a token in each."""
+    lens = plan.forest.seq_len
+    return bisect_right(range(1, MOST_STEPS + 1), False, key=lambda step: not plan.valid_for(lens + step)[0])
+
+
+def loss(forest: Forest, plan: PackPlan, steps: int) -> float:
+    """How much longer the plan takes than a new one, in the mean over so many steps."""
+    lost = []
+    for step in sorted(set(np.linspace(0, steps, POINTS).astype(int).tolist())):
+        grown = forest.with_seq_len(forest.seq_len + step)
+        lost.append(model(plan, grown.seq_len).us / model(make_plan(grown, **HEADS)).us - 1)
+    return float(np.mean(lost))
+
+
+def regrouping(sets: dict[str, list[Forest]]) -> list[Row]:
+    """What is lost while a plan is kept, by our rule and by PackInfer's: until t * dL >= C / 2 (equation 4)."""
+    found: dict[str, list[tuple[float, ...]]] = {}
+    for kind, forests in sets.items():
+        for forest in forests:
+            plan = make_plan(forest, **HEADS)
+            kept = kept_steps(plan)
+            by_drift = min(kept, -(-REGROUPED_AT // (2 * max(1, drift(plan)))))
+            row = kept, by_drift, loss(forest, plan, kept), loss(forest, plan, by_drift)
+            found.setdefault(kind, []).append(row)
+    found["all"] = [row for some in found.values() for row in some]
+    rows = []
+    for kind, some in found.items():
+        kept_at, drift_at, ours, theirs = map(np.array, zip(*some, strict=True))
+        rows.append(
+            {"set": kind, "kept": float(np.median(kept_at)), "by eq. 4": float(np.median(drift_at))}
+            | {"mean": float(ours.mean()), "max": float(ours.max()), "mean by eq. 4": float(theirs.mean())}
+        )
+    return rows
+
+
 def show(title: str, rows: list[Row]) -> None:
     """A table of rows with equal keys."""
     cells = [list(rows[0])] + [[_text(key, value) for key, value in row.items()] for row in rows]
@@ -108,8 +196,10 @@ def show(title: str, rows: list[Row]) -> None:
 def _text(key: str, value: Any) -> str:
     if key in STRATEGIES:
         return f"{value / 1e6:.1f}"
-    if key in ("mean", "max"):
+    if key in ("mean", "max", "mean by eq. 4"):
         return f"{value:.2%}"
+    if key in ("over rounds", "least", "most"):
+        return f"{value:.3f}"
     return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
@@ -117,19 +207,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write all figures here")
     parser.add_argument("--quick", action="store_true", help="few repeats, for a first look")
+    parser.add_argument("--tables", nargs="+", default=list(TITLES), choices=list(TITLES), help="(default: all)")
+    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="holds the two public traces")
     options = parser.parse_args(arguments)
     repeats, count = (30, 20) if options.quick else (1000, 500)
-    tables = {
-        "plan_time": ("Plan time by queries and levels, strategy time, 128 tokens a node", plan_times(repeats)),
-        "kv_length": ("Plan time by strategy and KV tokens a query: 512 queries, 6 levels", strategy_times(repeats)),
-        "traffic": ("Traffic of the model on PAT's trees, MB a layer at 32/8 heads of 128", tree_traffic()),
-        "gap": ("How far profit is from the optimum of the traffic model", optimality(count)),
+    tables: dict[str, Callable[[], list[Row]]] = {
+        "plan_time": lambda: plan_times(repeats),
+        "kv_length": lambda: strategy_times(repeats),
+        "traffic": tree_traffic,
+        "gap": lambda: optimality(count),
+        "splits": lambda: split_times(batch_sets(options.traces), repeats),
+        "regrouping": lambda: regrouping(batch_sets(options.traces)),
     }
-    for title, rows in tables.values():
-        show(title, rows)
+    made = {name: tables[name]() for name in options.tables}
+    for name, rows in made.items():
+        show(TITLES[name], rows)
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({key: rows for key, (_, rows) in tables.items()}, file, indent=1)
+            json.dump(made, file, indent=1)
     return 0
 
 
