@@ -9,6 +9,9 @@ layer, 0.4 GB, leave nothing in L2, and their kernels little in the instruction 
 a run of this package's kernel over other KV, 64 slots, and with another plan: its instructions are there, nothing else
 is. Beside it, of attention alone: ``warm``, back to back, and ``flushed``, after other data filled L2. Medians, in
 microseconds; all systems take turns. Every system's output is checked against a float32 reference first.
+
+What the products' time could hide by asking L2 for the next layer's KV is no more than ``code`` less ``warm``, as only
+that is from KV; and it costs the products the time in which memory delivers it, where they are bound by memory.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from bench_decode_kernel import CHECKED, TOLERANCE, prepare, write
-from decode_cases import Case, Heads, tree_case
+from decode_cases import COPY_BANDWIDTH, Case, Heads, grid, tree_case
 from finished import read_finished
 
 BATCHES = (
@@ -168,6 +171,27 @@ def report(content: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def prefetch(content: dict[str, Any]) -> str:
+    """What L2 can bring this package's kernel: warm over flushed, and the most that a prefetch of KV gains."""
+    rows = [["batch", "warm/flushed", "most us", "of the layer", "KV for L2, MB", "its time in memory, us"]]
+    shares, beyond = [], []
+    for record in content["records"]:
+        result = record["systems"].get("feather", {})
+        if "warm" not in result:
+            continue
+        gain = max(0.0, result["code"] - result["warm"])
+        kv = min(batch(record["name"]).kv_bytes, content["machine"]["l2_bytes"])
+        memory_us = kv / COPY_BANDWIDTH * 1e6
+        shares.append(gain / (record["products_us"] + result["layer"]))
+        beyond += [record["name"]] if gain > memory_us else []
+        cells = f"{result['warm'] / result['flushed']:.2f}", f"{gain:.1f}", f"{shares[-1]:.1%}", f"{kv / 1e6:.0f}"
+        rows.append([record["name"], *cells, f"{memory_us:.1f}"])
+    if not shares:
+        return "no feather was measured"
+    most, mean, names = max(shares), sum(shares) / len(shares), ", ".join(beyond) or "none"
+    return f"{grid(rows)}\nof a layer {most:.1%} at most, {mean:.1%} in the mean; more than memory takes: {names}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", nargs="+", default=BATCHES, metavar="NAME", help=f"(default: {' '.join(BATCHES)})")
@@ -178,6 +202,7 @@ def main() -> int:
     options = parser.parse_args()
     content = read_finished(options.source, "machine") if options.source else run(options)
     print(report(content))
+    print(f"\n{prefetch(content)}")
     write(options.json, content)
     return int(any("error" in result for record in content["records"] for result in record["systems"].values()))
 
