@@ -25,10 +25,11 @@ from plan_model import drift, model
 from feather_kernels.forest import Forest
 from feather_kernels.pack import STRATEGIES
 from feather_kernels.plan import PackPlan, Planner, make_plan
-from feather_kernels.trees import PAT_TREES, parse_tree, random_forest, tree_forest
+from feather_kernels.trees import PAT_TREES, named_forest, parse_tree, random_forest, tree_forest
 
 HEADS: dict[str, Any] = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 LEVELS = ((1,), (1, 64), (1, 8, 64), (1, 4, 16, 64), (1, 4, 8, 16, 64), (1, 2, 4, 8, 16, 64))  # of shared nodes
+MEASURED = Path(__file__).parents[1] / "docs" / "measured" / "decode_h200_serving.json"
 Row = dict[str, Any]
 TITLES = {
     "plan_time": "Plan time by queries and levels, strategy time, 128 tokens a node",
@@ -37,6 +38,7 @@ TITLES = {
     "gap": "How far profit is from the optimum of the traffic model",
     "splits": "Modelled time over that of rounds (plan_model.py), and us to plan the set's largest batch.\n"
     "balanced and mean leave unlike tails to single warps, which cost more than the model knows",
+    "agreement": "The model beside measured times of rounds and balanced (docs/measured/decode_h200_serving.json)",
     "regrouping": "Steps that a plan is kept, medians, and how much longer it takes meanwhile than a new one",
 }
 
@@ -140,6 +142,22 @@ def split_times(sets: dict[str, list[Forest]], repeats: int) -> list[Row]:
     return rows
 
 
+def agreement() -> list[Row]:
+    """Modelled over measured us at the median, and how well they agree in what `balanced` takes over `rounds`."""
+    kinds = {"rounds": "feather", "balanced": "feather-balanced"}
+    logs = []
+    for record in json.loads(MEASURED.read_text())["records"]:
+        query, kv = map(int, record["heads"].split("/"))
+        heads = {"num_qo_heads": query, "num_kv_heads": kv, "head_dim": 128}
+        plans = {split: make_plan(named_forest(record["name"]), split=split, **heads) for split in kinds}
+        measured = {split: record["systems"][system]["warm_us"] for split, system in kinds.items()}
+        logs.append([np.log([model(plans[split]).us, measured[split]]) for split in kinds])
+    rounds, balanced = np.moveaxis(np.array(logs), 1, 0)
+    share = float(np.exp(np.median(rounds[:, 0] - rounds[:, 1])))
+    together = float(np.corrcoef((balanced - rounds).T)[0, 1])
+    return [{"rows": len(logs), "modelled / measured": f"{share:.2f}", "correlation of logs": f"{together:.2f}"}]
+
+
 def spread_of(over: Any) -> Row:
     """Geometric mean, least and largest."""
     return {"over rounds": float(np.exp(np.mean(np.log(over)))), "least": float(over.min()), "most": float(over.max())}
@@ -217,6 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
         "traffic": tree_traffic,
         "gap": lambda: optimality(count),
         "splits": lambda: split_times(batch_sets(options.traces), repeats),
+        "agreement": agreement,
         "regrouping": lambda: regrouping(batch_sets(options.traces)),
     }
     made = {name: tables[name]() for name in options.tables}

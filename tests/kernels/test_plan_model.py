@@ -114,6 +114,13 @@ def test_tables_of_splits_and_regrouping(capsys, monkeypatch, tmp_path):
     assert "over rounds" in capsys.readouterr().out
 
 
+def test_the_model_goes_with_what_was_measured():
+    (row,) = bench_plan.agreement()
+    assert (
+        row["rows"] == 54 and 1.1 < float(row["modelled / measured"]) < 1.3 and float(row["correlation of logs"]) > 0.7
+    )
+
+
 def test_a_folder_without_traces_is_one_line(tmp_path):
     with pytest.raises(SystemExit, match=r"--traces: .*mooncake_conversation.jsonl: No such file"):
         bench_plan.main(["--tables", "splits", "--traces", str(tmp_path)])
