@@ -111,8 +111,8 @@ class PlannerOptions:
         Of a value in the caches, for the traffic model.
     group_capacity : int
         PackInfer's C, for ``split`` "groups": token-heads (KV tokens of one KV head) that a processor's teams take at
-        once. Which processor has which group is not planned: whoever is free takes the longest unit left, which is
-        PackInfer's rule, the longest first onto the least loaded.
+        once. Which processor has which group is not planned: where the kernel's teams ask for units, whoever is free
+        takes the longest left, and that is PackInfer's rule, the longest first onto the least loaded.
 
     Raises
     ------
