@@ -4,9 +4,9 @@
     PYTHONPATH=.:kernels python benchmarks/bench_verify.py --requests 64 --groups 1 --drafts 8 --heads 64/8
 
 One attention layer of requests in prefix groups, each with a few drafts in a chain after what it has committed. The
-packed kernel takes every draft for a query row (`with_drafts`); the peers take a request's drafts as one causal query,
-as SGLang calls them. Every output is checked against a float32 reference before it is timed. The floor is the larger
-of unique KV bytes over copy bandwidth and FLOP over the matrix rate. Needs a Hopper GPU.
+packed kernel takes every draft for a query row (`with_new_tokens`); the peers take a request's drafts as one causal
+query, as SGLang calls them. Every output is checked against a float32 reference before it is timed. The floor is the
+larger of unique KV bytes over copy bandwidth and FLOP over the matrix rate. Needs a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from decode_cases import COPY_BANDWIDTH, MATRIX_RATE, Heads, parse_heads
 
 from feather_kernels.forest import Forest
-from feather_sglang.attention.drafts import with_drafts
+from feather_sglang.attention.new_tokens import with_new_tokens
 from feather_sglang.report.tables import grid
 
 TOLERANCE = 2e-2  # of |out - reference| / |reference|
@@ -55,7 +55,7 @@ class Batch(NamedTuple):
     def floor(self) -> float:
         """Seconds that no kernel can go below."""
         kv = self.slots * 2 * self.heads.kv * self.head_dim * 2
-        seen = int(with_drafts(self.forest, self.drafts).seq_len.sum())
+        seen = int(with_new_tokens(self.forest, self.drafts).seq_len.sum())
         return max(kv / COPY_BANDWIDTH, 4 * self.head_dim * self.heads.query * seen / MATRIX_RATE)
 
 
@@ -120,7 +120,7 @@ def packed(batch: Batch, given: Tensors) -> Callable[[], Any]:
 
     from feather_kernels import PackedDecodeWrapper
 
-    forest = with_drafts(batch.forest, batch.drafts)
+    forest = with_new_tokens(batch.forest, batch.drafts)
     wrapper = PackedDecodeWrapper(
         batch.heads.query, batch.heads.kv, batch.head_dim, dtype=given.q.dtype, max_requests=forest.n_requests
     )

@@ -23,7 +23,7 @@ def test_what_times_are_checked_against_is_what_the_kernel_computes(requests, gr
     q = torch.randn(requests * drafts, 8, 16, generator=draw)
     k, v = torch.randn(2, batch.slots, 2, 16, generator=draw)
     exact = bench.reference(batch, bench.Tensors(q, k, v, torch.from_numpy(batch.table)), range(requests))
-    plan = make_plan(bench.with_drafts(batch.forest, drafts), num_qo_heads=8, num_kv_heads=2, head_dim=16)
+    plan = make_plan(bench.with_new_tokens(batch.forest, drafts), num_qo_heads=8, num_kv_heads=2, head_dim=16)
     out, _ = reference_decode(plan, q.numpy(), k.numpy(), v.numpy(), batch.table.ravel(), 1)
     assert np.abs(out - exact.numpy()).max() < 1e-5
 

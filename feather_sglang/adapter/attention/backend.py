@@ -42,7 +42,7 @@ from feather_sglang.adapter.attention.row_snapshot import RowSnapshot
 from feather_sglang.adapter.attention.rows import RowSharing
 from feather_sglang.adapter.attention.speculation import verified_drafts
 from feather_sglang.adapter.refusals import refuse_pat_flags
-from feather_sglang.attention.drafts import draft_lengths, with_drafts
+from feather_sglang.attention.new_tokens import tokens_seen, with_new_tokens
 from feather_sglang.errors import FeatherError
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class PatBackend(AttentionBackend):
         lens += self._own_tokens
         drafts = self._drafts_of(forward_batch)
         self._copy_rows(forward_batch, lens, drafts)
-        seen = draft_lengths(lens, drafts) if drafts else lens
+        seen = tokens_seen(lens, drafts) if drafts else lens
         # Without drafts the length counts the token of this step.
         changed = self.sharing.observe(requests_now, rows, lens[: len(rows)] + (drafts > 0))
         total = int(seen.sum())
@@ -330,7 +330,7 @@ class PatBackend(AttentionBackend):
         if slots is not self._table:
             forest = replace(forest, row_offset=np.arange(forest.n_requests) * slots.stride(0))
         if drafts:
-            forest = with_drafts(forest, drafts)
+            forest = with_new_tokens(forest, drafts)
         lens = self._lens[: forest.n_requests]
         try:
             self._engines.plan(forest, slots, lens)
