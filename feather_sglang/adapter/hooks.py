@@ -162,6 +162,13 @@ HOOKS = (
         part="pat",
     ),
     Hook(
+        _ATTENTION + "hybrid_attn_backend.HybridAttnBackend.__init__",
+        "pat",
+        ("self", "model_runner", "prefill_backend", "decode_backend"),
+        "packed prefill",
+        part="pat",
+    ),
+    Hook(
         _ATTENTION + "base_attn_backend.AttentionBackend.init_forward_metadata",
         "calls",
         ("self", "forward_batch"),

@@ -200,6 +200,13 @@ class FeatherOptions:
         "with.",
         at_start=True,
     )
+    pat_prefill: bool = _option(
+        False,
+        _switch,
+        "on|off",
+        "pat computes prompts, too, in the layers that it packs. Needs --disable-prefill-cuda-graph.",
+        at_start=True,
+    )
     allow_switch: bool = _option(
         False,
         _switch,
@@ -288,6 +295,11 @@ def check_file(name: str, path: Any) -> None:
 def switch_allowed(environment: Any = os.environ) -> bool:
     """Whether FEATHER_OPTIONS allows to switch policies; only one that names the option is read."""
     return "allow_switch" in environment.get(VARIABLE, "") and FeatherOptions.from_environment(environment).allow_switch
+
+
+def packs_prefill(environment: Any = os.environ) -> bool:
+    """The same of whether pat computes prompts."""
+    return "pat_prefill" in environment.get(VARIABLE, "") and FeatherOptions.from_environment(environment).pat_prefill
 
 
 class _SetOption(argparse._StoreAction):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from feather_sglang.adapter.options import FeatherOptions
+from feather_sglang.adapter.options import FeatherOptions, packs_prefill
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policy_names import admits
 
@@ -71,6 +71,14 @@ OTHER_DRAFTERS = Limit(
     lambda args: _drafts_by(args) not in (None, *DRAFTERS),
     f"--speculative-algorithm other than {', '.join(DRAFTERS)}",
 )
+
+
+def _replays_packed_prefill(args: Any) -> bool:
+    graphs = resolved(args, "cuda_graph_config")
+    replays = graphs is not None and graphs.prefill.backend != "disabled"
+    return replays and packs_prefill()
+
+
 # The tests read arguments that older releases lack, and that stand-ins leave out.
 POLICY_FLAGS = (
     Limit("--pp-size above 1", lambda args: getattr(args, "pp_size", 1) > 1),
@@ -108,6 +116,11 @@ PAT_FLAGS = (
     Limit("--enable-unified-memory", lambda args: getattr(args, "enable_unified_memory", False)),
     # Pages are no rows of slots there. SGLang 0.5.23 has it with unified memory only.
     Limit("--enable-page-major-kv-layout", lambda args: getattr(args, "enable_page_major_kv_layout", False)),
+    Limit(
+        "--feather-pat-prefill in prefill CUDA graphs",
+        _replays_packed_prefill,
+        instead="add --disable-prefill-cuda-graph",
+    ),
 )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from feather_sglang.adapter.attention.registration import PAT, offer_backend
 from feather_sglang.adapter.failures import begin_command_line, end_start_up, expect_refusals
 from feather_sglang.adapter.hooks import installed_version, require_fit, untested
-from feather_sglang.adapter.options import FeatherOptions, add_flags, switch_allowed
+from feather_sglang.adapter.options import FeatherOptions, add_flags, packs_prefill, switch_allowed
 from feather_sglang.adapter.refusals import refuse_pat_flags, refuse_policy_flags
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policy_names import FEATHER
@@ -44,6 +44,8 @@ def refuse_arguments(args: Any) -> None:
         if PAT in _backends(args):
             require_fit("--decode-attention-backend pat", PAT)
             refuse_pat_flags(args)
+        elif packs_prefill():
+            raise FeatherError("--feather-pat-prefill is for the pat backend: give --decode-attention-backend pat, too")
         if args.schedule_policy in FEATHER or switch_allowed() or PAT in _backends(args):
             expect_refusals()
     except FeatherError as error:

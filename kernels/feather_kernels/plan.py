@@ -17,6 +17,7 @@ from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest, IntArray
 from feather_kernels.options import UNLIMITED, PlannerOptions, PlanStats
 
+SHARED_LEVELS = 5  # shared levels that there is memory for
 MIN_GROWTH = 64  # tokens that any tail may grow before its plan is stale
 
 MAGIC = 0x70616B31
@@ -268,17 +269,19 @@ class PackPlan:
         return True, ""
 
 
-def default_parts(max_requests: int, num_qo_heads: int) -> int:
+def default_parts(max_requests: int, num_qo_heads: int, levels: int = SHARED_LEVELS) -> int:
     """Partial results that the wrapper has memory for.
 
     Parameters
     ----------
     max_requests, num_qo_heads : int
         As for `Planner`.
+    levels : int
+        Shared levels of a request, each a part.
     """
-    # A part for each of five shared levels, and the chunks of long packs: about as many query rows in all as the
-    # processors' tiles hold at once, whatever the heads. Deeper batches are packed less (`Planner.plan`).
-    return 5 * max_requests + 65536 // num_qo_heads
+    # And the chunks of long packs: about as many query rows in all as the processors' tiles hold at once, whatever the
+    # heads. Deeper batches are packed less (`Planner.plan`).
+    return levels * max_requests + 65536 // num_qo_heads
 
 
 def make_plan(forest: Forest, *, max_requests: int | None = None, **arguments: Any) -> PackPlan:

@@ -87,6 +87,7 @@ def test_backends_that_contradict_each_other_end_start_up_with_one_line(flags, s
         ("feather-policy-file:", "policy_file", None),
         ("feather-pat-beside: triton", "pat_beside", "triton"),
         ("feather-pat-beside:", "pat_beside", None),
+        ("feather-pat-prefill: on", "pat_prefill", True),
     ],
 )
 def test_every_flag_works_from_a_config_file(monkeypatch, tmp_path, line, name, value):
@@ -178,6 +179,21 @@ def test_what_flags_alone_tell_is_refused_before_sglang_checks_them(monkeypatch,
     with pytest.raises(SystemExit) as ended:
         plugin.check_server_args(lambda args: pytest.fail("SGLang went on"), arguments(**changed))
     assert str(ended.value).startswith("feather: error: ") and says in str(ended.value)
+
+
+@pytest.mark.parametrize("backend", ["fa3", "pat"])
+def test_prefill_by_pat_needs_pat_without_prefill_graphs(monkeypatch, backend):
+    monkeypatch.setenv(VARIABLE, '{"pat_prefill": true}')
+    monkeypatch.setattr("feather_sglang.adapter.failures._command_line", True)
+    says = {"fa3": "give --decode-attention-backend pat, too", "pat": "add --disable-prefill-cuda-graph or"}[backend]
+    for graphs in ("breakable", "disabled"):
+        config = SimpleNamespace(prefill=SimpleNamespace(backend=graphs))
+        args = arguments(decode_attention_backend=backend, cuda_graph_config=config)
+        if (backend, graphs) == ("pat", "disabled"):
+            assert plugin.check_server_args(lambda args: "checked", args) == "checked"
+        else:
+            with pytest.raises(SystemExit, match=says):
+                plugin.check_server_args(lambda args: pytest.fail("SGLang went on"), args)
 
 
 def test_other_flags_are_left_to_sglang(monkeypatch):

@@ -7,7 +7,7 @@ A decode step walks through: `watch_batches` hands the batch's host side to the 
 copies the batch's rows of slots, finds out whether the last plan still holds and plans if not; ``_in_graph``, which a
 CUDA graph records, copies the lengths to where the kernel reads them; ``forward_decode`` runs once a layer. Under
 speculative decoding the step that verifies drafts goes the same way, with a query row a draft, and ends in
-``forward_extend``. Prefill is another backend's, through SGLang's ``HybridAttnBackend``.
+``forward_extend``. Prefill is another backend's, through SGLang's ``HybridAttnBackend``, or is packed, too (`prefill`).
 
 There is no switch for batches that share nothing: on the Hopper path the planner's strategy, ``time``, packs only
 where that takes less of the processors' modelled time, and a batch without sharing is then planned as ``query`` would
@@ -31,16 +31,18 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from feather_kernels import PlanError
 from feather_kernels.forest import Forest
-from feather_kernels.plan import PackPlan
+from feather_kernels.plan import SHARED_LEVELS, PackPlan
 from feather_sglang.adapter.attention.beside import create_beside
 from feather_sglang.adapter.attention.engines import Engines
 from feather_sglang.adapter.attention.facts import facts_of, uses_reference
 from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts, packed_layers
 from feather_sglang.adapter.attention.metrics import pat_metrics
+from feather_sglang.adapter.attention.prefill import PackedPrefill, pack_prefill
 from feather_sglang.adapter.attention.record import plan_recorder
 from feather_sglang.adapter.attention.row_snapshot import RowSnapshot
 from feather_sglang.adapter.attention.rows import RowSharing
 from feather_sglang.adapter.attention.speculation import verified_drafts
+from feather_sglang.adapter.options import packs_prefill
 from feather_sglang.adapter.refusals import refuse_pat_flags
 from feather_sglang.attention.new_tokens import tokens_seen, with_new_tokens
 from feather_sglang.errors import FeatherError
@@ -72,6 +74,12 @@ class PatBackend(AttentionBackend):
         SGLang's own, where layers are left to it.
     drafts : int
         Tokens of each request in a verify step; 0 where pat sees none.
+    table : torch.Tensor
+        int32 [rows, tokens], ``req_to_token``.
+    debug : bool
+        Whether slots are looked at after every plan.
+    packed_prefill : PackedPrefill or None
+        What prefills, where that is packed.
     """
 
     def __init__(self, model_runner: Any, own_tokens: int = 0, ahead: int = 0) -> None:
@@ -86,14 +94,14 @@ class PatBackend(AttentionBackend):
         self._device = model_runner.device
         self._pool = self.token_to_kv_pool = model_runner.token_to_kv_pool
         rows = self.req_to_token_pool = model_runner.req_to_token_pool
-        self._table = rows.req_to_token
+        self.table = rows.req_to_token
         self._page = model_runner.server_args.page_size or 1
         overlap = not model_runner.server_args.disable_overlap_schedule
-        self.sharing = RowSharing(self._table, rows.req_generation.numpy(), settled_at=2 if overlap else 1)
+        self.sharing = RowSharing(self.table, rows.req_generation.numpy(), settled_at=2 if overlap else 1)
         self._expected: tuple[list[Any], np.ndarray] | None = None
         self._metrics = pat_metrics()
         self._recorder = plan_recorder()
-        self._debug = os.environ.get(DEBUG_CHECK) == "1"
+        self.debug = os.environ.get(DEBUG_CHECK) == "1"
         self._snapshot: RowSnapshot | None = None  # what graphs read
         self._for_graph = False  # the plan in force
         self.drafts = self._drafts(model_runner.server_args, facts, self._layers)
@@ -102,6 +110,10 @@ class PatBackend(AttentionBackend):
         self._warned = False  # of a plan that does not fit
         self._allocate(rows.size)
         self.beside: Any = create_beside(model_runner, len(facts.layers) - len(self._layers))
+        self.packed_prefill: PackedPrefill | None = None
+        self._server_args = model_runner.server_args
+        if packs_prefill():
+            pack_prefill()
         watch_batches()
         model_runner.feather_pat = self
 
@@ -112,8 +124,18 @@ class PatBackend(AttentionBackend):
     def _allocate(self, max_requests: int) -> None:
         """Build the engines and the lengths that they read; both keep their addresses from here on."""
         self._max_requests, rows = max_requests, max_requests * max(1, self.drafts)
-        self._engines = Engines(self._layers, self._dtype, self._kv_dtype, self._device, rows, self._reference)
+        self._engines = self.make_engines(rows, SHARED_LEVELS)
         self._lens = torch.full((rows,), FILL, dtype=torch.int32, device=self._device)
+
+    def make_engines(self, rows: int, levels: int) -> Engines:
+        """Engines of the packed layers for so many query rows and shared levels."""
+        return Engines(self._layers, self._dtype, self._kv_dtype, self._device, rows, self._reference, levels)
+
+    def around_prefill(self, stock: Any) -> Any:
+        """SGLang's prefill backend, with the packed layers packed if that was asked for."""
+        if packs_prefill():
+            self.packed_prefill = PackedPrefill(stock, self, self._server_args)
+        return self.packed_prefill or stock
 
     @property
     def plan(self) -> PackPlan | None:
@@ -126,7 +148,7 @@ class PatBackend(AttentionBackend):
         """Make room for the largest captured batch (SGLang calls it once, before it captures)."""
         if max_bs > self._max_requests:
             self._allocate(max_bs)
-        self._snapshot = RowSnapshot(self._table, max_bs)
+        self._snapshot = RowSnapshot(self.table, max_bs)
         if self.beside is not None:
             self.beside.init_cuda_graph_state(max_bs, max_num_tokens)
 
@@ -211,7 +233,7 @@ class PatBackend(AttentionBackend):
             self._use(self.sharing.forest(rows, lens), drafts)
             seconds = time.perf_counter() - start
         plan = self._engines.plans[0]
-        if self._debug:
+        if self.debug:
             self.sharing.check(plan.forest, seen, self._slots)
         if self._recorder is not None:
             self._recorder.offer(plan, len(rows) * max(1, drafts))
@@ -231,6 +253,20 @@ class PatBackend(AttentionBackend):
         """q [rows, heads * head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads * head_dim]"""
         if layer.layer_id not in self._engines:
             return self.beside.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **extras)
+        return self.attend(self._engines, q, k, v, layer, forward_batch, save_kv_cache, **extras)
+
+    def attend(
+        self,
+        engines: Engines,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **extras: Any,
+    ) -> torch.Tensor:
+        """Write a step's KV, and attend with the last plan of these engines; tensors as for `forward_decode`."""
         sinks = extras.pop("sinks", None)
         if given := [name for name, value in extras.items() if value is not None and value is not False]:
             raise FeatherError(
@@ -239,10 +275,10 @@ class PatBackend(AttentionBackend):
             )
         if save_kv_cache and k is not None:
             self._pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, layer.k_scale, layer.v_scale)
-        heads, _, dim = self._engines.shape(layer.layer_id)
+        heads, _, dim = engines.shape(layer.layer_id)
         q = q.reshape(-1, heads * dim)
         out = q.new_empty(q.shape)
-        self._engines.run(
+        engines.run(
             layer.layer_id,
             q.view(-1, heads, dim),
             self._pool.get_key_buffer(layer.layer_id),
@@ -295,11 +331,13 @@ class PatBackend(AttentionBackend):
         if not batch.forward_mode.is_mixed() and len(batch.prefix_lens) == len(rows):
             cached[:] = np.array(batch.prefix_lens) // self._page * self._page
         self.sharing.prefill(rows, cached)
+        if self.packed_prefill is not None:
+            self.packed_prefill.expect(batch, rows)
 
     @property
     def _slots(self) -> torch.Tensor:
         """The table that the plan in force reads."""
-        return self._snapshot.slots if self._for_graph and self._snapshot is not None else self._table
+        return self._snapshot.slots if self._for_graph and self._snapshot is not None else self.table
 
     def _copy_rows(self, forward_batch: Any, lens: np.ndarray, drafts: int) -> None:
         if self._for_graph and self._snapshot is not None:
@@ -327,7 +365,7 @@ class PatBackend(AttentionBackend):
 
     def _use(self, forest: Forest, drafts: int) -> None:
         slots = self._slots
-        if slots is not self._table:
+        if slots is not self.table:
             forest = replace(forest, row_offset=np.arange(forest.n_requests) * slots.stride(0))
         if drafts:
             forest = with_new_tokens(forest, drafts)
@@ -350,7 +388,7 @@ class PatBackend(AttentionBackend):
         self.sharing.forget()
         drafts = self._drafts_of(forward_batch)
         self._copy_rows(forward_batch, lens, drafts)
-        self._use(_alone(lens, rows * self._table.stride(0)), drafts)
+        self._use(_alone(lens, rows * self.table.stride(0)), drafts)
 
 
 def _alone(lens: np.ndarray, row_offset: np.ndarray) -> Forest:

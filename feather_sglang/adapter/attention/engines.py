@@ -10,7 +10,7 @@ import torch
 
 from feather_kernels import BuildError
 from feather_kernels.forest import Forest
-from feather_kernels.plan import PackPlan
+from feather_kernels.plan import SHARED_LEVELS, PackPlan, default_parts
 from feather_sglang.adapter.attention.limits import LayerFacts
 from feather_sglang.errors import FeatherError
 
@@ -36,6 +36,8 @@ class Engines:
         Rows of the largest batch.
     reference : bool
         The NumPy reference instead of the kernel.
+    levels : int
+        Shared levels of a row that there is memory for.
 
     Raises
     ------
@@ -44,13 +46,15 @@ class Engines:
     """
 
     def __init__(
-        self, layers: Sequence[LayerFacts], dtype: Any, kv_dtype: Any, device: Any, max_requests: int, reference: bool
-    ) -> None:
+        self, layers: Sequence[LayerFacts], dtype: Any, kv_dtype: Any, device: Any, max_requests: int, reference: bool,
+        levels: int = SHARED_LEVELS,
+    ) -> None:  # fmt: skip
         engines: dict[tuple[int, int, int], Any] = {}
         try:
             for layer in layers:
                 if layer.shape not in engines:
-                    engines[layer.shape] = _engine(layer, dtype, kv_dtype, device, max_requests, reference)
+                    max_parts = default_parts(max_requests, layer.q_heads, levels)
+                    engines[layer.shape] = _engine(layer, dtype, kv_dtype, device, max_requests, max_parts, reference)
                 # Compiled now, and not while a graph is captured.
                 engines[layer.shape].load(layer.logit_soft_cap > 0, layer.sinks)
         except (BuildError, ValueError) as error:
@@ -68,6 +72,12 @@ class Engines:
     def shape(self, layer_id: int) -> tuple[int, int, int]:
         """Query heads, KV heads and head_dim of a layer."""
         return self._shapes[layer_id]
+
+    @property
+    def rows_a_tile(self) -> int:
+        """Rows whose query heads fill the largest tile, of every shape of heads."""
+        options = [engine.planner.options for engine in self._engines]
+        return max(1, min(option.tiles[-1][0] // option.group_size for option in options))
 
     def plan(self, forest: Forest, table: torch.Tensor, lens: torch.Tensor) -> None:
         """Plan a batch for every shape; raises ``PlanError`` where one does not fit."""
@@ -94,14 +104,16 @@ class Engines:
         engine.run(q, k, v, out=out, **scores, k_scale=k_scale, v_scale=v_scale)
 
 
-def _engine(layer: LayerFacts, dtype: Any, kv_dtype: Any, device: Any, max_requests: int, reference: bool) -> Any:
+def _engine(
+    layer: LayerFacts, dtype: Any, kv_dtype: Any, device: Any, max_requests: int, max_parts: int, reference: bool
+) -> Any:
     if reference:
         from feather_sglang.adapter.attention.reference import ReferenceEngine
 
-        return ReferenceEngine(*layer.shape, max_requests=max_requests, kv_dtype=kv_dtype)
+        return ReferenceEngine(*layer.shape, max_requests=max_requests, max_parts=max_parts, kv_dtype=kv_dtype)
     from feather_kernels import PackedDecodeWrapper
 
     return PackedDecodeWrapper(
         *layer.shape, page_size=1, dtype=dtype, kv_dtype=kv_dtype, device=device, max_requests=max_requests,
-        logit_soft_cap=layer.logit_soft_cap, sinks=layer.sinks,
+        max_parts=max_parts, logit_soft_cap=layer.logit_soft_cap, sinks=layer.sinks,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from feather_sglang.errors import FeatherError
 KIND_TEST = "tests/sglang/test_model_kinds.py::test_the_tokens_of_sglangs_own_backend"
 FP8_TEST = "tests/sglang/test_model_kinds.py::test_a_kv_cache_in_fp8"
 DRAFT_TEST = "tests/sglang/test_speculation.py::test_the_tokens_without_speculation"
+PREFILL_TEST = "tests/sglang/test_packed_prefill.py::test_the_tokens_of_torch_native_from_fewer_reads"
 PAT_TEST = "tests/sglang/test_pat_backend.py::test_"
 MODE_TEST = "tests/sglang/test_server_modes.py::test_"
 _FULL = LayerFacts(0, 32, 8, 128, 128, 0.088)
@@ -103,6 +104,7 @@ MODES = (
     Mode("CUDA graphs", f"{PAT_TEST}a_replay_with_padding_after_a_capture"),
     Mode("pages of 16 and more", f"{_TOKENS}[page_size]", {"page_size": 16}),
     Mode("chunked and mixed prefill", f"{_TOKENS}[chunked_prefill_size-enable_mixed_chunk]"),
+    Mode("prefill, with --feather-pat-prefill", f"{PREFILL_TEST}[plain]"),
     Mode("a feather policy", f"{_TOKENS}[policy]", {"schedule_policy": "feather-order"}),
     Mode("no prefix cache", f"{_TOKENS}[disable_radix_cache]", {"disable_radix_cache": True}),
     Mode("retraction and abortion", f"{PAT_TEST}retractions_and_aborts"),

@@ -16,15 +16,16 @@ class ReferenceEngine:
 
     Parameters
     ----------
-    num_qo_heads, num_kv_heads, head_dim, max_requests, kv_dtype
+    num_qo_heads, num_kv_heads, head_dim, max_requests, max_parts, kv_dtype
         As for the wrapper.
     """
 
     def __init__(
-        self, num_qo_heads: int, num_kv_heads: int, head_dim: int, *, max_requests: int, kv_dtype: torch.dtype
-    ) -> None:
+        self, num_qo_heads: int, num_kv_heads: int, head_dim: int, *, max_requests: int, max_parts: int,
+        kv_dtype: torch.dtype,
+    ) -> None:  # fmt: skip
         self.planner = Planner(
-            num_qo_heads, num_kv_heads, head_dim, max_requests=max_requests, n_sm=4,
+            num_qo_heads, num_kv_heads, head_dim, max_requests=max_requests, max_parts=max_parts, n_sm=4,
             kv_value_bytes=min(2, kv_dtype.itemsize),
         )  # fmt: skip
         self._loaded: set[tuple[bool, bool]] = set()

@@ -1,0 +1,189 @@
+"""Prefill under pat (``--feather-pat-prefill``): SGLang's own prefill backend, but for the layers that pat packs.
+
+Every new token is a query row of the packed decode kernel (`with_new_tokens`): tokens of many requests read the cached
+prefix that these share once for a tile of rows. What they share is known from SGLang's radix tree (`cached_paths`).
+
+Only plain steps are packed: prompts, chunks of prompts, and requests that decode beside them. SGLang's backend computes
+a step that verifies or drafts tokens, one with images, whose tokens may see each other, and one of more tokens, or of
+more parts, than there is memory for; the last two are counted, and said once.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from sglang.srt.layers.attention import base_attn_backend
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from feather_kernels import PlanError
+from feather_kernels.forest import Forest
+from feather_sglang.adapter.attention.cached_prefixes import cached_paths
+from feather_sglang.adapter.attention.metrics import pat_metrics
+from feather_sglang.adapter.refusals import resolved
+from feather_sglang.attention.new_tokens import tokens_seen, with_new_tokens
+from feather_sglang.attention.prefix_paths import forest_of_paths
+
+if TYPE_CHECKING:
+    from feather_sglang.adapter.attention.backend import PatBackend
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS = 16384  # new tokens of a step, at most: a row has 2 * LEVELS * query heads * head_dim bytes of parts
+LEVELS = 2  # shared levels of a row that there is memory for: a prefix, and what stands before its block
+PACKED = (ForwardMode.EXTEND, ForwardMode.MIXED)
+
+
+class _Expected(NamedTuple):
+    """The host side of the prefill batch that SGLang is about to run."""
+
+    batch: Any
+    rows: np.ndarray
+
+
+class PackedPrefill:
+    """SGLang's prefill backend, with the packed kernel in the layers that pat packs.
+
+    Whatever is not named here is the stock backend's.
+
+    Parameters
+    ----------
+    stock : AttentionBackend
+        SGLang's own.
+    pat : PatBackend
+        Whose layers are packed.
+    server_args : ServerArgs
+        They bound the tokens of a step.
+
+    Attributes
+    ----------
+    packs : bool
+        Whether the step is packed.
+    """
+
+    def __init__(self, stock: Any, pat: PatBackend, server_args: Any) -> None:
+        self._stock, self._pat = stock, pat
+        self._most = rows_of(server_args)
+        self._engines = pat.make_engines(self._most, LEVELS)
+        self._block = self._engines.rows_a_tile
+        self._metrics = pat_metrics()
+        self._expected: _Expected | None = None
+        self.packs = self._warned = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    def expect(self, batch: Any, rows: np.ndarray) -> None:
+        """The batch that comes next, and its rows in the table of slots, int64 [requests]."""
+        self._expected = _Expected(batch, rows)
+
+    # What SGLang asks of a backend -----------------------------------------------------------------------------
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan a step, for the packed layers once, and for SGLang's backend where that has layers."""
+        expected, self._expected = self._expected, None
+        self.packs = expected is not None and self._plan(expected, forward_batch)
+        if not self.packs or self._pat.beside is not None:
+            self._stock.init_forward_metadata(forward_batch)
+
+    def forward_extend(
+        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """q [tokens, heads * head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim]"""
+        if self.packs and layer.layer_id in self._engines:
+            return self._pat.attend(self._engines, q, k, v, layer, forward_batch, *args, **kwargs)
+        return self._stock.forward_extend(q, k, v, layer, forward_batch, *args, **kwargs)
+
+    def forward(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The same by SGLang's general entry."""
+        forward = self.forward_extend if self.packs else self._stock.forward
+        return forward(q, k, v, layer, forward_batch, *args, **kwargs)
+
+    if hasattr(base_attn_backend, "SharedReadEnds"):
+
+        def shared_read_ends(self, fm: Any) -> Any:
+            """When SGLang may write to the table of slots: a packed step reads it until it ends."""
+            if fm in PACKED:
+                return base_attn_backend.SharedReadEnds.UNKNOWN
+            return self._stock.shared_read_ends(fm)
+
+        def _snapshot_prefill_shared_reads(self, forward_batch: Any, **kwargs: Any) -> Any:
+            if self.packs:
+                return base_attn_backend.SharedReadEnds.UNKNOWN
+            return self._stock._snapshot_prefill_shared_reads(forward_batch, **kwargs)
+
+    # Plans -----------------------------------------------------------------------------------------------------
+
+    def _plan(self, expected: _Expected, forward_batch: Any) -> bool:
+        """Plan a step; False where it is SGLang's backend's."""
+        if not _is_plain(forward_batch):
+            return False
+        counts = np.array(forward_batch.extend_seq_lens_cpu)
+        if counts.sum() > self._most:
+            self._leave(f"{counts.sum()} tokens, more than the {self._most} that there is memory for")
+            return False
+        if forward_batch.seq_lens_cpu is None:
+            raise RuntimeError("pat: SGLang gave no lengths on the host")
+        shared = self._shared(expected, forward_batch.seq_lens_cpu.numpy() - counts)
+        seen = tokens_seen(shared.seq_len, counts)
+        try:
+            self._engines.plan(with_new_tokens(shared, counts, self._block), self._pat.table, self._on_device(seen))
+        except PlanError as error:
+            self._leave(str(error))
+            return False
+        if self._pat.debug:
+            self._pat.sharing.check(shared, shared.seq_len + counts)
+        if self._metrics is not None:
+            self._metrics.prefill_step(int(seen.sum()), self._engines.plans[0].tokens_read)
+        return True
+
+    def _shared(self, expected: _Expected, committed: np.ndarray) -> Forest:
+        """The forest of what the requests have committed."""
+        batch, rows = expected
+        whose = batch.reqs if len(batch.reqs) == len(rows) else [None] * len(rows)  # beams have rows of their own
+        return forest_of_paths(cached_paths(batch.tree_cache, whose), committed, rows * self._pat.table.stride(0))
+
+    def _on_device(self, lens: np.ndarray) -> torch.Tensor:
+        on_host, device = torch.from_numpy(lens), self._pat.table.device
+        return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
+
+    def _leave(self, why: str) -> None:
+        if self._metrics is not None:
+            self._metrics.prefill_left.inc()
+        if not self._warned:
+            self._warned = True
+            logger.warning("feather: a prefill step is left to SGLang's backend, and more may be: %s", why)
+
+
+def rows_of(server_args: Any) -> int:
+    """New tokens of the largest step that is packed."""
+    chunk = resolved(server_args, "chunked_prefill_size") or 0
+    return min(chunk if chunk > 0 else resolved(server_args, "max_prefill_tokens"), MAX_ROWS)
+
+
+def _is_plain(forward_batch: Any) -> bool:
+    """Whether every token of the step sees those before it, and no others."""
+    return (
+        forward_batch.forward_mode in PACKED
+        and forward_batch.multi_item_delimiter_indices is None
+        and not any(inputs is not None for inputs in forward_batch.mm_inputs or ())
+    )
+
+
+@functools.cache
+def pack_prefill() -> None:
+    """Put `PackedPrefill` around the prefill backend that SGLang pairs with a pat backend, in this process."""
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+
+    original = HybridAttnBackend.__init__
+
+    @functools.wraps(original)
+    def __init__(hybrid: Any, model_runner: Any, prefill_backend: Any, decode_backend: Any) -> None:
+        if (wrap := getattr(decode_backend, "around_prefill", None)) is not None:
+            prefill_backend = wrap(prefill_backend)
+        original(hybrid, model_runner, prefill_backend, decode_backend)
+
+    HybridAttnBackend.__init__ = __init__
