@@ -12,6 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from feather_kernels.forest import Forest
+from feather_kernels.options import PlannerOptions
+
+PROMPT_LEVELS = 2  # shared levels of a prompt's row that memory is for: a prefix, and what stands before its block
 
 Ints = npt.NDArray[np.integer]
 
@@ -42,6 +45,11 @@ def with_new_tokens(forest: Forest, counts: int | Ints, block: int | None = None
         tokens_seen(forest.seq_len, counts),
         forest.row_offset[rows],
     )
+
+
+def prompt_block(options: PlannerOptions) -> int:
+    """Tokens of a prompt's block: those whose query heads fill the largest tile."""
+    return max(1, options.tiles[-1][0] // options.group_size)
 
 
 def tokens_seen(committed: Ints, counts: int | Ints) -> npt.NDArray[np.int32]:

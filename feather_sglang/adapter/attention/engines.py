@@ -12,6 +12,7 @@ from feather_kernels import BuildError
 from feather_kernels.forest import Forest
 from feather_kernels.plan import SHARED_LEVELS, PackPlan, default_parts
 from feather_sglang.adapter.attention.limits import LayerFacts
+from feather_sglang.attention.new_tokens import prompt_block
 from feather_sglang.errors import FeatherError
 
 
@@ -74,10 +75,9 @@ class Engines:
         return self._shapes[layer_id]
 
     @property
-    def rows_a_tile(self) -> int:
-        """Rows whose query heads fill the largest tile, of every shape of heads."""
-        options = [engine.planner.options for engine in self._engines]
-        return max(1, min(option.tiles[-1][0] // option.group_size for option in options))
+    def prompt_block(self) -> int:
+        """Tokens of a prompt's block, the same for every shape of heads."""
+        return min(prompt_block(engine.planner.options) for engine in self._engines)
 
     def plan(self, forest: Forest, table: torch.Tensor, lens: torch.Tensor) -> None:
         """Plan a batch for every shape; raises ``PlanError`` where one does not fit."""

@@ -24,7 +24,7 @@ from feather_kernels.forest import Forest
 from feather_sglang.adapter.attention.cached_prefixes import cached_paths
 from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.refusals import resolved
-from feather_sglang.attention.new_tokens import tokens_seen, with_new_tokens
+from feather_sglang.attention.new_tokens import PROMPT_LEVELS, tokens_seen, with_new_tokens
 from feather_sglang.attention.prefix_paths import forest_of_paths
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_ROWS = 16384  # new tokens of a step, at most: a row has 2 * LEVELS * query heads * head_dim bytes of parts
-LEVELS = 2  # shared levels of a row that there is memory for: a prefix, and what stands before its block
+MAX_ROWS = 16384  # new tokens of a step, at most: of a row memory has 2 * PROMPT_LEVELS * query heads * head_dim bytes
 PACKED = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
@@ -67,8 +66,8 @@ class PackedPrefill:
     def __init__(self, stock: Any, pat: PatBackend, server_args: Any) -> None:
         self._stock, self._pat = stock, pat
         self._most = rows_of(server_args)
-        self._engines = pat.make_engines(self._most, LEVELS)
-        self._block = self._engines.rows_a_tile
+        self._engines = pat.make_engines(self._most, PROMPT_LEVELS)
+        self._block = self._engines.prompt_block
         self._metrics = pat_metrics()
         self._expected: _Expected | None = None
         self.packs = self._warned = False
