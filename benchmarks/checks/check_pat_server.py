@@ -106,6 +106,12 @@ VARIANTS = {
     "no-radix": Variant("--disable-radix-cache", shares=False),
     "no-graph": Variant("--disable-cuda-graph", on_cpu=None),
     "feather": Variant("--schedule-policy feather"),
+    "prefill": Variant("--feather-pat-prefill", tight=True, chosen=False),
+    "prefill-mixed": Variant(
+        "--feather-pat-prefill --chunked-prefill-size 256 --enable-mixed-chunk",
+        environment=(("FEATHER_DEBUG_CHECK", "1"),),
+        chosen=False,
+    ),
     "tp2": Variant("--tp 2", ranks=2, chosen=False),
     "ngram": Variant(
         "--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 1 --speculative-num-draft-tokens 4 "
@@ -127,7 +133,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reference", help="stock backend (default: fa3, torch_native on a CPU)")
     parser.add_argument("--spread", help="other stock backends, of which the first that starts is taken "
                         "(default: flashinfer,triton; on a CPU none)")  # fmt: skip
-    parser.add_argument("--variants", default="", help=f"of {','.join(VARIANTS)} (default: all but tp2, ngram)")
+    unnamed = ", ".join(name for name, variant in VARIANTS.items() if not variant.chosen)
+    parser.add_argument("--variants", default="", help=f"of {','.join(VARIANTS)} (default: all but {unnamed})")
     parser.add_argument("--new-tokens", type=int, default=48, help="of each answer (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help=f"of {pat_prompts.PROMPTS} prompts for churn, the first "
                         "is compared at once too (default: %(default)s)")  # fmt: skip

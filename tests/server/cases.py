@@ -55,7 +55,9 @@ _NEWEST = {
         pat=True,
     ),
     "retraction": Case("feather-qlearning", TIGHT, OVERCOMMIT, retracts=True),
-    "order-retraction": Case("feather-order", (*TIGHT, *PAT), OVERCOMMIT | REFERENCE, retracts=True, pat=True),
+    "order-retraction": Case(
+        "feather-order", (*TIGHT, *PAT, "--feather-pat-prefill"), OVERCOMMIT | REFERENCE, retracts=True, pat=True
+    ),
 }
 # What differs in an older release is where the policies and pat are hooked in: one server of both, with a full pool.
 _OLDER = {

@@ -70,6 +70,9 @@ def test_decoding_reads_shared_tokens_once(feather_server: FeatherServer, served
     counts = {line.split("{")[0].split(" ")[0]: float(line.split(" ")[-1]) for line in lines}
     assert counts["feather_pat_plans_total"] > 0 and counts["feather_pat_plans_kept_total"] > 0
     assert 0 < counts["feather_pat_read_tokens_total"] < 0.6 * counts["feather_pat_attended_tokens_total"]
+    packs = "--feather-pat-prefill" in feather_server.case.flags
+    assert (counts["feather_pat_prefills_total"] > 0) is packs
+    assert counts["feather_pat_prefill_read_tokens_total"] <= 0.2 * counts["feather_pat_prefill_attended_tokens_total"]
 
 
 def test_disconnects_and_aborts_leave_nothing_behind(

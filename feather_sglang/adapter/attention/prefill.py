@@ -71,6 +71,7 @@ class PackedPrefill:
         self._metrics = pat_metrics()
         self._expected: _Expected | None = None
         self.packs = self._warned = False
+        logger.info("feather: pat packs prefill, in steps of up to %d tokens", self._most)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
