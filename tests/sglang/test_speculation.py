@@ -19,7 +19,7 @@ from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from feather_sglang.adapter.attention import backend as pat_backend
-from feather_sglang.adapter.attention.draft_steps import PatDraftSteps
+from feather_sglang.adapter.attention.draft_model import PatDraftSteps
 from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.attention.registration import _refuse_contradictions
 from feather_sglang.adapter.attention.speculation import chain
@@ -179,12 +179,16 @@ def test_drafts_by_pat(server, expected, caplog, drafter, kind):
     with caplog.at_level("INFO", "feather_sglang"):
         one = server(drafter, kind=kind, **BY_PAT)
     assert f"they are drafted by pat and {STAND_IN}" in caplog.text
-    seen = watch_reads(draft_of(one).feather_pat)
+    drafts, extensions = draft_of(one).feather_pat, []
+    seen = watch_reads(drafts.steps)
+    plan = drafts.extension.pat._plan_step
+    drafts.extension.pat._plan_step = lambda view: extensions.append(len(view.seq_lens)) or plan(view)
     assert serve(one) == expected
     other = server(drafter, kind=kind)
     serve(other)
     assert steps_saved(one) == steps_saved(other) > 0
-    assert len(seen) > 50 and sum(read for read, _ in seen) < 0.6 * sum(attended for _, attended in seen)
+    assert len(extensions) == len(seen) / (DRAFTS - 2) > 20
+    assert sum(read for read, _ in seen) < 0.6 * sum(attended for _, attended in seen)
     one.step()
     one.assert_pools_full()
 
@@ -200,7 +204,8 @@ def test_drafts_by_pat_under_other_flags(server, expected, overrides):
     if "speculative_num_steps" in overrides:
         overrides = {**overrides, "speculative_num_draft_tokens": 2}
     one = server("STANDALONE", kind=OverlapServer, **BY_PAT, **overrides)
-    assert hasattr(draft_of(one), "feather_pat") == ("speculative_num_steps" not in overrides)  # no decode step then
+    drafts = draft_of(one).feather_pat
+    assert (drafts.steps is None) == ("speculative_num_steps" in overrides) and drafts.extension  # no decode step then
     assert serve(one) == expected
 
 
@@ -361,7 +366,7 @@ def test_a_replay_with_padding_after_a_capture(server):
 def test_draft_steps_replayed_after_a_capture(server):
     """The same around a graph of all decode steps of a draft model."""
     one = server("STANDALONE", **BY_PAT)
-    steps, runner = draft_of(one).feather_pat, draft_of(one)
+    steps, runner = draft_of(one).feather_pat.steps, draft_of(one)
     heads, kv_heads, dim = steps._engines.shape(0)
     steps.init_cuda_graph_state(4, 4)
     fill = steps.attn_backends[0].get_cuda_graph_seq_len_fill_value()
@@ -408,6 +413,56 @@ def test_draft_steps_replayed_after_a_capture(server):
                 assert torch.allclose(out[place].view(1, heads, dim).transpose(0, 1), exact, atol=1e-5)
         lens = lens + torch.tensor(accepted)
     assert steps.plan.forest.shared_length[:2].tolist() == [64, 64] and len(plans) < 4
+
+
+def test_a_draft_models_pass_over_what_was_verified_replayed_after_a_capture(server):
+    """SGLang's buffers are those of the largest batch; lengths count the tokens of the step, which pads do not have."""
+    one = server("STANDALONE", **BY_PAT)
+    extension, runner = draft_of(one).feather_pat.extension, draft_of(one)
+    heads, kv_heads, dim = extension.pat._engines.shape(0)
+    extension._stock.init_cuda_graph_state = lambda *sizes: None
+    extension.init_cuda_graph_state(6, 6 * DRAFTS)
+    static, rows = torch.full((6,), 1, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)
+
+    def view(size=4, **fields):
+        return SimpleNamespace(
+            forward_mode=ForwardMode.DRAFT_EXTEND_V2, seq_lens=static, req_pool_indices=rows, batch_size=size, **fields
+        )
+
+    extension.init_forward_metadata_out_graph(view(seq_lens_cpu=static.clone()), in_capture=True)
+    extension.init_forward_metadata_in_graph(view(seq_lens_cpu=None))
+    generator = torch.Generator().manual_seed(1)
+    pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+    keys, values = pool.get_key_buffer(0), pool.get_value_buffer(0)
+    for buffer in (keys, values):
+        buffer.copy_(torch.randn(buffer.shape, generator=generator))
+    table[3, :130] = torch.arange(100, 230, dtype=torch.int32)
+    table[7, :64] = table[3, :64]
+    table[7, 64:150] = torch.arange(300, 386, dtype=torch.int32)
+    layer = SimpleNamespace(layer_id=0, k_scale=None, v_scale=None)
+    committed = torch.tensor([70, 90])
+    for accepted in ([1, 4], [3, 1], [2, 4]):
+        static[:2], rows[:2] = committed + DRAFTS, torch.tensor([3, 7])
+        extension.pat._expected = ["x", "y"], np.array([3, 7])
+        extension.init_forward_metadata_out_graph(view(seq_lens_cpu=static.clone()))
+        before = table.clone()
+        table[3] = 0
+        extension.init_forward_metadata_in_graph(view(seq_lens_cpu=None))
+        assert extension.pat._lens[2 * DRAFTS : 4 * DRAFTS].min() > 0
+        q = torch.randn(4 * DRAFTS, heads * dim, generator=generator)
+        out = extension.forward(q, None, None, layer, view(seq_lens_cpu=None), save_kv_cache=False)
+        table.copy_(before)
+        assert torch.isfinite(out).all()
+        for place, row in enumerate((3, 7)):
+            slots = table[row, : committed[place] + DRAFTS].long()
+            mine = q[place * DRAFTS : (place + 1) * DRAFTS].view(DRAFTS, heads, dim).transpose(0, 1)
+            k, v = (x[slots].repeat_interleave(heads // kv_heads, 1).transpose(0, 1) for x in (keys, values))
+            seen = torch.ones(DRAFTS, len(slots), dtype=torch.bool).tril(len(slots) - DRAFTS)
+            exact = torch.nn.functional.scaled_dot_product_attention(mine, k, v, attn_mask=seen)
+            got = out[place * DRAFTS : (place + 1) * DRAFTS].view(DRAFTS, heads, dim).transpose(0, 1)
+            assert torch.allclose(got, exact, atol=1e-5)
+        committed = committed + torch.tensor(accepted)
+    assert extension.pat.plan.tokens_read < int(extension.pat.plan.forest.seq_len.sum())
 
 
 @pytest.mark.parametrize(

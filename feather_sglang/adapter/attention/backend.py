@@ -115,7 +115,6 @@ class PatBackend(AttentionBackend):
         if packs_prefill():
             pack_prefill()
         watch_batches()
-        model_runner.feather_pat = self
 
     def _drafts(self, server_args: Any, facts: ModelFacts, layers: tuple[LayerFacts, ...]) -> int:
         """Tokens of each request in a verify step."""
@@ -319,6 +318,14 @@ class PatBackend(AttentionBackend):
 
     # Plans -----------------------------------------------------------------------------------------------------
 
+    def notice(self, batch: Any) -> None:
+        """The host side of the batch that SGLang is about to run."""
+        mode = batch.forward_mode
+        if mode.is_decode() or (mode.is_target_verify() and self.drafts):
+            self.expect(batch)
+        elif mode.is_extend() and not mode.is_target_verify():
+            self.prefill(batch)
+
     def expect(self, batch: Any) -> None:
         """The host side of the decode batch that SGLang is about to run."""
         self._expected = list(batch.reqs), batch.req_pool_indices_cpu.numpy()
@@ -404,12 +411,8 @@ def watch_batches() -> None:
 
     @functools.wraps(original)
     def init_new(cls: Any, batch: Any, model_runner: Any, *args: Any, **kwargs: Any) -> Any:
-        backend = getattr(model_runner, "feather_pat", None)
-        mode = batch.forward_mode
-        if backend is not None and (mode.is_decode() or (mode.is_target_verify() and backend.drafts)):
-            backend.expect(batch)
-        elif backend is not None and mode.is_extend() and not mode.is_target_verify():
-            backend.prefill(batch)
+        if (told := getattr(model_runner, "feather_pat", None)) is not None:
+            told.notice(batch)
         return original(cls, batch, model_runner, *args, **kwargs)
 
     ForwardBatch.init_new = classmethod(init_new)

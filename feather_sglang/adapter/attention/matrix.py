@@ -123,7 +123,7 @@ MODES = (
         for name, names in (("EAGLE", "EAGLE, EAGLE3, NEXTN"), ("STANDALONE", "STANDALONE"), ("NGRAM", "NGRAM"))
     ),
     Mode(
-        "--speculative-draft-attention-backend pat: a draft model's decode steps",
+        "--speculative-draft-attention-backend pat: a draft model, but for its prefill",
         "tests/sglang/test_speculation.py::test_drafts_by_pat[STANDALONE-OverlapServer]",
         {"speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 1},
     ),

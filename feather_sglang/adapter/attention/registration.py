@@ -68,9 +68,9 @@ def create_backend(runner: Any) -> Any:
             raise FeatherError("the pat backend needs the package feather_kernels: reinstall feather-sglang")
         from feather_sglang.adapter.attention.backend import PatBackend
 
-        backend = PatBackend(runner)
+        backend = runner.feather_pat = PatBackend(runner)
         if getattr(runner.server_args, DRAFTS_BY_PAT, False):
-            from feather_sglang.adapter.attention.draft_steps import draft_by_pat
+            from feather_sglang.adapter.attention.draft_model import draft_by_pat
 
             draft_by_pat()
     except FeatherError as error:

@@ -1,9 +1,9 @@
 """Speculative decoding under pat: how many tokens a verify step brings, and what else of the server has to fit.
 
 pat packs the step in which the model itself verifies drafts (``TARGET_VERIFY``). The model that makes them stays with a
-backend of SGLang's, but for its decode steps where pat is asked for them (`draft_steps`). Drafts have to be chains, as
-those of ``--speculative-eagle-topk 1`` are; NGRAM's become chains here (`chain`), as its trie branches even where it is
-told not to.
+backend of SGLang's, unless pat is asked for it, too (`draft_model`). Drafts have to be chains, as those of
+``--speculative-eagle-topk 1`` are; NGRAM's become chains here (`chain`), as its trie branches even where it is told not
+to.
 """
 
 from __future__ import annotations
