@@ -81,8 +81,12 @@ class Preloaded:
 
     def run(self, code: str, environment: Mapping[str, str]) -> tuple[str, str]:
         """What a program prints, and what it prints as errors."""
+        return self.printed(["-c", code], environment)
+
+    def printed(self, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str]:
+        """The same of ``python ARGUMENTS``."""
         with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-            self.python(["-c", code], environment, (nothing, out, errors)).wait()
+            self.python(arguments, environment, (nothing, out, errors)).wait()
             out.seek(0)
             errors.seek(0)
             return out.read(), errors.read()

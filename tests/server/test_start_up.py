@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from preloaded import Preloaded
 from server.cases import ROOMY, newest_only
-from server.sglang_server import LAUNCH, flags_for, run_to_end
+from server.sglang_server import LAUNCH, flags_for, run_to_end, server_environment
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("prepared"), newest_only]
 
@@ -22,15 +23,17 @@ def test_flags_that_a_policy_does_not_support_end_start_up_at_once_with_one_line
     assert "Load weight" not in ended.stderr + ended.stdout
 
 
-def test_what_only_the_scheduler_can_refuse_ends_the_server_without_a_traceback(model: Path, tmp_path: Path) -> None:
+def test_what_only_the_scheduler_can_refuse_ends_the_server_without_a_traceback(
+    model: Path, tmp_path: Path, preloaded: Preloaded
+) -> None:
     wide = shutil.copytree(model, tmp_path / "wide")
     config = json.loads((wide / "config.json").read_text())
     config |= {"num_attention_heads": 64, "num_key_value_heads": 2}
     (wide / "config.json").write_text(json.dumps(config))
     flags = flags_for(wide, "--decode-attention-backend", "pat", "--load-format", "dummy", *ROOMY)
-    ended = run_to_end([*LAUNCH, *flags], FEATHER_PAT_REFERENCE="1")
-    lines = ended.stderr.strip().splitlines()
-    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    _, errors = preloaded.printed([*LAUNCH[1:], *flags], server_environment(FEATHER_PAT_REFERENCE="1"))
+    lines = errors.strip().splitlines()
+    assert "Traceback" not in errors
     assert lines[-1] == "feather: error: the server cannot start so: its scheduler's own line above says why"
     reason = "feather: error: the pat backend can pack no layer of this model (more than 16 query heads to a KV head)"
     assert len([line for line in lines if reason in line]) == 1

@@ -9,6 +9,7 @@ from harness import Server
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from feather_sglang.adapter.hooks import SUPPORTED, installed_version
 from feather_sglang.adapter.scheduler import meters, prefill_limit
 from feather_sglang.scheduling.admission import deferrals, overtaking, prefix_batching, queue_state
 from oracles.overtaken import Witness
@@ -81,7 +82,11 @@ def step(server, witness):
 SEEN: Counter[str] = Counter()
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
+# The rules are the same on every release, and what SGLang does to requests is seen in few examples.
+EXAMPLES = 12 if installed_version() == SUPPORTED[-1] else 5
+
+
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(
     seed=st.integers(0, 2**16),
     share=st.sampled_from([0.0, 0.5, 2.0]),
