@@ -56,6 +56,11 @@ def first_limit(limits: Iterable[Limit], subject: Any) -> Limit | None:
     return limit and limit._replace(what=limit.what.format(_Resolved(subject)))
 
 
+def attention_data_parallel(args: Any) -> bool:
+    """Whether attention ranks have batches of their own: since SGLang 0.5.23 ``--attn-dp-size`` says so, too."""
+    return bool(getattr(args, "enable_dp_attention", False)) or (resolved(args, "attn_dp_size") or 1) > 1
+
+
 def _drafts_by(args: Any) -> str | None:
     """The speculative algorithm, by the name in SGLang's flag."""
     name = resolved(args, "speculative_algorithm")
@@ -84,7 +89,10 @@ POLICY_FLAGS = (
     Limit("--pp-size above 1", lambda args: getattr(args, "pp_size", 1) > 1),
     Limit("--disaggregation-mode", lambda args: getattr(args, "disaggregation_mode", "null") != "null"),
     OTHER_DRAFTERS,
-    Limit("--enable-dp-attention", lambda args: getattr(args, "enable_dp_attention", False)),
+    Limit(  # whose ranks have one batch in no group of SGLang's
+        "data-parallel attention with --attn-cp-size above 1",
+        lambda args: attention_data_parallel(args) and (resolved(args, "attn_cp_size") or 1) > 1,
+    ),
     Limit("--dllm-algorithm", lambda args: getattr(args, "dllm_algorithm", None) is not None),
     Limit("--disable-radix-cache", lambda args: getattr(args, "disable_radix_cache", False)),
 )
@@ -107,7 +115,10 @@ PAT_FLAGS = (
     Limit("--speculative-adaptive", lambda args: bool(resolved(args, "speculative_adaptive"))),
     Limit("--enable-multi-layer-eagle", lambda args: bool(resolved(args, "enable_multi_layer_eagle"))),
     Limit("--dllm-algorithm", lambda args: args.dllm_algorithm is not None),
-    Limit("data-parallel attention", lambda args: args.enable_dp_attention),
+    Limit(  # not tried
+        "data-parallel attention with speculative decoding",
+        lambda args: attention_data_parallel(args) and _drafts_by(args) is not None,
+    ),
     Limit("--enable-two-batch-overlap", lambda args: args.enable_two_batch_overlap),
     Limit("--enable-pdmux", lambda args: args.enable_pdmux),
     Limit("--enable-hisparse", lambda args: args.enable_hisparse),

@@ -147,7 +147,7 @@ class Server:
         ports = PortArgs.init_new(args)
         getattr(args, "resolve_once", dict)()  # since 0.5.21
         args.check_server_args()
-        self.scheduler = start_scheduler(args, ports)
+        self.scheduler = self.start(args, ports)
         # Their classes have slots, so the methods are replaced there.
         type(self.scheduler.output_streamer).stream_output = lambda *args, **kwargs: None
         type(self.scheduler.ipc_channels.send_to_tokenizer).send_output = lambda *args, **kwargs: None
@@ -155,6 +155,9 @@ class Server:
         self.steps = 0
         if policy.startswith("feather") and self.feather.options.pace is None and not paced:
             self.feather.admission.prefill_delay = None
+
+    def start(self, args, ports):
+        return start_scheduler(args, ports)
 
     @property
     def feather(self):

@@ -13,6 +13,7 @@ from sglang.srt.server_args import prepare_server_args
 
 from feather_sglang.adapter import plugin
 from feather_sglang.adapter.options import VARIABLE, FeatherOptions
+from feather_sglang.adapter.refusals import PAT_FLAGS, POLICY_FLAGS
 
 
 @pytest.fixture
@@ -134,12 +135,51 @@ def arguments(**changed):
     [
         ({"schedule_policy": "feather", "disable_radix_cache": True}, "does not support --disable-radix-cache"),
         ({"schedule_policy": "feather", "pp_size": 2}, "does not support --pp-size above 1"),
+        ({"schedule_policy": "feather", "disaggregation_mode": "decode"}, "does not support --disaggregation-mode;"),
+        ({"schedule_policy": "feather", "dllm_algorithm": "LowConfidence"}, "does not support --dllm-algorithm;"),
+        (
+            {"schedule_policy": "feather", "enable_dp_attention": True, "attn_cp_size": 2},
+            "does not support data-parallel attention with --attn-cp-size above 1;",
+        ),
+        (
+            {"schedule_policy": "feather", "attn_cp_size": 2, "_resolved_overrides": [("sglang", {"attn_dp_size": 2})]},
+            "does not support data-parallel attention with --attn-cp-size above 1;",
+        ),
         (
             {"schedule_policy": "feather", "speculative_algorithm": "DFLASH"},
             "does not support --speculative-algorithm DFLASH",
         ),
         ({"decode_attention_backend": "pat", "device": "cpu"}, "needs an NVIDIA GPU, this server runs on the CPU"),
         ({"decode_attention_backend": "pat", "enable_pdmux": True}, "does not support --enable-pdmux"),
+        ({"decode_attention_backend": "pat", "pp_size": 2}, "does not support --pp-size above 1;"),
+        ({"decode_attention_backend": "pat", "disaggregation_mode": "decode"}, "support --disaggregation-mode; drop"),
+        ({"decode_attention_backend": "pat", "dllm_algorithm": "x"}, "does not support --dllm-algorithm;"),
+        ({"decode_attention_backend": "pat", "enable_two_batch_overlap": True}, "support --enable-two-batch-overlap;"),
+        ({"decode_attention_backend": "pat", "enable_hisparse": True}, "does not support --enable-hisparse;"),
+        (
+            {"attention_backend": "pat", "enable_deterministic_inference": True},
+            "does not support --enable-deterministic-inference;",
+        ),
+        (
+            {"decode_attention_backend": "pat", "enable_dp_attention": True, "speculative_algorithm": "EAGLE"},
+            "does not support data-parallel attention with speculative decoding;",
+        ),
+        (
+            {"attention_backend": "pat", "attn_dp_size": 2, "speculative_algorithm": "EAGLE"},
+            "does not support data-parallel attention with speculative decoding;",
+        ),
+        (
+            {"attention_backend": "pat", "speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True},
+            "does not support --enable-multi-layer-eagle;",
+        ),
+        (
+            {
+                "attention_backend": "pat",
+                "speculative_algorithm": "EAGLE",
+                "speculative_draft_attention_backend": "pat",
+            },
+            "does not support --speculative-draft-attention-backend pat;",
+        ),
         ({"attention_backend": "pat", "enable_page_major_kv_layout": True}, "support --enable-page-major-kv-layout;"),
         (
             {"decode_attention_backend": "pat", "enable_unified_memory": True, "enable_page_major_kv_layout": True},
@@ -196,12 +236,23 @@ def test_prefill_by_pat_needs_pat_without_prefill_graphs(monkeypatch, backend):
                 plugin.check_server_args(lambda args: pytest.fail("SGLang went on"), args)
 
 
+def test_every_row_of_the_tables_is_among_them():
+    (mark,) = test_what_flags_alone_tell_is_refused_before_sglang_checks_them.pytestmark
+    refused = {PAT_FLAGS: set(), POLICY_FLAGS: set()}
+    for changed, _ in mark.args[1]:
+        table = POLICY_FLAGS if "schedule_policy" in changed else PAT_FLAGS
+        refused[table] |= {limit.title for limit in table if limit.holds(arguments(**changed))}
+    for table, titles in refused.items():
+        assert titles == {limit.title for limit in table}
+
+
 def test_other_flags_are_left_to_sglang(monkeypatch):
     monkeypatch.setenv(VARIABLE, "")
     chains = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}
     passed = (
         arguments(schedule_policy="feather"), arguments(disable_radix_cache=True), arguments(device="cpu"),
-        arguments(decode_attention_backend="pat", **chains),
+        arguments(decode_attention_backend="pat", **chains), arguments(schedule_policy="feather", attn_dp_size=2),
+        arguments(decode_attention_backend="pat", enable_dp_attention=True, schedule_policy="feather"),
         arguments(decode_attention_backend="pat", _resolved_overrides=[("sglang", chains)]),
     )  # fmt: skip
-    assert [plugin.check_server_args(lambda args: "checked", args) for args in passed] == ["checked"] * 5
+    assert [plugin.check_server_args(lambda args: "checked", args) for args in passed] == ["checked"] * 7

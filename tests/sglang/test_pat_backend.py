@@ -15,6 +15,7 @@ import torch
 from harness import CONFIG, OverlapServer, Server, runner_of, spread_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt import runtime_context
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -70,7 +71,7 @@ def server(tmp_path, environment):
 @pytest.fixture
 def one_rank(monkeypatch):
     """What ``started``'s process groups said while they lived: to 0.5.18 SGLang asks them each time."""
-    sizes = SimpleNamespace(attn_dp_size=1, attn_cp_size=1, attn_dcp_size=1)
+    sizes = SimpleNamespace(attn_cp_size=1, attn_dcp_size=1)
     monkeypatch.setattr(pat_facts, "get_parallel", lambda: sizes)
 
 
@@ -301,11 +302,19 @@ def test_rows_of_padding_are_recorded_as_such(one_rank, started, monkeypatch, tm
     assert load_batch(tmp_path).padding == 1
 
 
-def test_only_the_first_rank_records(monkeypatch, tmp_path):
+@pytest.fixture
+def four_ranks(one_rank, started, monkeypatch):
+    """Says which of them this is; two and two decode the same batches."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=2))
+    return lambda rank: monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+
+
+def test_only_first_ranks_record(four_ranks, monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, json.dumps({"record_plan": str(tmp_path)}))
-    for rank in (0, 1):
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        assert (pat_record.plan_recorder() is not None) == (rank == 0)
+    for rank in range(4):
+        four_ranks(rank)
+        assert (pat_record.plan_recorder() is not None) == (rank in (0, 2))
     monkeypatch.setenv(VARIABLE, "")
     assert pat_record.plan_recorder() is None
 
@@ -369,6 +378,26 @@ def test_a_replay_with_padding_after_a_capture(one_rank, started):
     finally:
         table.copy_(kept)
         backend.sharing.forget()
+
+
+def test_a_replay_for_other_ranks_has_no_rows_of_requests_that_have_left(one_rank, started):
+    """Under data-parallel attention: a step of three requests turns into a prefill, then this rank has none."""
+    backend = pat_of(started)
+    backend.init_cuda_graph_state(4, 4)
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE, reqs=list("abc"), req_pool_indices_cpu=torch.tensor([1, 2, 3])
+    )
+    rows, ones = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
+    replay = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE, actual_forward_mode=ForwardMode.IDLE, seq_lens=ones, seq_lens_cpu=ones,
+        req_pool_indices=rows,
+    )  # fmt: skip
+    backend.announce(batch)
+    backend.announce(SimpleNamespace(forward_mode=ForwardMode.IDLE))
+    backend.init_forward_metadata_out_graph(replay)
+    assert backend.plan.n_requests == 2 and backend.plan.forest.n_nodes == 0
+    assert backend.plan.forest.seq_len.tolist() == [1, 1]
+    backend.sharing.forget()
 
 
 def test_sglang_may_write_to_the_table_once_a_replay_has_begun(one_rank, started):
@@ -714,10 +743,14 @@ def test_a_page_that_the_cache_holds_in_part_is_not_its_own(server, monkeypatch)
     monkeypatch.setattr(backend, "_page", 64)
     monkeypatch.setattr(backend.sharing, "prefill", lambda rows, cached: seen.append((rows.tolist(), cached.tolist())))
     batch = SimpleNamespace(
-        forward_mode=ForwardMode.EXTEND, req_pool_indices_cpu=torch.tensor([1, 2, 3]), prefix_lens=[127, 128, 0]
-    )
+        forward_mode=ForwardMode.EXTEND, req_pool_indices_cpu=torch.tensor([1, 2, 3]), prefix_lens=[127, 128, 0],
+        reqs=["a", "b", "c"], decoding_reqs=None,
+    )  # fmt: skip
     backend.prefill(batch)
     assert seen == [([1, 2, 3], [64, 128, 0])]
+    batch.decoding_reqs = batch.reqs  # whose rows are not the cache's, and may not be final yet
+    backend.prefill(batch)
+    assert len(seen) == 1
 
 
 # Start-up -------------------------------------------------------------------------------------------------------
@@ -747,12 +780,11 @@ def test_flags_that_contradict_each_other(server, flags, says):
         server(**flags)
 
 
-def test_metrics_are_those_of_the_first_rank(server, monkeypatch):
-    """SGLang adds up the metrics of all processes, and all ranks decode the same batches."""
-    server()
-    assert pat_metrics() is not None
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    assert pat_metrics() is None
+def test_metrics_are_those_of_first_ranks(four_ranks):
+    """SGLang adds up the metrics of all processes, and some ranks decode the same batches."""
+    for rank in range(4):
+        four_ranks(rank)
+        assert (pat_metrics() is not None) == (rank in (0, 2))
 
 
 def test_the_flags_offer_pat_for_decoding_only(one_rank, started):
@@ -796,7 +828,7 @@ def test_a_hook_that_did_not_work_ends_start_up(one_rank, started):
         ("server_args", "pp_size", 2, "--pp-size above 1"),
         ("server_args", "enable_two_batch_overlap", True, "--enable-two-batch-overlap"),
         ("server_args", "enable_pdmux", True, "--enable-pdmux"),
-        ("server_args", "enable_dp_attention", True, "data-parallel attention"),
+        ("server_args", "disaggregation_mode", "decode", "--disaggregation-mode"),
     ],
 )
 def test_what_it_cannot_serve_is_named(one_rank, started, where, name, value, says):

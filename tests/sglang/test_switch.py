@@ -324,3 +324,17 @@ def test_admission_is_timed_alike_under_every_policy(server):
         for _ in range(50):
             one.step()  # nobody waits: no round, no time
         assert state(one) == found
+
+
+@pytest.mark.parametrize(
+    ("args", "flag"),
+    [
+        ({"pp_size": 2}, "--pp-size above 1"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode"),
+        ({"enable_dp_attention": True}, "data-parallel attention"),
+        ({"attn_dp_size": 2}, "data-parallel attention"),  # since 0.5.23
+    ],
+)
+def test_schedulers_that_do_not_hear_of_an_order_between_the_same_steps(args, flag):
+    with pytest.raises(FeatherError, match=f"cannot be switched under {flag}"):
+        switch.refuse_unswitchable(SimpleNamespace(server_args=SimpleNamespace(**args)))

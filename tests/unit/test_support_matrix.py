@@ -64,7 +64,6 @@ def test_a_gpu_that_nothing_has_run_on_is_not_called_served():
         ({"full_pool": "UnifiedMHATokenToKVPool"}, r"the KV cache UnifiedMHATokenToKVPool \(nhd\)"),
         ({"layout": "hnd"}, r"the KV cache MHATokenToKVPool \(hnd\)"),
         ({"kv_dtype": "float8_e5m2"}, r"float8_e5m2 under a model in bfloat16 \(--kv-cache-dtype: auto or fp8_e4m3\)"),
-        ({"attn_dp_size": 2}, "data-parallel attention"),
         ({"attn_cp_size": 2}, "context parallelism"),
         ({"latent": True}, "multi-head latent attention"),
         ({"encoder_decoder": True}, "encoder-decoder models"),

@@ -28,6 +28,7 @@ import torch
 from sglang.srt.layers.attention import base_attn_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.runtime_context import get_parallel
 
 from feather_kernels import PlanError
 from feather_kernels.forest import Forest
@@ -108,7 +109,8 @@ class PatBackend(AttentionBackend):
         self._own = torch.arange(1, self.drafts + 1, dtype=torch.int32, device=self._device)
         self._planned = self._read = 0  # KV tokens of the plan in force, and how many it reads
         self._warned = False  # of a plan that does not fit
-        self._allocate(rows.size)
+        width = get_parallel().attn_tp_size  # under data-parallel attention batches are padded to its multiple
+        self._allocate(-(-rows.size // width) * width)
         self.beside: Any = create_beside(model_runner, len(facts.layers) - len(self._layers))
         self.packed_prefill: PackedPrefill | None = None
         self._server_args = model_runner.server_args
@@ -321,7 +323,9 @@ class PatBackend(AttentionBackend):
     def notice(self, batch: Any) -> None:
         """The host side of the batch that SGLang is about to run."""
         mode = batch.forward_mode
-        if mode.is_decode() or (mode.is_target_verify() and self.drafts):
+        if mode.is_idle():  # a decode step before may have turned into a prefill, as other ranks' did, without a plan
+            self._expected = None
+        elif mode.is_decode() or (mode.is_target_verify() and self.drafts):
             self.expect(batch)
         elif mode.is_extend() and not mode.is_target_verify():
             self.prefill(batch)
@@ -333,6 +337,8 @@ class PatBackend(AttentionBackend):
     def prefill(self, batch: Any) -> None:
         """The host side of the prefill batch that SGLang is about to run."""
         rows = batch.req_pool_indices_cpu.numpy()
+        if batch.decoding_reqs is batch.reqs:  # a decode step in prefill's form, as another rank prefills
+            return
         cached = np.zeros(len(rows), np.int64)
         # Rows that decode in the same batch are not final, and a page of which the cache has a part is not yet its own.
         if not batch.forward_mode.is_mixed() and len(batch.prefix_lens) == len(rows):
@@ -390,8 +396,13 @@ class PatBackend(AttentionBackend):
 
     def _plan_apart(self, forward_batch: Any) -> None:
         """Plan a dummy batch, whose rows share nothing."""
-        rows = forward_batch.req_pool_indices.cpu().numpy().astype(np.int64)
-        lens = forward_batch.seq_lens.cpu().numpy().astype(np.int32) + self._own_tokens
+        if getattr(forward_batch, "actual_forward_mode", forward_batch.forward_mode).is_idle():
+            # A graph that other ranks replay with requests, and this one with padding alone: nothing to wait for.
+            rows = np.zeros(forward_batch.seq_lens.shape[0], np.int64)
+            lens = np.full(len(rows), FILL, np.int32)
+        else:
+            rows = forward_batch.req_pool_indices.cpu().numpy().astype(np.int64)
+            lens = forward_batch.seq_lens.cpu().numpy().astype(np.int32) + self._own_tokens
         self.sharing.forget()
         drafts = self._drafts_of(forward_batch)
         self._copy_rows(forward_batch, lens, drafts)

@@ -49,7 +49,6 @@ def facts_of(runner: Any, reference: bool) -> ModelFacts:
         layout=getattr(full_pool, "kv_cache_layout", "nhd"),
         latent=model.attention_arch == AttentionArch.MLA,
         encoder_decoder=model.is_encoder_decoder,
-        attn_dp_size=parallel.attn_dp_size,
         attn_cp_size=max(parallel.attn_cp_size, parallel.attn_dcp_size),
         speculative=get_spec().speculative_algorithm is not None,
     )

@@ -57,7 +57,6 @@ class ModelFacts:
     layout: str = "nhd"
     latent: bool = False
     encoder_decoder: bool = False
-    attn_dp_size: int = 1
     attn_cp_size: int = 1
     speculative: bool = False
 
@@ -67,7 +66,6 @@ MODEL_LIMITS = (
         "attention of several kinds on the KV of one layer",
         lambda model: len({layer.layer_id for layer in model.layers}) < len(set(model.layers)),
     ),
-    Limit("data-parallel attention", lambda model: model.attn_dp_size > 1),
     Limit("context parallelism", lambda model: model.attn_cp_size > 1),
     Limit("multi-head latent attention, which this model has", lambda model: model.latent, "latent attention (MLA)"),
     Limit("encoder-decoder models, which this is", lambda model: model.encoder_decoder, "encoder-decoder models"),

@@ -28,6 +28,7 @@ FP8_TEST = "tests/sglang/test_model_kinds.py::test_a_kv_cache_in_fp8"
 DRAFT_TEST = "tests/sglang/test_speculation.py::test_the_tokens_without_speculation"
 PREFILL_TEST = "tests/sglang/test_packed_prefill.py::test_the_tokens_of_torch_native_from_fewer_reads"
 PAT_TEST = "tests/sglang/test_pat_backend.py::test_"
+RANKS_TEST = "tests/sglang/test_data_parallel.py::test_the_tokens_of_sglangs_own_backend_on_each_rank"
 MODE_TEST = "tests/sglang/test_server_modes.py::test_"
 _FULL = LayerFacts(0, 32, 8, 128, 128, 0.088)
 _WINDOW = replace(_FULL, window=127)
@@ -127,6 +128,7 @@ MODES = (
         "tests/sglang/test_speculation.py::test_drafts_by_pat[STANDALONE-OverlapServer]",
         {"speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 1},
     ),
+    Mode("data-parallel attention", RANKS_TEST, {"enable_dp_attention": True, "attn_dp_size": 2}),
     Mode("tensor parallelism", "benchmarks/checks/check_pat_server.py --variants tp2", {"tp_size": 2}),
 )
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))

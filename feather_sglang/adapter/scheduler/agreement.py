@@ -1,8 +1,9 @@
-"""What the ranks of one tensor-parallel group must agree on before they form a batch.
+"""What the ranks that decode the same batches must agree on before they form one: those of a tensor-parallel group.
 
-Each rank runs its own scheduler and all must form the same batch. Decisions are functions of the request stream,
-which SGLang broadcasts, of a seed, and of readings that differ between ranks: the clock and what it measured. Rank 0's
-readings hold for all.
+Each rank runs its own scheduler and all must form the same batch; under data-parallel attention the group is the one
+within which attention is tensor-parallel, and other groups have other batches. Decisions are functions of the request
+stream, which SGLang broadcasts, of a seed, and of readings that differ between ranks: the clock and what it measured.
+The first rank's readings hold for all.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ import torch.distributed as dist
 
 def is_first_rank() -> bool:
     """Whether this process speaks for all that decode the same batches; also where there are no ranks."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    if not dist.is_initialized():
+        return True
+    from sglang.srt.runtime_context import get_parallel  # which takes seconds where nothing else is SGLang's
+
+    return dist.get_rank() % get_parallel().attn_tp_size == 0
 
 
 class Agreement:
-    """Rank 0's readings, on every rank of ``group`` (a CPU process group; None or one rank: no communication)."""
+    """The first rank's readings, on all of ``group`` (a CPU process group; None or one rank: no communication)."""
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
@@ -45,7 +50,7 @@ class Agreement:
         return bool(value.item())
 
     def readings(self, now: float, *measured: float | None) -> tuple[Any, ...]:
-        """Rank 0's clock (s), and what it has measured by it: figures of at least 0, or None."""
+        """The first rank's clock (s), and what it has measured by it: figures of at least 0, or None."""
         if self.ranks == 1:
             return now, *measured
         value = torch.tensor([now, *(-1.0 if figure is None else figure for figure in measured)], dtype=torch.float64)

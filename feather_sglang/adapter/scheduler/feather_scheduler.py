@@ -57,7 +57,7 @@ class FeatherScheduler:
         self.options = options
         self.clock: Callable[[], float] = time.monotonic
         self.guard = Guard()
-        agreement = Agreement(scheduler.tp_cpu_group)
+        agreement = Agreement(scheduler.dp_tp_cpu_group)
         self.life_cycle = LifeCycle(scheduler, self.guard)
         self.admission = make_admission(
             scheduler, name, options, policy, seed=agreement.secret(), outlook_of=self.life_cycle.outlook

@@ -18,6 +18,7 @@ from sglang.srt.runtime_context import get_context
 
 from feather_sglang.adapter.hooks import installed_version, lacks_policy, require_fit
 from feather_sglang.adapter.options import FeatherOptions
+from feather_sglang.adapter.refusals import attention_data_parallel
 from feather_sglang.adapter.scheduler.agreement import Agreement
 from feather_sglang.adapter.scheduler.checks import refuse_unsupported
 from feather_sglang.adapter.scheduler.construction import make_stop_policy
@@ -201,7 +202,7 @@ def refuse_unswitchable(scheduler: Any) -> None:
     for unsupported, flag in (
         (getattr(args, "pp_size", 1) > 1, "--pp-size above 1"),
         (getattr(args, "disaggregation_mode", "null") != "null", "--disaggregation-mode"),
-        (getattr(args, "enable_dp_attention", False), "--enable-dp-attention"),
+        (attention_data_parallel(args), "data-parallel attention"),
     ):
         if unsupported:
             raise FeatherError(f"the schedule policy cannot be switched under {flag}")

@@ -1,0 +1,63 @@
+"""Data-parallel attention: two ranks with batches of their own decode what SGLang's own backend does."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from feather_sglang.adapter.ports import free_port
+from preloaded import Preloaded
+
+RANKS = (0, 1)
+SERVERS = ("stock", "pat", "pat under feather, overlapped")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, preloaded: Preloaded):
+    """By server, what each rank has found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ports = [free_port() for _ in SERVERS]
+    path = [str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path]
+    processes = []
+    for rank in RANKS:
+        code = (
+            f"import sys; sys.path[:0] = {path!r}\n"
+            "from feather_sglang.adapter import cpu_shims; cpu_shims.install()\n"
+            f"import attention_ranks; attention_ranks.serve({rank}, {str(folder)!r}, {ports})"
+        )
+        with open(os.devnull) as nothing, open(folder / f"log-{rank}.txt", "w+") as log:
+            processes.append(preloaded.python(["-c", code], os.environ, (nothing, log, log)))
+    try:
+        deadline = time.monotonic() + 120
+        while not all([process.poll() for process in processes]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:  # ranks that do not decide alike wait for each other for good
+        for process in processes:
+            if not process.poll():
+                os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+    results = {}
+    for name in SERVERS:
+        for rank in RANKS:
+            file = folder / f"{name}-{rank}.json"
+            assert file.exists(), (folder / f"log-{rank}.txt").read_text()[-4000:]
+            results.setdefault(name, []).append(json.loads(file.read_text()))
+    return results
+
+
+@pytest.mark.parametrize("name", SERVERS[1:])
+def test_the_tokens_of_sglangs_own_backend_on_each_rank(found, name):
+    for rank, stock, one in zip(RANKS, found["stock"], found[name], strict=True):
+        assert one["tokens"] == stock["tokens"], rank
+        assert len({tuple(tokens) for tokens in one["tokens"].values()}) > 10
+        assert {"IDLE", "DECODE", "EXTEND"} <= set(one["modes"])
+
+
+@pytest.mark.parametrize("name", SERVERS[1:])
+def test_each_rank_reads_shared_tokens_once_and_counts_for_itself(found, name):
+    read = [one["read"] for one in found[name]]
+    assert all(0 < one["read"] < 0.5 * one["attended"] for one in found[name]) and read[0] != read[1]
