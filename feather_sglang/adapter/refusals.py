@@ -122,7 +122,12 @@ PAT_FLAGS = (
     Limit("--enable-two-batch-overlap", lambda args: args.enable_two_batch_overlap),
     Limit("--enable-pdmux", lambda args: args.enable_pdmux),
     Limit("--enable-hisparse", lambda args: args.enable_hisparse),
-    Limit("--enable-deterministic-inference", lambda args: args.enable_deterministic_inference),
+    Limit(
+        "--enable-deterministic-inference, as the order of a request's sums follows from who shares its prefix and how "
+        "many processors there are",
+        lambda args: args.enable_deterministic_inference,
+        "--enable-deterministic-inference",
+    ),
     # Slots are ids that SGLang translates anew whenever it has moved what they stand for.
     Limit("--enable-unified-memory", lambda args: getattr(args, "enable_unified_memory", False)),
     # Pages are no rows of slots there. SGLang 0.5.23 has it with unified memory only.

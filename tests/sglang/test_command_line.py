@@ -158,7 +158,7 @@ def arguments(**changed):
         ({"decode_attention_backend": "pat", "enable_hisparse": True}, "does not support --enable-hisparse;"),
         (
             {"attention_backend": "pat", "enable_deterministic_inference": True},
-            "does not support --enable-deterministic-inference;",
+            "--enable-deterministic-inference, as the order of a request's sums follows from who shares its prefix",
         ),
         (
             {"decode_attention_backend": "pat", "enable_dp_attention": True, "speculative_algorithm": "EAGLE"},
