@@ -170,7 +170,7 @@ def measure_case(case: Case, tree: int, chosen: dict, pools: Any, flush: Any, wa
     checked = reference(inputs, sample), sample
     captured, results = {}, {}
     for name, system in chosen.items():
-        compiles = name in ("flashinfer", "cascade", "triton")
+        compiles = name in ("flashinfer", "cascade", "triton", "trtllm_mha")
         watchdog.expect(BUILD_SECONDS if compiles else CASE_SECONDS, f"{label}, {name}")
         wide = options.kv == "fp8" and is_peer(name)
         tolerance = PEER_FP8_TOLERANCE if wide else TOLERANCE[options.dtype]

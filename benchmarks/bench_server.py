@@ -3,8 +3,9 @@
     PYTHONPATH=.:kernels python benchmarks/bench_server.py --model CONFIG_FOLDER --json server.json \\
         --server fa3 --server flashinfer --server pat --case decode:500,5,5000 --case W1
 
-A server is a known name (``fa3``, ``flashinfer``, ``triton``, ``pat``; ``fa3+feather-order`` adds a policy) or
-``NAME=FLAGS``. Cases: ``W1`` .. ``W7`` and ``open:...`` send requests one by one as they arrive; ``decode:B,G,L``
+A server is a known name (``fa3``, ``flashinfer``, ``triton``, ``trtllm_mha``, ``hpc_ops``, ``pat``;
+``fa3+feather-order`` adds a policy) or ``NAME=FLAGS``. Cases:
+``W1`` .. ``W7`` and ``open:...`` send requests one by one as they arrive; ``decode:B,G,L``
 measures the time in which a batch of B requests in G groups with L shared tokens decodes, and nothing else (the
 docstring of feather_sglang/compare/server/cases.py has them all). The cache is flushed before each case.
 

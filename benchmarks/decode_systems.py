@@ -215,6 +215,48 @@ def triton(inputs: Inputs) -> Ready:
     return Ready(call)
 
 
+def trtllm_mha(inputs: Inputs) -> Ready:
+    """The decode of TensorRT-LLM (on Hopper: XQA) in FlashInfer, called as SGLang calls it."""
+    try:
+        from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+    except ImportError as error:
+        raise Unavailable(f"TensorRT-LLM's decode of FlashInfer does not import: {describe(error)}") from None
+    case, q = inputs.case, inputs.q
+    if case.page_size not in (16, 32, 64, 128):
+        raise Unavailable("TensorRT-LLM's decode takes pages of 16, 32, 64 or 128")
+    k, v = (cache.permute(0, 2, 1, 3) for cache in inputs.paged_kv)
+    workspace = torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=q.device)
+    longest, (k_scale, v_scale) = inputs.page_table.shape[1] * case.page_size, inputs.scales
+
+    def call() -> torch.Tensor:
+        return trtllm_batch_decode_with_kv_cache(
+            query=q, kv_cache=(k, v), workspace_buffer=workspace, block_tables=inputs.page_table,
+            seq_lens=inputs.seq_lens, max_seq_len=longest, bmm1_scale=k_scale * case.head_dim**-0.5, bmm2_scale=v_scale,
+            window_left=-1, out_dtype=q.dtype,
+        )  # fmt: skip
+
+    return Ready(call)
+
+
+def hpc_ops(inputs: Inputs) -> Ready:
+    """Tencent's HPC-Ops, called as SGLang calls it."""
+    try:
+        import hpc
+    except ImportError as error:
+        raise Unavailable(f"HPC-Ops does not import: {describe(error)}") from None
+    case, q = inputs.case, inputs.q
+    if (case.page_size, case.head_dim, q.dtype, inputs.k.dtype) != (64, 128, torch.bfloat16, torch.bfloat16):
+        raise Unavailable("HPC-Ops takes pages of 64, a head_dim of 128 and bfloat16")
+    k, v = inputs.paged_kv
+
+    def call() -> torch.Tensor:
+        return hpc.attention_decode_bf16(
+            q, k, v, inputs.page_table, inputs.seq_lens, mtp=0, new_kv_included=True, splitk=True
+        )
+
+    return Ready(call)
+
+
 class FlashInfer:
     """FlashInfer's decode on tensor cores and its cascade; both use one workspace, as their runs do not overlap.
 
@@ -282,6 +324,7 @@ class FlashInfer:
         return self._workspace
 
 
+SGLANG = ("fa3", "flashinfer", "triton", "trtllm_mha", "hpc_ops")  # what its user can choose on Hopper
 PEERS = ("fa3", "fa3-planned", "flashinfer", "cascade")
 ABLATIONS: dict[str, System] = {
     "feather-naive": feather(strategy="naive"),
@@ -302,12 +345,13 @@ GROUPS = {
     "peers": (*PEERS, "feather"),
     "ablations": ("feather", *ABLATIONS),
     "all": (*PEERS, "feather", *ABLATIONS),
+    "sglang": (*SGLANG, "feather"),
     "fp8": ("flashinfer", "triton", "feather", "feather-16bit"),
 }
 
 
 def is_peer(name: str) -> bool:
-    return name in PEERS or name == "triton"
+    return name in PEERS + SGLANG
 
 
 def choose_systems(text: str, cascade_backend: str = "fa2") -> dict[str, System]:
@@ -323,7 +367,8 @@ def choose_systems(text: str, cascade_backend: str = "fa2") -> dict[str, System]
     flashinfer = FlashInfer(cascade_backend)
     known: dict[str, System] = {
         "fa3": fa3, "fa3-planned": fa3_planned, "flashinfer": flashinfer.decode, "cascade": flashinfer.cascade,
-        "triton": triton, "feather": feather(), "feather-16bit": feather(wide=True), **ABLATIONS,
+        "triton": triton, "trtllm_mha": trtllm_mha, "hpc_ops": hpc_ops,
+        "feather": feather(), "feather-16bit": feather(wide=True), **ABLATIONS,
     }  # fmt: skip
     chosen: dict[str, System] = {}
     for name in _split(text):

@@ -3,6 +3,7 @@
     PYTHONPATH=.:kernels python benchmarks/checks/check_models.py --json models.json
     PYTHONPATH=.:kernels python benchmarks/checks/check_models.py --shapes gpt-oss-20b,gemma-3-4b --repeat 3
     ... --shapes llama-3.2-1b,qwen2.5-7b --stock triton --flags "--kv-cache-dtype fp8_e4m3"
+    ... --shapes qwen2.5-7b --stock fa3,flashinfer,triton,trtllm_mha,hpc_ops   # whoever is not there is named, with why
 
 For each shape of `model_shapes`, with weights that are random but not negligible (`spread_weights`): one server for
 each of its stock backends and one of pat, up together. All answer prompts that share prefixes, greedily and all at
@@ -178,8 +179,10 @@ class ShapeCheck:
                 self.row["start_seconds"][backend] = server.start_seconds
                 self.up[backend] = server
             except FAILURES as problem:
-                self.row["left_out"][backend] = f"{problem}"[:200]
-                print(f"{self.name}: {backend} is left out: {problem}", *server.tail(12), sep="\n    ", flush=True)
+                lines = server.tail(40)
+                said = next((f": {line.strip()}" for line in reversed(lines) if "error" in line.lower()), "")
+                self.row["left_out"][backend] = why = f"{problem}{said}"[:300]
+                print(f"{self.name}: {backend} is left out: {why}", *lines[-12:], sep="\n    ", flush=True)
                 server.stop()
 
     # Answers ---------------------------------------------------------------------------------------------------

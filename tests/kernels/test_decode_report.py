@@ -62,6 +62,24 @@ def test_the_default_pass_is_the_80_rows_at_two_page_sizes():
     assert set(bench.systems_for(chosen, 32, options)) == {*PEERS, "feather"}
 
 
+def test_a_peer_that_is_not_here_says_why(monkeypatch):
+    chosen = choose_systems("sglang")
+    assert set(chosen) == {"fa3", "flashinfer", "triton", "trtllm_mha", "hpc_ops", "feather"}
+    case = SimpleNamespace(page_size=64, head_dim=128)
+    inputs = SimpleNamespace(case=case, q=torch.zeros(1), k=torch.zeros(1))
+    for name, module, says in (
+        ("hpc_ops", "hpc", "HPC-Ops does not import: "),
+        ("trtllm_mha", "flashinfer.decode", "TensorRT-LLM's decode of FlashInfer does not import: "),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        captured, result = bench.prepare(name, chosen[name], inputs, (None, []), 0.0)
+        assert captured is None and result["error"].startswith(says)
+        parts = {"attention_decode_bf16": None, "trtllm_batch_decode_with_kv_cache": None}
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**parts))
+        monkeypatch.setattr(case, "page_size", 1)
+        assert "takes pages of" in bench.prepare(name, chosen[name], inputs, (None, []), 0.0)[1]["error"]
+
+
 @pytest.mark.parametrize(
     ("capability", "head_dim", "tile"),
     [((9, 0), 64, (128, 64)), ((9, 0), 128, (128, 64)), ((9, 0), 256, (64, 64)), ((8, 0), 128, (64, 32))],

@@ -152,10 +152,13 @@ def test_answers_that_are_all_the_same_show_nothing(row):
     assert any("nothing is shown" in problem for problem in row(given=same)["problems"])
 
 
-def test_a_server_that_does_not_come_up_is_left_out(row, capsys):
+def test_a_server_that_does_not_come_up_is_left_out(row, capsys, monkeypatch):
     found = row(given=GOOD | {"pat": answers()}, down=("triton",))
     assert not found["problems"] and found["left_out"] == {"triton": "the server ended with status 1"}
     assert found["between"] == "fa3 at once and one by one" and "out of memory" in capsys.readouterr().out
+    monkeypatch.setattr(FakeServer, "tail", lambda server, lines: ["x", "ImportError: no hpc here ", "[rank 0] ended"])
+    left_out = row(given=GOOD, down=("triton",))["left_out"]
+    assert left_out == {"triton": "the server ended with status 1: ImportError: no hpc here"}
     found = row(down=("pat",))
     assert "answers" not in found and math.isnan(check.ratio(found, "private"))
     assert "not run" in check.table([found])

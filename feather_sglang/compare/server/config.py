@@ -19,6 +19,8 @@ BACKENDS = {
     "fa3": "--attention-backend fa3",
     "flashinfer": "--attention-backend flashinfer",
     "triton": "--attention-backend triton",
+    "trtllm_mha": "--attention-backend fa3 --decode-attention-backend trtllm_mha",  # both in pages, which SGLang sets
+    "hpc_ops": "--attention-backend fa3 --decode-attention-backend hpc_ops",
     "pat": "--attention-backend fa3 --decode-attention-backend pat",
 }
 POLICY_FLAG = "--schedule-policy"
