@@ -193,9 +193,10 @@ def serve_sessions(server, streaming):
 @pytest.mark.parametrize("streaming", [False, True], ids=["sessions", "streaming"])
 @under
 def test_sessions(server, policy, kind, streaming):
-    expected = serve_sessions(server(backend=None), streaming)
+    flags = {"enable_streaming_session": streaming}
+    expected = serve_sessions(server(backend=None, **flags), streaming)
     before = tokens_read()
-    one = server(policy, kind)
+    one = server(policy, kind, **flags)
     assert serve_sessions(one, streaming) == expected
     assert share_read(before) < 0.8
     one.assert_nothing_left()

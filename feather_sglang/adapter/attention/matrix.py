@@ -109,7 +109,7 @@ MODES = (
     Mode("a feather policy", f"{_TOKENS}[policy]", {"schedule_policy": "feather-order"}),
     Mode("no prefix cache", f"{_TOKENS}[disable_radix_cache]", {"disable_radix_cache": True}),
     Mode("retraction and abortion", f"{PAT_TEST}retractions_and_aborts"),
-    Mode("hierarchical cache", f"{MODE_TEST}prefixes_come_back_from_the_host", {"enable_hierarchical_cache": True}),
+    Mode("hierarchical cache in host memory", f"{MODE_TEST}prefixes_come_back_from_the_host"),
     Mode("LoRA, many adapters", f"{MODE_TEST}requests_of_other_adapters_share_nothing", {"enable_lora": True}),
     Mode("sessions, streaming ones too", f"{MODE_TEST}sessions"),
     Mode("beam search, where nothing is shared", f"{MODE_TEST}beams_beside_others"),
