@@ -57,7 +57,7 @@ def first_limit(limits: Iterable[Limit], subject: Any) -> Limit | None:
 
 
 def attention_data_parallel(args: Any) -> bool:
-    """Whether attention ranks have batches of their own: since SGLang 0.5.23 ``--attn-dp-size`` says so, too."""
+    """Whether attention ranks have batches of their own: since SGLang 0.5.22 ``--attn-dp-size`` says so, too."""
     return bool(getattr(args, "enable_dp_attention", False)) or (resolved(args, "attn_dp_size") or 1) > 1
 
 

@@ -332,7 +332,7 @@ def test_admission_is_timed_alike_under_every_policy(server):
         ({"pp_size": 2}, "--pp-size above 1"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode"),
         ({"enable_dp_attention": True}, "data-parallel attention"),
-        ({"attn_dp_size": 2}, "data-parallel attention"),  # since 0.5.23
+        ({"attn_dp_size": 2}, "data-parallel attention"),  # since 0.5.22
     ],
 )
 def test_schedulers_that_do_not_hear_of_an_order_between_the_same_steps(args, flag):
