@@ -137,6 +137,10 @@ PAT_FLAGS = (
         _replays_packed_prefill,
         instead="add --disable-prefill-cuda-graph",
     ),
+    Limit(  # not tried: ranks pad their prompts to each other's
+        "--feather-pat-prefill under data-parallel attention",
+        lambda args: packs_prefill() and attention_data_parallel(args),
+    ),
 )
 
 

@@ -172,14 +172,6 @@ def arguments(**changed):
             {"attention_backend": "pat", "speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True},
             "does not support --enable-multi-layer-eagle;",
         ),
-        (
-            {
-                "attention_backend": "pat",
-                "speculative_algorithm": "EAGLE",
-                "speculative_draft_attention_backend": "pat",
-            },
-            "does not support --speculative-draft-attention-backend pat;",
-        ),
         ({"attention_backend": "pat", "enable_page_major_kv_layout": True}, "support --enable-page-major-kv-layout;"),
         (
             {"decode_attention_backend": "pat", "enable_unified_memory": True, "enable_page_major_kv_layout": True},
@@ -234,16 +226,20 @@ def test_prefill_by_pat_needs_pat_without_prefill_graphs(monkeypatch, backend):
         else:
             with pytest.raises(SystemExit, match=says):
                 plugin.check_server_args(lambda args: pytest.fail("SGLang went on"), args)
+    args = arguments(decode_attention_backend="pat", enable_dp_attention=True)
+    with pytest.raises(SystemExit, match="pat backend does not support --feather-pat-prefill under data-parallel"):
+        plugin.check_server_args(lambda args: pytest.fail("SGLang went on"), args)
 
 
 def test_every_row_of_the_tables_is_among_them():
+    """But for those of an option, which are above."""
     (mark,) = test_what_flags_alone_tell_is_refused_before_sglang_checks_them.pytestmark
     refused = {PAT_FLAGS: set(), POLICY_FLAGS: set()}
     for changed, _ in mark.args[1]:
         table = POLICY_FLAGS if "schedule_policy" in changed else PAT_FLAGS
         refused[table] |= {limit.title for limit in table if limit.holds(arguments(**changed))}
     for table, titles in refused.items():
-        assert titles == {limit.title for limit in table}
+        assert titles == {limit.title for limit in table if "--feather-" not in limit.title}
 
 
 def test_other_flags_are_left_to_sglang(monkeypatch):

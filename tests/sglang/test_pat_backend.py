@@ -392,8 +392,8 @@ def test_a_replay_for_other_ranks_has_no_rows_of_requests_that_have_left(one_ran
         forward_mode=ForwardMode.DECODE, actual_forward_mode=ForwardMode.IDLE, seq_lens=ones, seq_lens_cpu=ones,
         req_pool_indices=rows,
     )  # fmt: skip
-    backend.announce(batch)
-    backend.announce(SimpleNamespace(forward_mode=ForwardMode.IDLE))
+    backend.notice(batch)
+    backend.notice(SimpleNamespace(forward_mode=ForwardMode.IDLE))
     backend.init_forward_metadata_out_graph(replay)
     assert backend.plan.n_requests == 2 and backend.plan.forest.n_nodes == 0
     assert backend.plan.forest.seq_len.tolist() == [1, 1]
