@@ -80,6 +80,7 @@ def load_kernel(
     tiles: tuple[tuple[str, int, int], ...] = (),
     sinks: bool = False,
     fp8_kv: bool = False,
+    causal: bool = False,
 ) -> Any:
     """The forward and merge kernels of one configuration.
 
@@ -97,13 +98,15 @@ def load_kernel(
         With attention sinks.
     fp8_kv : bool
         For caches in e4m3 instead of ``dtype``.
+    causal : bool
+        For plans with causal blocks (``PlannerOptions.causal_tails``), on the Hopper path.
 
     Raises
     ------
     BuildError
         Unsupported configuration or GPU, no library built ahead and no nvcc, missing headers, or a failed compilation.
     """
-    return _load(kernel_library(Configuration(dtype, head_dim, capability, soft_cap, tiles, sinks, fp8_kv)))
+    return _load(kernel_library(Configuration(dtype, head_dim, capability, soft_cap, tiles, sinks, fp8_kv, causal)))
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ class Configuration:
     tiles: tuple[tuple[str, int, int], ...] = ()
     sinks: bool = False
     fp8_kv: bool = False
+    causal: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -131,6 +135,8 @@ class Configuration:
             known = ", ".join(map(str, HEAD_DIMS))
             raise BuildError(f"head_dim {self.head_dim} is not supported: use one of {known}")
         _target(self.capability)
+        if self.causal and self.capability != 90:
+            raise BuildError(f"causal blocks need compute capability 9.0, not {self.capability / 10:.1f}")
         if len({path for path, *_ in self.tiles}) > 1 or len({m for _, m, _ in self.tiles}) < len(self.tiles):
             raise BuildError(f"tiles are {self.tiles}: give those of one path, and one n for each m")
         for path, m, n in self.tiles:
@@ -156,7 +162,7 @@ class Configuration:
     @property
     def name(self) -> str:
         """File name of its library, without what tells versions apart."""
-        features = "_cap" * self.soft_cap + "_sinks" * self.sinks + "_fp8kv" * self.fp8_kv
+        features = "_cap" * self.soft_cap + "_sinks" * self.sinks + "_fp8kv" * self.fp8_kv + "_causal" * self.causal
         tiles = "".join(f"_{path}{m}x{n}" for path, m, n in self.others)
         return f"packed_decode_{self.dtype}_d{self.head_dim}{features}{tiles}_sm{_target(self.capability)}"
 
@@ -173,6 +179,7 @@ class Configuration:
             f"-DFEATHER_SOFT_CAP={int(self.soft_cap)}",
             f"-DFEATHER_SINKS={int(self.sinks)}",
             f"-DFEATHER_KV_FP8={int(self.fp8_kv)}",
+            *(["-DFEATHER_CAUSAL=1"] if self.causal else []),
             *(f"-DFEATHER_{path.upper()}_{m}={n}" for path, m, n in self.others),
         ]
 
@@ -372,6 +379,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--soft-cap", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")
     parser.add_argument("--sinks", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")
     parser.add_argument("--fp8-kv", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")
+    parser.add_argument("--causal", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")
     parser.add_argument(
         "--tile",
         nargs="+",
@@ -384,7 +392,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         features = (
-            map(bool, options.soft_cap), [tuple(options.tile)], map(bool, options.sinks), map(bool, options.fp8_kv)
+            map(bool, options.soft_cap), [tuple(options.tile)], map(bool, options.sinks), map(bool, options.fp8_kv),
+            map(bool, options.causal),
         )  # fmt: skip
         for choice in itertools.product(options.dtype, options.head_dim, options.arch, *features):
             configuration = Configuration(*choice)

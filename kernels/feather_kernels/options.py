@@ -37,7 +37,7 @@ _CHOICES = {"strategy": tuple(STRATEGIES), "split": tuple(SPLITS), "merge": tupl
 _INTEGERS = (
     "grow", "num_kv_heads", "group_size", "head_dim", "kv_value_bytes", "n_sm", "max_requests", "max_items",
     "max_members", "max_parts", "min_chunk", "shared_chunk", "item_overhead", "head_pack", "tail_warps", "fan_in",
-    "group_capacity",
+    "causal_tails", "group_capacity",
 )  # fmt: skip
 _RECORD = np.dtype(
     [(name, np.int64) for name in (*_CHOICES, *_INTEGERS, "n_tiles")]
@@ -109,6 +109,10 @@ class PlannerOptions:
         (`tiles`); a batch whose plan has no room for the one part more is planned so.
     kv_value_bytes : {2, 1}
         Of a value in the caches, for the traffic model.
+    causal_tails : bool
+        Requests that have one row of slots, and each a token more than the one before, as the new tokens of a prompt
+        do, have their tails in one pack, in a tile of teams; whoever runs it lets each see its own tokens only. Needs
+        `grow` False, and a tile of more than 16 rows.
     group_capacity : int
         PackInfer's C, for ``split`` "groups": token-heads (KV tokens of one KV head) that a processor's teams take at
         once. Which processor has which group is not planned: where the kernel's teams ask for units, whoever is free
@@ -145,6 +149,7 @@ class PlannerOptions:
     tail_warps: int = BY_DEFAULT
     fan_in: int = FAN_IN
     kv_value_bytes: int = 2
+    causal_tails: bool = False
     group_capacity: int = GROUP_CAPACITY
 
     def __post_init__(self) -> None:
@@ -174,6 +179,8 @@ class PlannerOptions:
         factor = self.profit_factor
         if not 0 <= self.compute_split_cost < math.inf or not (factor is None or 0 < factor < math.inf):
             raise PlanError("compute_split_cost is at least 0, profit_factor above 0, and both are finite")
+        if self.causal_tails and self.grow:
+            raise PlanError("causal_tails is for tails that do not grow: give grow=False")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise PlanError(f"{name} is {getattr(self, name)!r}: use one of {', '.join(choices)}")

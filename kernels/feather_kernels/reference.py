@@ -81,7 +81,8 @@ def reference_decode(
         row = (high << 32) | (low & 0xFFFFFFFF)
         slots = _slots(table, row, start, int(seq_lens[grows]) if grows >= 0 else stop, page_size)
         members = plan.members[first : first + count]
-        values, sums = _attend(q[members[:, 0]], k_cache[slots], v_cache[slots], sm_scale, logit_soft_cap)
+        seen = seq_lens[members[:, 0]] - start  # of these tokens; all of them, but in a causal block
+        values, sums = _attend(q[members[:, 0]], k_cache[slots], v_cache[slots], sm_scale, logit_soft_cap, seen=seen)
         for (request, part), value, total in zip(members.tolist(), values, sums, strict=True):
             if parts:
                 mine = slice(first_part, first_part + parts)
@@ -159,9 +160,13 @@ def _slots(table: IntArray, row: int, start: int, stop: int, page_size: int) -> 
 
 
 def _attend(
-    q: Array, k: Array, v: Array, sm_scale: float | None, logit_soft_cap: float, sinks: Array | None = None
-) -> Result:
-    """q [n, q_heads, d], k and v [tokens, kv_heads, d] -> [n, q_heads, d] and the log-sum-exp [n, q_heads]."""
+    q: Array, k: Array, v: Array, sm_scale: float | None, logit_soft_cap: float, sinks: Array | None = None,
+    seen: IntArray | None = None,
+) -> Result:  # fmt: skip
+    """q [n, q_heads, d], k and v [tokens, kv_heads, d] -> [n, q_heads, d] and the log-sum-exp [n, q_heads].
+
+    ``seen`` [n]: how many of the tokens count for each, from the first one on; all by default.
+    """
     n, q_heads, head_dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.astype(np.float64).reshape(n, kv_heads, q_heads // kv_heads, head_dim)
@@ -169,6 +174,9 @@ def _attend(
     logits *= head_dim**-0.5 if sm_scale is None else sm_scale
     if logit_soft_cap:
         logits = logit_soft_cap * np.tanh(logits / logit_soft_cap)
+    if seen is not None:
+        hidden = np.arange(len(k)) >= seen[:, None]
+        logits = np.where(hidden[:, None, None], -np.inf, logits)
     sink = np.full(q_heads, -np.inf) if sinks is None else sinks.astype(np.float64)
     sink = sink.reshape(kv_heads, -1)[:, :, None]
     top = np.maximum(logits.max(axis=-1, keepdims=True, initial=-1e300), sink)

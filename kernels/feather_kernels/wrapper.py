@@ -159,7 +159,10 @@ class PackedDecodeWrapper:
         for _, m, n in others:
             if n not in n_choices(self.path, m, head_dim):
                 raise ValueError(f"tiles are {self._tiles}: for m = {m} n may be {n_choices(self.path, m, head_dim)}")
-        self._build = str(dtype).removeprefix("torch."), head_dim, 10 * major + minor, others
+        causal = bool(planner_options.get("causal_tails"))
+        if causal and self.path != "hopper":
+            raise ValueError("causal_tails is True: that needs the path 'hopper'")
+        self._build = str(dtype).removeprefix("torch."), head_dim, 10 * major + minor, others, causal
         self._modules: dict[tuple[bool, bool], Any] = {}
         self.load(logit_soft_cap > 0, sinks)
         may_fuse = launch == "persistent" and max(self._tiles[0][0], group) <= 16
@@ -205,9 +208,9 @@ class PackedDecodeWrapper:
         BuildError
             Nothing to build them with.
         """
-        dtype, head_dim, capability, tiles = self._build
+        dtype, head_dim, capability, tiles, causal = self._build
         fp8_kv = self.kv_dtype == FP8
-        module = load_kernel(dtype, head_dim, capability, soft_cap, tiles, sinks, fp8_kv)
+        module = load_kernel(dtype, head_dim, capability, soft_cap, tiles, sinks, fp8_kv, causal)
         self._modules[soft_cap, sinks] = module
         return module
 

@@ -73,6 +73,7 @@ def test_each_choice_reaches_the_compiler_and_the_file_name():
         Configuration("float16", 128, 90, soft_cap=True, sinks=True),
         Configuration("float16", 128, 90, fp8_kv=True),
         Configuration("float16", 128, 90, sinks=True, fp8_kv=True),
+        Configuration("float16", 128, 90, causal=True),
     ]
     assert len({other.name for other in others}) == len({other.prebuilt for other in others}) == len(others)
     for other in others:
@@ -81,6 +82,9 @@ def test_each_choice_reaches_the_compiler_and_the_file_name():
     assert "-DFEATHER_SOFT_CAP=1" in others[3].flags and "-DFEATHER_SOFT_CAP=0" in base.flags
     assert "-DFEATHER_SINKS=1" in others[6].flags and "-DFEATHER_SINKS=0" in base.flags
     assert "-DFEATHER_KV_FP8=1" in others[8].flags and "-DFEATHER_KV_FP8=0" in base.flags
+    assert "-DFEATHER_CAUSAL=1" in others[10].flags and not any("CAUSAL" in flag for flag in base.flags)
+    with pytest.raises(BuildError, match=r"^causal blocks need compute capability 9\.0, not 8\.0"):
+        Configuration("float16", 128, 80, causal=True)
     assert others[7].name == "packed_decode_float16_d128_cap_sinks_sm90a"
     assert "-gencode=arch=compute_90a,code=sm_90a" in base.flags and "-DFEATHER_HOPPER=1" in base.flags
     assert {"-DFEATHER_HOPPER_64=32", "-DFEATHER_HOPPER_128=32"} < set(others[4].flags)

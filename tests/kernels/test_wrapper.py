@@ -82,10 +82,10 @@ def test_a_copy_is_recorded_on_the_wrappers_device(wrapper):
 def runs(wrapper, monkeypatch):
     """`wrapper` with a plan of three requests; what its kernels are asked for, and run with, instead of running."""
     wrapper.sm_scale, wrapper.logit_soft_cap, wrapper._flags, wrapper.launch = 0.125, 0.0, 0, "persistent"
-    wrapper._tiles, wrapper._build, wrapper._modules = TILES["hopper"], ("float16", 64, 90, ()), {}
+    wrapper._tiles, wrapper._build, wrapper._modules = TILES["hopper"], ("float16", 64, 90, (), False), {}
     seen = SimpleNamespace(loaded=[], ran=[], capturing=False)
 
-    def load_kernel(dtype, head_dim, capability, soft_cap, tiles, sinks, fp8_kv):
+    def load_kernel(dtype, head_dim, capability, soft_cap, tiles, sinks, fp8_kv, causal):
         name = soft_cap, sinks, fp8_kv
         seen.loaded.append(name)
         return SimpleNamespace(forward=lambda *given: seen.ran.append((name, *given)), merge=lambda *_: None)
@@ -194,21 +194,27 @@ N_32 = ((8, 16), (16, 16), (64, 32), (128, 32))
 
 
 def test_by_default_and_for_the_default_tiles_it_is_the_same_library(asks):
-    usual = ("float16", 128, 90, False, (), False, False)
+    usual = ("float16", 128, 90, False, (), False, False, False)
     assert asks() == asks(tiles=TILES["hopper"]) == asks(tiles=[[64, 64], [128, 64]]) == usual
     assert asks(path="portable") == asks(name="NVIDIA H100 80GB HBM3") == usual
-    assert asks(head_dim=96) == ("float16", 96, 90, False, (), False, False)  # which says that there is none
+    assert asks(head_dim=96) == ("float16", 96, 90, False, (), False, False, False)  # which says that there is none
     a100 = {"name": "NVIDIA A100", "capability": (8, 0)}
-    assert asks(**a100, logit_soft_cap=3.0) == ("float16", 128, 80, True, (), False, False)
-    assert asks(**a100, kv_dtype=torch.float8_e4m3fn) == ("float16", 128, 80, False, (), False, True)
+    assert asks(**a100, logit_soft_cap=3.0) == ("float16", 128, 80, True, (), False, False, False)
+    assert asks(**a100, kv_dtype=torch.float8_e4m3fn) == ("float16", 128, 80, False, (), False, True, False)
     with pytest.raises(ValueError, match=r"kv_dtype is torch.float8_e5m2: use torch.float16, as queries have, or"):
         asks(kv_dtype=torch.float8_e5m2)
 
 
 def test_who_will_run_with_sinks_asks_for_their_kernels_alone(asks):
-    assert asks(sinks=True)[3::2] == (False, True)
-    assert asks(sinks=True, logit_soft_cap=3.0)[3::2] == (True, True)
-    assert asks(sinks=True, kv_dtype=torch.float8_e4m3fn)[5:] == (True, True)
+    assert asks(sinks=True)[3:6:2] == (False, True)
+    assert asks(sinks=True, logit_soft_cap=3.0)[3:6:2] == (True, True)
+    assert asks(sinks=True, kv_dtype=torch.float8_e4m3fn)[5:7] == (True, True)
+
+
+def test_causal_blocks_are_another_library_on_the_hopper_path(asks):
+    assert asks(causal_tails=True, grow=False)[-1] is True
+    with pytest.raises(ValueError, match="causal_tails is True: that needs the path 'hopper'"):
+        asks(causal_tails=True, grow=False, path="portable")
 
 
 def test_another_n_is_another_library(asks):

@@ -5,14 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
-from feather_kernels.options import STRATEGIES
+from feather_kernels.pack import SPLITS, STRATEGIES
 from feather_kernels.plan import make_plan
 from feather_kernels.reference import reference_decode
 from feather_kernels.trees import forest_table, random_forest
 from feather_sglang.attention.new_tokens import tokens_seen, with_new_tokens
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
+BLOCKS = {"causal_tails": True, "grow": False}
 SHAPE = {"num_qo_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
 
 
@@ -51,6 +53,15 @@ def causal(forest, counts, table, q, k, v, page_size=1, cap=0.0, sinks=None):
         out.append(np.einsum("hqk,khd->qhd", weights / total, values))
         begin += count
     return np.concatenate(out)
+
+
+def check_blocks(plan, forest):
+    """Whoever does not see all of an item's tokens is in a tile of teams, among rows of one sequence."""
+    for _, _, _, stop, grows, first, count, tile, *_ in plan.items.tolist():
+        rows = plan.members[first : first + count, 0]
+        assert grows < 0
+        if (forest.seq_len[rows] < stop).any():
+            assert plan.tiles[tile][0] > 16 and len(set(forest.row_offset[rows].tolist())) == 1
 
 
 def positions_of(forest):
@@ -93,14 +104,20 @@ def test_rows_share_a_node_with_rows_of_their_block_and_what_requests_share(seed
 
 @given(
     st.integers(0, 2**32 - 1), st.integers(1, 20), st.sampled_from(sorted(STRATEGIES)), st.sampled_from([1, 4, 16]),
-    st.sampled_from([0.0, 2.0]), st.booleans(),
+    st.sampled_from([0.0, 2.0]), st.booleans(), st.sampled_from([{}, BLOCKS]), st.sampled_from(sorted(SPLITS)),
+    st.sampled_from([1, 132]),
 )  # fmt: skip
-@settings(max_examples=60)
-def test_new_tokens_see_what_a_causal_mask_lets_them_see(seed, block, strategy, page_size, cap, sinks):
+@settings(max_examples=100)
+def test_new_tokens_see_what_a_causal_mask_lets_them_see(
+    seed, block, strategy, page_size, cap, sinks, tails, split, n_sm
+):
     """Prompts, chunks of prompts, and rows that decode beside them."""
     forest, counts, table, q, k, v = batch(seed, 8, (1, 30), page_size)
     sinks = np.random.default_rng(seed).normal(0, 2, HEADS) if sinks else None
-    plan = make_plan(with_new_tokens(forest, counts, block), strategy=strategy, min_chunk=16, **SHAPE)
+    new, how = with_new_tokens(forest, counts, block), {"strategy": strategy, "split": split, "n_sm": n_sm}
+    plan = make_plan(new, min_chunk=16, **how, **SHAPE, **tails)
+    if tails:
+        check_blocks(plan, new)
     out, _ = reference_decode(plan, q, k, v, table, page_size, logit_soft_cap=cap, sinks=sinks)
     expected = causal(forest, counts, table, q, k, v, page_size, cap, sinks)
     assert out == pytest.approx(expected, abs=1e-9)
@@ -137,6 +154,22 @@ def test_a_prompt_behind_a_shared_prefix_is_read_block_by_block():
     assert prompts.shared_length.tolist() == [100, 100, 102, 102, 104, 100]
     plan = make_plan(prompts, num_qo_heads=8, num_kv_heads=2, head_dim=64, strategy="naive")
     assert plan.tokens_read == 100 + (1 + 2) + (2 + 1 + 2) + (4 + 1) + 1
+
+
+def test_a_block_is_one_item_with_its_tails():
+    forest = Forest([-1], [100], [0, 0], [100, 100], [0, 1000])
+    prompts = with_new_tokens(forest, np.array([5, 1]), 2)
+    plan = make_plan(prompts, num_qo_heads=8, num_kv_heads=2, head_dim=64, strategy="naive", n_sm=1, **BLOCKS)
+    ranges = sorted((start, stop, count) for _, _, start, stop, _, _, count, *_ in plan.items.tolist() if stop > start)
+    assert ranges == [(0, 100, 6), (100, 101, 1), (100, 102, 2), (100, 104, 2), (100, 105, 1)]
+
+
+def test_blocks_need_tails_that_do_not_grow_and_a_tile_of_teams():
+    forest = with_new_tokens(Forest([-1], [100], [0], [100], [0]), np.array([5]), 4)
+    with pytest.raises(PlanError, match="causal_tails is for tails that do not grow: give grow=False"):
+        make_plan(forest, causal_tails=True, **SHAPE)
+    with pytest.raises(PlanError, match="causal_tails needs a tile of more than 16 rows"):
+        make_plan(forest, tiles=((16, 16),), **BLOCKS, **SHAPE)
 
 
 def test_of_no_requests_there_are_no_rows():

@@ -295,6 +295,23 @@ inline void decide_by_strategy(const Config& config, const Forest& forest, const
   }
 }
 
+// Behind the requests from place `i` of the order on that are a causal block: of one row of slots, each a token longer
+// than the one before, with tails that begin alike.
+inline size_t end_of_block(const Forest& forest, const Tree& tree, const PackScratch::Lists& lists, size_t i) {
+  const auto& order = lists.order;
+  const int32_t first = order[i];
+  size_t end = i + 1;
+  for (; end < order.size(); ++end) {
+    const int32_t r = order[end], before = order[end - 1];
+    if (tree.node[r] != tree.node[first] || forest.row_offset[r] != forest.row_offset[first] ||
+        forest.seq_len[r] != forest.seq_len[before] + 1 || lists.leaf_from[r] != lists.leaf_from[first] ||
+        lists.leaf_split[r] != lists.leaf_split[first]) {
+      break;
+    }
+  }
+  return end;
+}
+
 // The packs that the decisions make: nodes first, in order, then tails; so a request's packs come in order of position.
 inline void make_packs(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch,
                        Packing& out) {
@@ -325,6 +342,7 @@ inline void make_packs(const Config& config, const Forest& forest, const Tree& t
   int32_t members = 0;
   for (int32_t u = 0; u < n; ++u) {
     const int32_t count = pack_of[u];
+    pack_of[u] = static_cast<int32_t>(out.packs.size());  // from now on which one it is
     if (count == 0) continue;
     cursor[u] = members;
     out.packs.push_back({from[u], tree.end[u], members, count, -1, shared_chunk});
@@ -340,11 +358,20 @@ inline void make_packs(const Config& config, const Forest& forest, const Tree& t
   for (const int32_t r : order) {
     if (leaf_split[r]) out.members[cursor[tree.node[r]]++] = r;
   }
-  for (const int32_t r : order) {
-    const int32_t stop = forest.seq_len[r];
+  for (size_t i = 0, end; i < order.size(); i = end) {
+    const int32_t r = order[i], node = tree.node[r];
+    end = i + 1;
+    if (config.causal_tails) end = end_of_block(forest, tree, scratch.lists, i);
+    const int32_t count = static_cast<int32_t>(end - i), stop = forest.seq_len[order[end - 1]];
     if (leaf_split[r] && !grow && leaf_from[r] == stop) continue;  // ends at its node
-    out.packs.push_back({leaf_from[r], stop, members, 1, grow ? r : -1, 0});
-    out.members[members++] = r;
+    if (count > 1 && leaf_split[r] && tree.size[node] == count) {  // nobody else has their node: its pack goes on
+      Pack& whole = out.packs[pack_of[node]];
+      whole.stop = stop, whole.ragged = true;
+      continue;
+    }
+    out.packs.push_back({leaf_from[r], stop, members, count, grow ? r : -1, 0, count > 1});
+    std::copy_n(order.begin() + i, count, out.members.begin() + members);
+    members += count;
   }
   out.members.resize(members);
 }

@@ -111,6 +111,7 @@ struct Pack {
   int32_t first, count;  // in Packing::members
   int32_t grows;         // the request whose tail this is, or -1
   int32_t chunk;         // a fixed chunk (two-phase), or 0
+  bool ragged = false;   // a member may end before `stop`
 
   int32_t length() const { return stop - start; }
 };

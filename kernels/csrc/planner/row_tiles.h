@@ -142,7 +142,11 @@ inline int32_t make_row_tiles(const Config& config, const Packing& packing, Sche
     if (whole.count == 1) {  // most are tails
       out.rows.push_back({index, whole.first, 1, tail});
     } else {
+      const size_t first = out.rows.size();
       add_row_tiles(config, index, whole.first, whole.count, largest, capacity, out.rows);
+      if (!whole.ragged) continue;
+      FEATHER_REQUIRE(team != kNoTile, "causal_tails needs a tile of more than " << kWarpRows << " rows");
+      for (size_t i = first; i < out.rows.size(); ++i) out.rows[i].tile = std::max(out.rows[i].tile, team);
     }
   }
   if (!config.balances()) return kNoTile;

@@ -153,7 +153,7 @@ struct KvProducer {
       int const head = unit - params.kv_heads_div.div(unit) * params.kv_heads;
       char const* const from = cache + head * kHeadDim * kKvBytes;
       if (!Pipeline::kAsks) advance(control, publishes);
-      StageInfo const info{max(0, stop - pos), head << kHeadShift, n_members};
+      StageInfo const info{max(0, stop - pos), head << kHeadShift, n_members FEATHER_ENDS_AT(stop)};
       bool first = true;
       while (true) {
         // Not a minimum: ptxas 13.0 takes "is it kTokens?" from its predicate, false of all stages but the last.

@@ -29,12 +29,16 @@ struct WarpgroupTeam {
     T const* queries[2];
     find_queries<T, kHeadDim>(params, info, members, 16 * warp, queries);
     tile.fetch(queries);
+#if FEATHER_CAUSAL
+    tile.find_ends(params, members, info.n_members, 16 * warp, info.stop);
+#endif
   }
 
   // The first unit's queries, while its first tokens are on their way.
   static __device__ void fetch_first(Params<T> const& params, Queue const& queue, int unit, Tile& tile, int warp) {
     int const item = params.kv_heads_div.div(unit), words = load_item(params, queue.first_item + item);
-    StageInfo const info{0, (unit - item * params.kv_heads) << kHeadShift, item_word(words, kItemMembers)};
+    StageInfo const info{0, (unit - item * params.kv_heads) << kHeadShift,
+                         item_word(words, kItemMembers) FEATHER_ENDS_AT(item_word(words, kItemStop))};
     fetch(params, tile, info,
           params.plan + params.plan[kHeaderMembersBegin] + kMemberSize * item_word(words, kItemFirstMember), warp);
   }

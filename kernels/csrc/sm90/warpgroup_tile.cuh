@@ -97,7 +97,7 @@ struct WarpgroupTile : Softmax {
   // exponentials says that one of them may be too large for it. Then this is false, and they are to be computed anew.
   __device__ __forceinline__ bool online_softmax_next(int tokens, Params<T> const& params) {
     subtract_row_max(scores, softcap(scores, params));
-    if (tokens < kTokens) mask(scores, tokens);
+    if (is_masked(tokens)) mask(scores, tokens);
     float sum[2];
     exp2_and_sum(scores, sum);
     compute_now(sum[0] + sum[1]);
@@ -111,6 +111,45 @@ struct WarpgroupTile : Softmax {
   static __device__ void compute_now(float sum) {
     asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p nanosleep.u32 0; }" ::"f"(sum) : "memory");
   }
+
+#if FEATHER_CAUSAL
+  // How many tokens before the unit's end this lane's rows end, and any of the warp's at most.
+  int before_end[2], most_before_end;
+
+  // Read how far a unit's rows reach, whose item ends at `stop`: that of padding does not matter.
+  __device__ void find_ends(Params<T> const& params, int const* members, int n_members, int first_row, int stop) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int const member = params.group_div.div(first_row + Layout::row(i));
+      before_end[i] = 0;
+      if (member < n_members) before_end[i] = max(0, stop - __ldg(params.seq_lens + members[kMemberSize * member]));
+    }
+    most_before_end = __reduce_max_sync(~0u, max(before_end[0], before_end[1]));
+  }
+
+  // Of a tile's scores those count that are among the unit's `tokens` from there on, and that their row sees. In place
+  // of those of Softmax.
+  __device__ __forceinline__ void mask(ScoreFragment& scores, int tokens) const {
+    int const column = 2 * (threadIdx.x % 4);
+    int again;
+    do {
+#pragma unroll
+      for (int i = 0; i < size(scores); ++i) {
+        if (8 * (i / 4) + column + i % 2 >= tokens - before_end[i / 2 % 2]) scores(i) = -INFINITY;
+      }
+      asm volatile("mov.u32 %0, %%tid.y;" : "=r"(again));  // never, as there
+    } while (again);
+  }
+  template <int kBlock>
+  __device__ __forceinline__ float prepare(ScoreFragment& scores, int tokens, Params<T> const& params) const {
+    float const scale = softcap(scores, params);
+    if (is_masked(tokens)) mask(scores, tokens);
+    return scale;
+  }
+  __device__ bool is_masked(int tokens) const { return tokens - most_before_end < kTokens; }
+#else
+  static __device__ __forceinline__ bool is_masked(int tokens) { return tokens < kTokens; }
+#endif
 
   // From this warp's scores of a tile, which have been overwritten, once more. Nothing is in the making.
   __device__ __forceinline__ void online_softmax_redo(Value const* k_tile, int tokens, Params<T> const& params) {

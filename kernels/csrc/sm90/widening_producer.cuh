@@ -70,7 +70,7 @@ struct WideningProducer : KvProducer<T, Pipeline> {
       int const head = unit - params.kv_heads_div.div(unit) * params.kv_heads;
       char const* const from = this->cache + head * kRowBytes;
       if (!Pipeline::kAsks) this->advance(control, publishes);
-      StageInfo const info{max(0, stop - pos), head << kHeadShift, n_members};
+      StageInfo const info{max(0, stop - pos), head << kHeadShift, n_members FEATHER_ENDS_AT(stop)};
       bool first = true;
       while (true) {
         bool const last = pos + kTokens >= stop;
