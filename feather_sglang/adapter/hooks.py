@@ -169,6 +169,14 @@ HOOKS = (
         part="pat",
     ),
     Hook(
+        "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface.collect_path_info",
+        "calls",
+        ("self", "end_node_ids"),
+        "prefixes that prompts share",
+        part="pat",
+        optional=True,
+    ),
+    Hook(
         _ATTENTION + "base_attn_backend.AttentionBackend.init_forward_metadata",
         "calls",
         ("self", "forward_batch"),

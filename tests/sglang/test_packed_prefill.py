@@ -200,6 +200,30 @@ def test_what_sglang_asks_of_its_own_backend_it_gets(packed):
     assert hybrid.prefill_backend.calls is hybrid.prefill_backend._stock.calls
 
 
+def test_no_plan_outlives_its_step(packed):
+    """Whoever comes next, such as a graph that is captured."""
+    one = packed()
+    prefill = runner_of(one).feather_pat.packed_prefill
+    one.submit("r", [5, 6, 7] * 9, max_new_tokens=1)
+    one.step()
+    assert prefill.packs
+    asked = []
+    prefill._stock = SimpleNamespace(
+        init_forward_metadata=lambda batch: asked.append("eager"),
+        init_forward_metadata_out_graph=lambda batch, in_capture: asked.append(("graph", in_capture)),
+        forward_extend=lambda q, k, v, layer, batch: asked.append("extend"),
+    )
+    prefill.init_forward_metadata_out_graph(None, in_capture=True)
+    assert not prefill.packs
+    plain = {"forward_mode": ForwardMode.EXTEND, "multi_item_delimiter_indices": None, "mm_inputs": None}
+    batch = SimpleNamespace(**plain, rids=["r"])
+    prefill.init_forward_metadata(batch)  # a dummy
+    prefill.expect(None, SimpleNamespace(**plain, rids=["r"]))
+    prefill.init_forward_metadata(batch)  # another than was announced
+    prefill.forward_extend(None, None, None, SimpleNamespace(layer_id=0), batch)
+    assert asked == [("graph", True), "eager", "eager", "extend"] and not prefill.packs
+
+
 # In the scheduler -------------------------------------------------------------------------------------------------
 
 

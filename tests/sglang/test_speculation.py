@@ -24,6 +24,7 @@ from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.attention.registration import _refuse_contradictions
 from feather_sglang.adapter.attention.speculation import chain
 from feather_sglang.adapter.hooks import installed_version, lacks_pages
+from feather_sglang.adapter.options import VARIABLE
 from feather_sglang.errors import FeatherError
 
 STAND_IN = "triton"  # the name of `PlainAttention`
@@ -283,6 +284,16 @@ def test_drafts_stay_with_sglangs_own_backend(server, caplog):
         one = server("STANDALONE")
     assert not hasattr(draft_of(one), "feather_pat") and pat_of(one).drafts == DRAFTS
     assert f"pat packs the verification of {DRAFTS} tokens a request; they are drafted by {STAND_IN}" in caplog.text
+
+
+@pytest.mark.parametrize(("drafter", "verifies"), [*((name, "decode") for name in DRAFTERS), ("NGRAM", "prefill")])
+def test_prompts_that_are_packed_too(server, expected, monkeypatch, drafter, verifies):
+    before = pat_metrics().prefills._value.get()
+    with monkeypatch.context() as patch:
+        patch.setenv(VARIABLE, '{"pat_prefill": true}')
+        one = server(drafter, speculative_attention_mode=verifies)
+    assert serve(one) == expected
+    assert pat_metrics().prefills._value.get() > before + 3
 
 
 def test_drafts_that_the_prefill_backend_verifies(server, expected, caplog):

@@ -344,8 +344,6 @@ class PatBackend(AttentionBackend):
         if not batch.forward_mode.is_mixed() and len(batch.prefix_lens) == len(rows):
             cached[:] = np.array(batch.prefix_lens) // self._page * self._page
         self.sharing.prefill(rows, cached)
-        if self.packed_prefill is not None:
-            self.packed_prefill.expect(batch, rows)
 
     @property
     def _slots(self) -> torch.Tensor:
@@ -422,8 +420,12 @@ def watch_batches() -> None:
 
     @functools.wraps(original)
     def init_new(cls: Any, batch: Any, model_runner: Any, *args: Any, **kwargs: Any) -> Any:
-        if (told := getattr(model_runner, "feather_pat", None)) is not None:
-            told.notice(batch)
-        return original(cls, batch, model_runner, *args, **kwargs)
+        backend = getattr(model_runner, "feather_pat", None)
+        if backend is not None:
+            backend.notice(batch)
+        result = original(cls, batch, model_runner, *args, **kwargs)
+        if backend is not None and backend.packed_prefill is not None:
+            backend.packed_prefill.expect(batch, result)
+        return result
 
     ForwardBatch.init_new = classmethod(init_new)

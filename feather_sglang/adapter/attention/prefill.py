@@ -4,15 +4,15 @@ Every new token is a query row of the packed decode kernel (`with_new_tokens`): 
 prefix that these share once for a tile of rows. What they share is known from SGLang's radix tree (`cached_paths`).
 
 Only plain steps are packed: prompts, chunks of prompts, and requests that decode beside them. SGLang's backend computes
-a step that verifies or drafts tokens, one with images, whose tokens may see each other, and one of more tokens, or of
-more parts, than there is memory for; the last two are counted, and said once.
+a step that verifies or drafts tokens, and one with images, whose tokens may see each other; and, counted and said once,
+one of more tokens, or of more parts, than there is memory for.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,13 +34,6 @@ logger = logging.getLogger(__name__)
 
 MAX_ROWS = 16384  # new tokens of a step, at most: of a row memory has 2 * PROMPT_LEVELS * query heads * head_dim bytes
 PACKED = (ForwardMode.EXTEND, ForwardMode.MIXED)
-
-
-class _Expected(NamedTuple):
-    """The host side of the prefill batch that SGLang is about to run."""
-
-    batch: Any
-    rows: np.ndarray
 
 
 class PackedPrefill:
@@ -69,25 +62,37 @@ class PackedPrefill:
         self._engines = pat.make_engines(self._most, PROMPT_LEVELS)
         self._block = self._engines.prompt_block
         self._metrics = pat_metrics()
-        self._expected: _Expected | None = None
+        self._expected: tuple[Any, Any] | None = None
         self.packs = self._warned = False
         logger.info("feather: pat packs prefill, in steps of up to %d tokens", self._most)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
 
-    def expect(self, batch: Any, rows: np.ndarray) -> None:
-        """The batch that comes next, and its rows in the table of slots, int64 [requests]."""
-        self._expected = _Expected(batch, rows)
+    def expect(self, batch: Any, forward_batch: Any) -> None:
+        """The host side and the device's of the batch that SGLang is about to run, whatever its mode."""
+        # SGLang runs a copy of the latter, with the same list of ids, which no other batch has.
+        self._expected = (batch, forward_batch.rids) if forward_batch.forward_mode in PACKED else None
 
     # What SGLang asks of a backend -----------------------------------------------------------------------------
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan a step, for the packed layers once, and for SGLang's backend where that has layers."""
         expected, self._expected = self._expected, None
-        self.packs = expected is not None and self._plan(expected, forward_batch)
+        self.packs = False
+        if expected is not None and _is_plain(forward_batch):
+            batch, rids = expected
+            if rids is forward_batch.rids:
+                self.packs = self._plan(batch, forward_batch)
+            else:
+                self._leave("SGLang announced another batch")
         if not self.packs or self._pat.beside is not None:
             self._stock.init_forward_metadata(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """A step that a graph replays: SGLang's backend's."""
+        self.packs = False
+        self._stock.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def forward_extend(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
@@ -117,17 +122,15 @@ class PackedPrefill:
 
     # Plans -----------------------------------------------------------------------------------------------------
 
-    def _plan(self, expected: _Expected, forward_batch: Any) -> bool:
-        """Plan a step; False where it is SGLang's backend's."""
-        if not _is_plain(forward_batch):
-            return False
+    def _plan(self, batch: Any, forward_batch: Any) -> bool:
+        """Plan a step; False where there is no memory for it."""
         counts = np.array(forward_batch.extend_seq_lens_cpu)
         if counts.sum() > self._most:
             self._leave(f"{counts.sum()} tokens, more than the {self._most} that there is memory for")
             return False
         if forward_batch.seq_lens_cpu is None:
             raise RuntimeError("pat: SGLang gave no lengths on the host")
-        shared = self._shared(expected, forward_batch.seq_lens_cpu.numpy() - counts)
+        shared = self._shared(batch, forward_batch.seq_lens_cpu.numpy() - counts)
         seen = tokens_seen(shared.seq_len, counts)
         try:
             self._engines.plan(with_new_tokens(shared, counts, self._block), self._pat.table, self._on_device(seen))
@@ -140,9 +143,9 @@ class PackedPrefill:
             self._metrics.prefill_step(int(seen.sum()), self._engines.plans[0].tokens_read)
         return True
 
-    def _shared(self, expected: _Expected, committed: np.ndarray) -> Forest:
+    def _shared(self, batch: Any, committed: np.ndarray) -> Forest:
         """The forest of what the requests have committed."""
-        batch, rows = expected
+        rows = batch.req_pool_indices_cpu.numpy()
         whose = batch.reqs if len(batch.reqs) == len(rows) else [None] * len(rows)  # beams have rows of their own
         return forest_of_paths(cached_paths(batch.tree_cache, whose), committed, rows * self._pat.table.stride(0))
 
