@@ -10,8 +10,8 @@ take a request's tokens as one causal query over its pages, as SGLang calls them
 twice: each group's tokens over what the group shares, without a mask, then each request's over its own, and merges.
 Every output is checked against a float32 reference before it is timed. ``warm`` is back to back, ``flushed`` after
 other data filled L2. The floor is the larger of bytes (KV once, queries, output) over copy bandwidth and FLOP over the
-matrix rate. ``host`` is what the packed plan takes a step on the CPU; ``--host`` measures only that, and needs no GPU.
-The rest needs a Hopper GPU.
+matrix rate. ``host`` is what the packed plan takes a step on the CPU, ``model`` what the planner's costs say that it
+takes on an H200; ``--host`` does only these, and needs no GPU. The rest needs a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from decode_cases import COPY_BANDWIDTH, MATRIX_RATE, Heads, parse_heads
 from feather_kernels.forest import Forest, IntArray
 from feather_kernels.plan import PackPlan, Planner, default_parts
 from feather_sglang.attention.new_tokens import PROMPT_LEVELS, prompt_block, tokens_seen, with_new_tokens
+from feather_sglang.plans.batch_file import Batch as PlannedBatch
+from feather_sglang.plans.explain import explain
 from feather_sglang.report.tables import grid
 
 TOLERANCE = 2e-2  # of |out - reference| / |reference|
@@ -295,6 +297,11 @@ def on_host(batch: Batch, rounds: int = 5) -> tuple[PackPlan, float]:
     return plan, median(times) * 1e6
 
 
+def modelled_us(batch: Batch, plan: PackPlan) -> float:
+    """What the planner's costs say that its kernel takes."""
+    return explain(PlannedBatch("", plan.forest, shape_of(batch))).plan.modelled_us
+
+
 def measured(batch: Batch, names: Sequence[str], rounds: int, flush: Any) -> dict[str, Any]:
     """Microseconds of each system, or why there are none."""
     import torch
@@ -334,7 +341,10 @@ def table_of(record: dict[str, Any]) -> str:
             lines.append([name, result.get("error", "not run")])
     times = {name: result["warm_us"] for name, result in record["systems"].items() if "warm_us" in result}
     stock = [times[name] for name in STOCK if name in times]
-    facts = "{case}: {requests} requests, {rows:,} new tokens, floor {floor_us:,.0f} us, host {host_us:,.0f} us"
+    facts = (
+        "{case}: {requests} requests, {rows:,} new tokens, floor {floor_us:,.0f} us, model {model_us:,.0f} us, host "
+    )
+    facts += "{host_us:,.0f} us"
     ratio = f", pat {times['pat'] / min(stock):.2f} of the best stock kernel" if stock and "pat" in times else ""
     return f"{facts.format(**record)}{ratio}\n{grid(lines)}" if record["systems"] else facts.format(**record)
 
@@ -353,7 +363,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan, host_us = on_host(batch)
         record = {
             "case": name, "requests": len(batch.counts), "rows": batch.rows, "floor_us": batch.floor * 1e6,
-            "host_us": host_us, "tokens_seen": int(batch.seen.sum()), "tokens_read": plan.tokens_read,
+            "host_us": host_us, "model_us": modelled_us(batch, plan), "tokens_seen": int(batch.seen.sum()),
+            "tokens_read": plan.tokens_read,
             "systems": {} if options.host else measured(batch, options.systems, options.rounds, flush),
         }  # fmt: skip
         print(table_of(record), flush=True)

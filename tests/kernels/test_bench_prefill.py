@@ -125,6 +125,7 @@ def test_without_a_gpu_it_says_what_planning_takes(tmp_path, capsys):
     records = json.loads(file.read_text())["records"]
     assert [record["case"] for record in records] == ["samples-1", "few-shot"]
     assert all(record["host_us"] > 0 and record["tokens_read"] < record["tokens_seen"] for record in records)
+    assert all(record["model_us"] > record["floor_us"] for record in records)
     assert "few-shot: 64 requests, 6,400 new tokens" in capsys.readouterr().out
 
 
