@@ -204,7 +204,7 @@ class FeatherOptions:
         False,
         _switch,
         "on|off",
-        "pat computes prompts, too, in the layers that it packs. Needs --disable-prefill-cuda-graph.",
+        "pat computes prompts, too, in the layers that it packs. Needs --disable-prefill-cuda-graph, and 0.2 GB or so.",
         at_start=True,
     )
     allow_switch: bool = _option(

@@ -99,9 +99,13 @@ def test_models_whose_layers_differ(server, packed, name):  # noqa: F811
 @pytest.mark.parametrize(
     "overrides", [{}, {"chunked_prefill_size": 64, "enable_mixed_chunk": True}, {"page_size": 16}], ids=str
 )
-@pytest.mark.parametrize("name", ["dense", "windows of their own", "linear"])
-def test_the_radix_tree_knows_what_slots_are_shared(packed, monkeypatch, name, overrides):
+@pytest.mark.parametrize(
+    ("name", "core"), [("dense", None), ("dense", "python"), ("windows of their own", None), ("linear", None)]
+)
+def test_the_radix_tree_knows_what_slots_are_shared(packed, monkeypatch, name, core, overrides):
     """Of two requests that prefill together, by the tree and by their slots."""
+    if core:  # else SGLang's own choice
+        monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", core)
     if overrides.get("page_size") and (name == "linear" or lacks_pages(installed_version())):
         pytest.skip("SGLang has pages of several tokens here on a GPU only")
     one = packed(name, **overrides)
@@ -116,9 +120,25 @@ def test_the_radix_tree_knows_what_slots_are_shared(packed, monkeypatch, name, o
             known.append(shared_by(forest, i, j))
         return forest
 
+    def both_ways(tree, requests, original=pat_prefill.cached_paths):
+        """As trees say it themselves, and node by node, as older ones are read."""
+        said = original(tree, requests)
+        if core == "python":
+            walked = original(NodeByNode(tree), requests)
+            assert [[end for _, end in path] for path in said] == [[end for _, end in path] for path in walked]
+        return said
+
     monkeypatch.setattr(pat_prefill, "forest_of_paths", look)
+    monkeypatch.setattr(pat_prefill, "cached_paths", both_ways)
     serve(one)
     assert known == there and np.count_nonzero(known) > 5
+
+
+class NodeByNode:
+    """A tree of which nothing else is known."""
+
+    def __init__(self, tree):
+        self.resolve_node_handle = tree.resolve_node_handle
 
 
 def shared_by(forest, i, j):

@@ -7,10 +7,14 @@ equal slots up to where their paths part.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from feather_sglang.attention.prefix_paths import Path
+
+logger = logging.getLogger(__name__)
 
 
 def cached_paths(tree: Any, requests: Sequence[Any]) -> list[Path]:
@@ -32,7 +36,19 @@ def cached_paths(tree: Any, requests: Sequence[Any]) -> list[Path]:
         ]
     resolve = getattr(tree, "resolve_node_handle", lambda node: node)
     seen: dict[int, Path] = {}
-    return [[] if node is None else _path(resolve(node), seen) for node in nodes]
+    try:
+        return [[] if node is None else _path(resolve(node), seen) for node in nodes]
+    except NotImplementedError:  # a tree in Rust before 0.5.22
+        _say_unknown()
+        return [[] for _ in nodes]
+
+
+@functools.cache
+def _say_unknown() -> None:
+    logger.warning(
+        "feather: this SGLang's radix tree does not say which prefixes prompts share, so pat reads them for each: set "
+        "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python"
+    )
 
 
 def _path(node: Any, seen: dict[int, Path]) -> Path:
