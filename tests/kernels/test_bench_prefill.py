@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench_prefill as bench
 from decode_cases import COPY_BANDWIDTH, MATRIX_RATE, Heads
+from plan_checks import check_plan
 
 from feather_kernels.plan import Planner
 from feather_kernels.reference import merge, reference_decode
@@ -77,6 +78,14 @@ def test_the_plan_reads_what_is_shared_by_whole_tiles(name):
     plan, _ = bench.on_host(batch, rounds=1)
     shared, own = batch.forest.seq_len.repeat(batch.counts), batch.seen - batch.forest.seq_len.repeat(batch.counts)
     assert shared.sum() / 32 < plan.tokens_read < 1.05 * shared.sum() / 32 + own.sum()
+
+
+@pytest.mark.parametrize("name", ["groups-5x5k", "chunk"])
+def test_a_whole_step_fits_the_memory_that_is_planned_for(name):
+    """Nothing is packed less for want of it."""
+    plan, _ = bench.on_host(bench.cases(8192, Heads(32, 8))[name](), rounds=1)
+    check_plan(plan, plan.forest)
+    assert not plan.widened and 8000 < plan.n_parts <= plan.options.max_parts == 2 * plan.n_requests + 2048
 
 
 def flash_attention(
