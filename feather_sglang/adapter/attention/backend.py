@@ -424,8 +424,8 @@ def watch_batches() -> None:
         if backend is not None:
             backend.notice(batch)
         result = original(cls, batch, model_runner, *args, **kwargs)
-        if backend is not None and backend.packed_prefill is not None:
-            backend.packed_prefill.expect(batch, result)
+        if (prefill := getattr(backend, "packed_prefill", None)) is not None:  # none where a draft model is pat's
+            prefill.expect(batch, result)
         return result
 
     ForwardBatch.init_new = classmethod(init_new)
