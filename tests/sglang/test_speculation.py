@@ -286,12 +286,15 @@ def test_drafts_stay_with_sglangs_own_backend(server, caplog):
     assert f"pat packs the verification of {DRAFTS} tokens a request; they are drafted by {STAND_IN}" in caplog.text
 
 
-@pytest.mark.parametrize(("drafter", "verifies"), [*((name, "decode") for name in DRAFTERS), ("NGRAM", "prefill")])
-def test_prompts_that_are_packed_too(server, expected, monkeypatch, drafter, verifies):
+@pytest.mark.parametrize(
+    ("drafter", "overrides"),
+    [*((name, {}) for name in DRAFTERS), ("NGRAM", {"speculative_attention_mode": "prefill"}), ("STANDALONE", BY_PAT)],
+)
+def test_prompts_that_are_packed_too(server, expected, monkeypatch, drafter, overrides):
     before = pat_metrics().prefills._value.get()
     with monkeypatch.context() as patch:
         patch.setenv(VARIABLE, '{"pat_prefill": true}')
-        one = server(drafter, speculative_attention_mode=verifies)
+        one = server(drafter, **overrides)
     assert serve(one) == expected
     assert pat_metrics().prefills._value.get() > before + 3
 
