@@ -169,6 +169,7 @@ def _print_hooks(console: Console, hooks: list[dict[str, Any]]) -> None:
     """Every hook and what it is for; those that differ first, with what is lost."""
     when = {
         "start": "wrapped at start-up",
+        "server": "wrapped where a server starts that asks for it",
         "scheduler": "wrapped under feather only",
         "switch": "wrapped under --feather-allow-switch only",
         "pat": "wrapped under pat only",

@@ -22,6 +22,7 @@ from feather_sglang.adapter.hooks import (
     mismatch,
     mismatches,
 )
+from feather_sglang.cli import main
 from feather_sglang.errors import FeatherError
 
 
@@ -41,6 +42,12 @@ def test_the_installed_sglang_fits():
 @pytest.mark.parametrize("kind", ["start", "server", "scheduler", "switch", "pat", "calls"])
 def test_every_kind_is_in_the_table(kind):
     assert any(hook.kind == kind for hook in HOOKS)
+
+
+def test_the_doctor_names_them_all(capsys):
+    main(["doctor"])
+    shown = capsys.readouterr().out
+    assert [hook.target for hook in HOOKS if hook.target.removeprefix("sglang.srt.") not in shown] == []
 
 
 def test_a_renamed_function_is_reported():
