@@ -3,8 +3,8 @@
 An SGLang with extension points (``patches/``) calls the policies itself: of their hooks it needs those of kind
 ``calls`` only. Any other is wrapped in two ways: at start by SGLang's own hook registry, as no object of SGLang's
 exists yet; after that by ``Wrappings`` on living objects, so that classes stay as they are. Two exceptions:
-``ForwardBatch.init_new`` is a class method, so ``pat`` wraps the class; and nothing but the caller's frame tells the
-loop that admits from others that read the queue (``AdmissionQueue``). Six kinds:
+``pat`` wraps classes, of which SGLang makes objects later; and nothing but the caller's frame tells the loop that
+admits from others that read the queue (``AdmissionQueue``). Six kinds:
 
 ``start``
     Wrapped through SGLang's hook registry when the plugin loads. They run while a server starts, never per step.
@@ -70,6 +70,7 @@ _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
 _ATTENTION = "sglang.srt.layers.attention."
 _MEMORY = "sglang.srt.mem_cache.memory_pool."
+_DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory."
 
 HOOKS = (
     Hook(_ARGS + "add_cli_args", "start", ("parser",), "policy names and --feather-* flags", also=("switch", "pat")),
@@ -175,6 +176,21 @@ HOOKS = (
         "prefixes that prompts share",
         part="pat",
         optional=True,
+    ),
+    Hook(
+        _DRAFT_BACKENDS + "create_decode_backend",
+        "pat",
+        ("self",),
+        "a draft model's decode steps",
+        ("speculative_num_steps",),
+        part="pat",
+    ),
+    Hook(
+        _DRAFT_BACKENDS + "create_draft_extend_backend",
+        "pat",
+        ("self",),
+        "its pass over what was verified",
+        part="pat",
     ),
     Hook(
         _ATTENTION + "base_attn_backend.AttentionBackend.init_forward_metadata",

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from harness import Server
 from sglang.srt.managers.schedule_policy import SchedulePolicy
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 from feather_sglang.adapter import hooks, plugin, start_up
 from feather_sglang.adapter.attention import registration
@@ -48,6 +49,12 @@ def test_the_doctor_names_them_all(capsys):
     main(["doctor"])
     shown = capsys.readouterr().out
     assert [hook.target for hook in HOOKS if hook.target.removeprefix("sglang.srt.") not in shown] == []
+
+
+@pytest.mark.parametrize("name", ["create_decode_backend", "create_draft_extend_backend"])
+def test_where_drafts_by_pat_are_made_is_among_them(monkeypatch, name):
+    monkeypatch.delattr(DraftBackendFactory, name)
+    assert f"DraftBackendFactory.{name}: not found" in misfit("pat") and misfit() is None
 
 
 def test_a_renamed_function_is_reported():
