@@ -8,6 +8,7 @@ import drafting
 import numpy as np
 import pytest
 from harness import OverlapServer
+from plain_attention import PlainAttention
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from test_model_kinds import KINDS, N_GRAMS, assert_same, environment, runner_of, server  # noqa: F401
@@ -216,6 +217,7 @@ def test_prefill_graphs_are_refused(packed):
 
 def test_what_sglang_asks_of_its_own_backend_it_gets(packed):
     hybrid = runner_of(packed("windows")).attn_backend
+    assert isinstance(hybrid.prefill_backend, PlainAttention)  # else tokens of an image would not see each other
     assert hybrid.prefill_backend.support_triton() is False
     assert hybrid.prefill_backend.calls is hybrid.prefill_backend._stock.calls
 

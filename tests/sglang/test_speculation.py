@@ -479,6 +479,11 @@ def test_a_draft_models_pass_over_what_was_verified_replayed_after_a_capture(ser
     assert extension.pat.plan.tokens_read < int(extension.pat.plan.forest.seq_len.sum())
 
 
+def test_sglang_captures_graphs_of_that_pass_as_of_its_own_backends(server):
+    """It asks for their classes."""
+    assert isinstance(draft_of(server("STANDALONE", **BY_PAT)).attn_backend, PlainAttention)
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -17,6 +17,7 @@ from sglang.srt.layers.attention import base_attn_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from feather_sglang.adapter.attention.around import AroundBackend
 from feather_sglang.adapter.attention.backend import PatBackend
 from feather_sglang.adapter.attention.beside import DRAFTS_BY_PAT
 from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts
@@ -92,9 +93,8 @@ class PatDraftSteps(_DraftModel):
             self._copy_lengths(forward_batch, number)
 
 
-class PatDraftExtension:
-    """SGLang's backend of a draft model, but for its pass over what was verified. Whatever is not named here is that
-    backend's.
+class PatDraftExtension(AroundBackend):
+    """SGLang's backend of a draft model, but for its pass over what was verified.
 
     Parameters
     ----------
@@ -107,11 +107,9 @@ class PatDraftExtension:
     """
 
     def __init__(self, stock: Any, runner: Any, tokens: int) -> None:
-        self._stock, self._tokens = stock, tokens
+        super().__init__(stock)
+        self._tokens = tokens
         self.pat = _DraftModel(runner, verified=tokens)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Make room for the largest captured batch."""

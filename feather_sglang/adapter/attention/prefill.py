@@ -21,6 +21,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from feather_kernels import PlanError
 from feather_kernels.forest import Forest
+from feather_sglang.adapter.attention.around import AroundBackend
 from feather_sglang.adapter.attention.cached_prefixes import cached_paths
 from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.refusals import resolved
@@ -36,10 +37,8 @@ MAX_ROWS = 16384  # new tokens of a step, at most: of a row memory has 2 * PROMP
 PACKED = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
-class PackedPrefill:
+class PackedPrefill(AroundBackend):
     """SGLang's prefill backend, with the packed kernel in the layers that pat packs.
-
-    Whatever is not named here is the stock backend's.
 
     Parameters
     ----------
@@ -57,7 +56,8 @@ class PackedPrefill:
     """
 
     def __init__(self, stock: Any, pat: PatBackend, server_args: Any) -> None:
-        self._stock, self._pat = stock, pat
+        super().__init__(stock)
+        self._pat = pat
         self._most = rows_of(server_args)
         self._engines = pat.make_engines(self._most, PROMPT_LEVELS)
         self._block = self._engines.prompt_block
@@ -65,9 +65,6 @@ class PackedPrefill:
         self._expected: tuple[Any, Any] | None = None
         self.packs = self._warned = False
         logger.info("feather: pat packs prefill, in steps of up to %d tokens", self._most)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
 
     def expect(self, batch: Any, forward_batch: Any) -> None:
         """The host side and the device's of the batch that SGLang is about to run, whatever its mode."""

@@ -1,0 +1,28 @@
+"""What stands in the place of one of SGLang's attention backends, and hands on to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class AroundBackend:
+    """A backend of SGLang's but for what a subclass defines.
+
+    SGLang asks for its backends' classes, too: by them it captures CUDA graphs of a draft model, and lets the tokens of
+    an image see each other.
+
+    Parameters
+    ----------
+    stock : AttentionBackend
+        SGLang's own.
+    """
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # which `isinstance` asks after the type itself
+        return type(self._stock)
