@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import multiprocessing
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from feather_sglang.errors import FeatherError
@@ -29,6 +31,15 @@ def end_start_up(error: FeatherError) -> NoReturn:
         raise error
     # Python prints this with status 1 when all else has ended, so it is last on the screen.
     raise SystemExit(f"feather: error: {error}") from None
+
+
+@contextlib.contextmanager
+def refusals_end_start_up() -> Iterator[None]:
+    """`end_start_up` for whatever is refused within."""
+    try:
+        yield
+    except FeatherError as error:
+        end_start_up(error)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from test_model_kinds import KINDS, N_GRAMS, assert_same, environment, runner_of, server  # noqa: F401
 
 from feather_kernels.plan import Planner
+from feather_sglang.adapter import failures
 from feather_sglang.adapter.attention import prefill as pat_prefill
 from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.hooks import installed_version, lacks_pages
@@ -213,6 +214,17 @@ def test_memory_is_for_the_tokens_of_sglangs_largest_step(arguments, rows):
 def test_prefill_graphs_are_refused(packed):
     with pytest.raises(FeatherError, match=r"--feather-pat-prefill in prefill .*; add --disable-prefill-cuda-graph or"):
         packed(disable_cuda_graph=False, cuda_graph_backend_prefill="breakable")
+
+
+def test_engines_that_cannot_be_made_end_a_scheduler_with_one_line(packed, monkeypatch, caplog):
+    def fail(*args):
+        raise FeatherError("no room")
+
+    monkeypatch.setattr(failures, "multiprocessing", SimpleNamespace(parent_process=lambda: "a server"))
+    monkeypatch.setattr(pat_prefill, "rows_of", fail)
+    with pytest.raises(SystemExit) as ended:
+        packed()
+    assert ended.value.code == failures.REFUSED and "feather: error: no room" in caplog.text
 
 
 def test_what_sglang_asks_of_its_own_backend_it_gets(packed):

@@ -17,9 +17,10 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache import allocation
 from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from test_model_kinds import change_layers
 
+from feather_sglang.adapter import failures
 from feather_sglang.adapter.attention import backend as pat_backend
-from feather_sglang.adapter.attention.draft_model import PatDraftSteps
 from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.attention.registration import _refuse_contradictions
 from feather_sglang.adapter.attention.speculation import chain
@@ -500,9 +501,19 @@ def test_where_pat_cannot_draft(flags, says):
         _refuse_contradictions(SimpleNamespace(**args))
 
 
-def test_a_draft_model_that_cannot_be_packed():
-    with pytest.raises(FeatherError, match="not all layers of the draft model can be packed; drop it"):
-        PatDraftSteps._drafts(None, None, SimpleNamespace(layers=(1, 2)), (1,))
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_draft_model_that_cannot_be_packed_ends_a_scheduler_with_one_line(server, monkeypatch, caplog, steps):
+    """Its second layer has a window; with one step, it has no decode steps."""
+    monkeypatch.setitem(globals(), "CONFIG", {**CONFIG, "num_hidden_layers": 2})
+    monkeypatch.setattr(failures, "multiprocessing", SimpleNamespace(parent_process=lambda: "a server"))
+    change_layers(monkeypatch, {1: {"sliding_window_size": 31}})
+    with pytest.raises(SystemExit) as ended:
+        server("STANDALONE", **BY_PAT, speculative_num_steps=steps, speculative_num_draft_tokens=steps + 1)
+    assert ended.value.code == failures.REFUSED
+    assert [record.message for record in caplog.records if record.name == failures.__name__] == [
+        "feather: error: --speculative-draft-attention-backend pat: not all layers of the draft model can be packed; "
+        "drop it"
+    ]
 
 
 class Verifying:

@@ -21,6 +21,7 @@ from feather_sglang.adapter.attention.around import AroundBackend
 from feather_sglang.adapter.attention.backend import PatBackend
 from feather_sglang.adapter.attention.beside import DRAFTS_BY_PAT
 from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts
+from feather_sglang.adapter.failures import refusals_end_start_up
 from feather_sglang.errors import FeatherError
 
 
@@ -201,7 +202,8 @@ def draft_by_pat() -> None:
         runner, steps = factory.draft_model_runner, factory.speculative_num_steps
         if steps <= 1 or not _asked(runner):
             return originals[0](factory)
-        made: Any = PatDraftSteps(runner, steps)
+        with refusals_end_start_up():
+            made: Any = PatDraftSteps(runner, steps)
         for backend in (made, *made.attn_backends):
             backend.prefill_attention_backend_str = backend.decode_attention_backend_str = "pat"
         _drafts_of(runner).steps = made
@@ -214,7 +216,8 @@ def draft_by_pat() -> None:
             return stock
         from sglang.srt.runtime_context import get_spec
 
-        made = PatDraftExtension(stock, runner, int(get_spec().speculative_num_draft_tokens))
+        with refusals_end_start_up():
+            made = PatDraftExtension(stock, runner, int(get_spec().speculative_num_draft_tokens))
         _drafts_of(runner).extension = made
         return made
 

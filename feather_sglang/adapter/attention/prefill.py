@@ -24,6 +24,7 @@ from feather_kernels.forest import Forest
 from feather_sglang.adapter.attention.around import AroundBackend
 from feather_sglang.adapter.attention.cached_prefixes import cached_paths
 from feather_sglang.adapter.attention.metrics import pat_metrics
+from feather_sglang.adapter.failures import refusals_end_start_up
 from feather_sglang.adapter.refusals import resolved
 from feather_sglang.attention.new_tokens import PROMPT_LEVELS, tokens_seen, with_new_tokens
 from feather_sglang.attention.prefix_paths import forest_of_paths
@@ -183,7 +184,8 @@ def pack_prefill() -> None:
     @functools.wraps(original)
     def __init__(hybrid: Any, model_runner: Any, prefill_backend: Any, decode_backend: Any) -> None:
         if (wrap := getattr(decode_backend, "around_prefill", None)) is not None:
-            prefill_backend = wrap(prefill_backend)
+            with refusals_end_start_up():
+                prefill_backend = wrap(prefill_backend)
         original(hybrid, model_runner, prefill_backend, decode_backend)
 
     HybridAttnBackend.__init__ = __init__
