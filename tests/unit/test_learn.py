@@ -186,7 +186,7 @@ def test_an_interrupted_search_goes_on_where_it_was(monkeypatch, tmp_path, capsy
     [
         (["--out", "modes.txt"], "must be a .json file"),
         (["--slo", "ttft=2"], "give both bounds"),
-        (["--traces", "/no/such"], "no such folder"),
+        (["--traces", "none"], "none: no such folder"),
         (["--sweeps", "0"], "give at least 1"),
     ],
 )
