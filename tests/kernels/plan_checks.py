@@ -91,7 +91,9 @@ def tile_of(plan, members):
 def uncut(plan):
     """The same planner's plan of the same batch with whole packs: how they are cut does not change what they are."""
     strategy = "naive" if plan.strategy == "two-phase" else plan.strategy  # which has chunks of its own
-    return Planner(**vars(replace(plan.options, strategy=strategy, split="none"))).plan(plan.forest)
+    whole = replace(plan.options, strategy=strategy, split="none")
+    # Of wide groups a small tile may hold fewer requests than the one that all went to: twice the members are room.
+    return Planner(**vars(replace(whole, max_members=2 * whole.max_members))).plan(plan.forest)
 
 
 def row_tiles(plan):
