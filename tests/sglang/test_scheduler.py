@@ -39,9 +39,9 @@ def test_the_plugin_alone_adds_the_policies_and_changes_no_per_step_function(pre
     code = """
 import pkgutil
 from feather_sglang.adapter import cpu_shims; cpu_shims.install()
-from feather_sglang.adapter.hooks import HOOKS
+from feather_sglang.adapter.hooks import HOOKS, exists
 resolve = lambda hook: pkgutil.resolve_name(hook.target.rpartition('.')[0]).__dict__[hook.target.rpartition('.')[2]]
-hooks = [hook for hook in HOOKS if hook.kind != 'start']
+hooks = [hook for hook in HOOKS if hook.kind != 'start' and (exists(hook) or not hook.optional)]
 before = [resolve(hook) for hook in hooks]
 import os
 from sglang.srt import plugins
