@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from feather_sglang.adapter.attention.registration import PAT, offer_backend
-from feather_sglang.adapter.failures import begin_command_line, end_start_up, expect_refusals
+from feather_sglang.adapter.failures import begin_command_line, expect_refusals, refusals_end_start_up
 from feather_sglang.adapter.hooks import installed_version, require_fit, untested
 from feather_sglang.adapter.options import FeatherOptions, add_flags, packs_prefill, switch_allowed
 from feather_sglang.adapter.refusals import refuse_pat_flags, refuse_policy_flags
@@ -32,7 +32,7 @@ def refuse_arguments(args: Any) -> None:
 
     This runs in the server's own process, so ``--feather-allow-switch`` begins here too.
     """
-    try:
+    with refusals_end_start_up():
         if switch_allowed():
             require_fit("--feather-allow-switch", "switch")
             from feather_sglang.adapter.switch.endpoint import add_endpoint, refuse_unguarded
@@ -48,8 +48,6 @@ def refuse_arguments(args: Any) -> None:
             raise FeatherError("--feather-pat-prefill is for the pat backend: give --decode-attention-backend pat, too")
         if args.schedule_policy in FEATHER or switch_allowed() or PAT in _backends(args):
             expect_refusals()
-    except FeatherError as error:
-        end_start_up(error)
 
 
 def _backends(args: Any) -> tuple[Any, Any]:
@@ -58,7 +56,7 @@ def _backends(args: Any) -> tuple[Any, Any]:
 
 def start_policy(scheduler: Any) -> None:
     """Put the scheduler's feather policy in charge, or end its start-up with one clear line."""
-    try:
+    with refusals_end_start_up():
         name = scheduler.schedule_policy
         require_fit(f"--schedule-policy {name}")
         from feather_sglang.adapter.scheduler.checks import refuse_unsupported
@@ -70,17 +68,13 @@ def start_policy(scheduler: Any) -> None:
         options = FeatherOptions.from_environment()
         refuse_unsupported(scheduler, name, options)
         take_over(scheduler, name, options, make_stop_policy(name, options))
-    except FeatherError as error:
-        end_start_up(error)
     logger.info("feather: %s is active (sglang %s)", name, installed_version())
 
 
 def start_switch(scheduler: Any, initialise: Callable[[], Any]) -> None:
     """Let the scheduler take orders to switch its policy; ``initialise`` is SGLang's ``init_schedule_policy`` of it."""
-    try:
+    with refusals_end_start_up():
         require_fit("--feather-allow-switch", "switch")
         from feather_sglang.adapter.switch.switch import Switch
 
         Switch(scheduler, initialise).install()
-    except FeatherError as error:
-        end_start_up(error)

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from feather_sglang.adapter.attention.beside import DRAFT, DRAFTS_BY_PAT, PAT, resolve_beside
-from feather_sglang.adapter.failures import end_start_up
+from feather_sglang.adapter.failures import refusals_end_start_up
 from feather_sglang.adapter.hooks import installed_version, require_fit, untested
 from feather_sglang.errors import FeatherError
 
@@ -26,13 +26,11 @@ def offer_backend(parser: Any) -> None:
 
 def resolve(original: Any, args: Any) -> Any:
     """Let SGLang resolve its flags, and choose the backends for prefill and beside pat (around the method)."""
-    try:
+    with refusals_end_start_up():
         _refuse_contradictions(args)
         if args.attention_backend == PAT:
             args.attention_backend, args.decode_attention_backend = None, PAT
         return resolve_beside(original, args)
-    except FeatherError as error:
-        end_start_up(error)
 
 
 def construct(original: Any, args: Any) -> Any:
@@ -58,7 +56,7 @@ def _refuse_contradictions(args: Any) -> None:
 
 def create_backend(runner: Any) -> Any:
     """The backend of one model runner, or the end of start-up with one clear line."""
-    try:
+    with refusals_end_start_up():
         require_fit("--decode-attention-backend pat", PAT)
         if warning := untested(installed_version()):
             logger.warning("feather: %s", warning)
@@ -73,8 +71,6 @@ def create_backend(runner: Any) -> Any:
             from feather_sglang.adapter.attention.draft_model import draft_by_pat
 
             draft_by_pat()
-    except FeatherError as error:
-        end_start_up(error)
     logger.info("feather: pat is active (sglang %s)", installed_version())
     return backend
 
