@@ -328,6 +328,18 @@ def test_trees_are_refused(server, drafter, flags, says):
 # Graphs ---------------------------------------------------------------------------------------------------------
 
 
+def two_rows_that_share(runner, generator):
+    """Random KV of the first layer, and the table of slots, in which rows 3 and 7 begin with the same 64."""
+    pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+    keys, values = pool.get_key_buffer(0), pool.get_value_buffer(0)
+    for buffer in (keys, values):
+        buffer.copy_(torch.randn(buffer.shape, generator=generator))
+    table[3, :130] = torch.arange(100, 230, dtype=torch.int32)
+    table[7, :64] = table[3, :64]
+    table[7, 64:150] = torch.arange(300, 386, dtype=torch.int32)
+    return keys, values, table
+
+
 def test_a_replay_with_padding_after_a_capture(server):
     """SGLang's calls around a CUDA graph of a verify step: capture with dummy rows, then replays of two requests."""
     one = server("NGRAM")
@@ -346,13 +358,7 @@ def test_a_replay_with_padding_after_a_capture(server):
     backend.init_forward_metadata_in_graph(view())
     captured = backend._lens.data_ptr()
     generator = torch.Generator().manual_seed(1)
-    pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
-    keys, values = pool.get_key_buffer(0), pool.get_value_buffer(0)
-    for buffer in (keys, values):
-        buffer.copy_(torch.randn(buffer.shape, generator=generator))
-    table[3, :130] = torch.arange(100, 230, dtype=torch.int32)
-    table[7, :64] = table[3, :64]
-    table[7, 64:150] = torch.arange(300, 386, dtype=torch.int32)
+    keys, values, table = two_rows_that_share(runner, generator)
     layer = SimpleNamespace(layer_id=0, k_scale=None, v_scale=None)
     lens = torch.tensor([70, 90])
     for accepted in ([1, 4], [3, 1], [4, 4], [2, 4], [4, 1], [4, 4]):
@@ -396,13 +402,7 @@ def test_draft_steps_replayed_after_a_capture(server):
     steps.init_forward_metadata_in_graph(view())
     captured = steps._lens.data_ptr()
     generator = torch.Generator().manual_seed(1)
-    pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
-    keys, values = pool.get_key_buffer(0), pool.get_value_buffer(0)
-    for buffer in (keys, values):
-        buffer.copy_(torch.randn(buffer.shape, generator=generator))
-    table[3, :130] = torch.arange(100, 230, dtype=torch.int32)
-    table[7, :64] = table[3, :64]
-    table[7, 64:150] = torch.arange(300, 386, dtype=torch.int32)
+    keys, values, table = two_rows_that_share(runner, generator)
     layer = SimpleNamespace(layer_id=0, k_scale=None, v_scale=None)
     lens, plans = torch.tensor([70, 90]), set()
     for accepted in ([1, 4], [3, 1], [1, 1], [2, 4]):
@@ -447,13 +447,7 @@ def test_a_draft_models_pass_over_what_was_verified_replayed_after_a_capture(ser
     extension.init_forward_metadata_out_graph(view(seq_lens_cpu=static.clone()), in_capture=True)
     extension.init_forward_metadata_in_graph(view(seq_lens_cpu=None))
     generator = torch.Generator().manual_seed(1)
-    pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
-    keys, values = pool.get_key_buffer(0), pool.get_value_buffer(0)
-    for buffer in (keys, values):
-        buffer.copy_(torch.randn(buffer.shape, generator=generator))
-    table[3, :130] = torch.arange(100, 230, dtype=torch.int32)
-    table[7, :64] = table[3, :64]
-    table[7, 64:150] = torch.arange(300, 386, dtype=torch.int32)
+    keys, values, table = two_rows_that_share(runner, generator)
     layer = SimpleNamespace(layer_id=0, k_scale=None, v_scale=None)
     committed = torch.tensor([70, 90])
     for accepted in ([1, 4], [3, 1], [2, 4]):
