@@ -7,13 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from feather_sglang.scheduling.admission.stand_still import FIRST_TOKENS, PrefillPrices, StandStill, chunk_tokens
+from feather_sglang.scheduling.admission.stand_still import FIRST_TOKENS, FLOOR_TOKENS, StandStill, chunk_tokens
+from feather_sglang.scheduling.meters.prefill_prices import PrefillFit, PrefillPrices
 
 prices_of_a_machine = st.builds(
     PrefillPrices,
     fixed=st.floats(0, 0.02),
     token=st.floats(1e-6, 1e-3),
     pair=st.one_of(st.just(0.0), st.floats(1e-10, 1e-7)),
+    prefix=st.one_of(st.just(0.0), st.floats(1e-9, 1e-6)),
+    trusted=st.just(math.inf),
 )
 
 
@@ -172,3 +175,48 @@ def test_nobody_stands_still_for_prefill_that_ran_while_nobody_decoded():
     still.launch(0.2)
     still.result(5.2, False)
     assert still.seconds == pytest.approx(0.2)
+
+
+# The rule and the fit together -------------------------------------------------------------------------------------
+
+LAUNCH, STEP, TOKEN, PAIR, LOOKED_UP, DECODE = 0.018, 0.002, 25e-6, 1e-9, 5e-8, 0.012  # an H200's, without CUDA graphs
+
+
+def takes(tokens, context):
+    """Seconds of a prefill step: the host launches it while the GPU computes."""
+    return max(LAUNCH, STEP + tokens * (TOKEN + PAIR * (context + tokens / 2))) + LOOKED_UP * context
+
+
+def run_bounded(bound, context, turns):
+    """Prefill long prompts, and now and then a short one, beside decode steps; returns the tokens of each prefill step
+    of the long ones, and the gaps.
+    """
+    still, fit, now, chunks, gaps, fresh = StandStill(bound), PrefillFit(), 0.0, [], [], 0.0
+    still.launch(None)
+    still.result(now, True)
+    for turn in range(turns):
+        stood = still.seconds
+        tokens = chunk_tokens(still.room(stood, still.decode_seconds), stood, fit.prices, context, FLOOR_TOKENS)
+        if tokens:
+            seconds = takes(tokens := min(tokens, 20 if turn % 7 == 0 else 8192), context)
+            still.launch(0.0 if fit.prices is None else fit.prices.fixed + fit.prices.seconds(tokens, context))
+            fit.step(seconds, tokens, tokens * (context + tokens / 2), context)
+            chunks += [tokens] if turn % 7 else []
+        else:
+            still.launch(None)
+            seconds = DECODE
+            gaps.append(now + seconds - fresh)
+            fresh = now + seconds
+        still.result(now := now + seconds, not tokens)
+    return chunks, gaps
+
+
+@pytest.mark.parametrize("bound", [0.04, 0.047, 0.1, 0.25])
+@pytest.mark.parametrize("context", [0, 5000, 30000])
+def test_chunks_grow_to_what_the_bound_allows_however_long_a_launch_takes(bound, context):
+    """The launch of a step is not taken for what its tokens cost, which had kept chunks at the floor."""
+    chunks, gaps = run_bounded(bound, context, 400)
+    best = max(n for n in range(FLOOR_TOKENS, 8193) if takes(n, context) + DECODE <= bound or n == FLOOR_TOKENS)
+    late = chunks[len(chunks) // 2 :]
+    assert sum(late) / len(late) >= 0.8 * best
+    assert sorted(gaps[10:])[int(0.99 * len(gaps[10:]))] <= max(bound, takes(FLOOR_TOKENS, context) + DECODE) * 1.1

@@ -14,6 +14,7 @@ from feather_sglang.adapter.scheduler.guard import Guard
 from feather_sglang.scheduling.admission.stand_still import FLOOR_TOKENS, StandStill
 from feather_sglang.scheduling.meters.decode import DecodeMeter
 from feather_sglang.scheduling.meters.prefill import PrefillMeter
+from feather_sglang.scheduling.meters.prefill_prices import PrefillFit
 from feather_sglang.scheduling.meters.readings import Readings
 from feather_sglang.scheduling.modes.outcomes import Outcomes
 
@@ -50,6 +51,7 @@ class Meters:
         chunk = scheduler.chunked_prefill_size
         # Where chunks are cut, the smallest must tell what a token takes.
         self.prefill = PrefillMeter(chunk if still is None else min(chunk, 2 * FLOOR_TOKENS))
+        self.fit = PrefillFit() if still is not None else None
         self._drafts = resolved(scheduler.server_args, "speculative_algorithm") is not None
         self._step = False, 0  # whether the step that ends decodes, and its tokens; with drafts, those before it
 
@@ -81,7 +83,9 @@ class Meters:
             self._tell(self.outcomes, now, batch, is_decode)
         lens = () if is_decode else batch.extend_lens or ()
         pairs = sum(new * (old + new / 2) for new, old in zip(lens, batch.prefix_lens or (), strict=False))
-        self.prefill.step(now, sum(lens), pairs)
+        seconds = self.prefill.step(now, sum(lens), pairs)
+        if self.fit is not None and seconds is not None:
+            self.fit.step(seconds, sum(lens), pairs, sum(batch.prefix_lens or ()))
         # SGLang drops what has finished from the running batch when it forms the next one.
         if all(req.finished() for req in chain(batch.reqs, self.scheduler.running_batch.reqs)):
             self.prefill.idle()
@@ -124,7 +128,7 @@ class Meters:
             prefill.pair_seconds / bare if bare else None,
             step / bare if bare and step is not None else None,
             *((self.outcomes.judged, self.outcomes.within) if self.outcomes is not None else (None, None)),
-            *(self.still.readings(bare) if self.still is not None else ()),
+            *(self.still.readings(self.fit.prices) if self.still is not None and self.fit is not None else ()),
         )
         return Readings(*self.agreement.readings(*mine))
 

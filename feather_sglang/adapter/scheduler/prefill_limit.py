@@ -7,10 +7,12 @@ take longer.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from feather_sglang.adapter.scheduler.life_cycle import cached_tokens, total_tokens
-from feather_sglang.scheduling.admission.stand_still import FLOOR_TOKENS, PrefillPrices, StandStill, chunk_tokens
+from feather_sglang.scheduling.admission.stand_still import FLOOR_TOKENS, StandStill, chunk_tokens
+from feather_sglang.scheduling.meters.prefill_prices import PrefillPrices
 from feather_sglang.scheduling.meters.readings import Readings
 from feather_sglang.scheduling.modes.mode import Prefill
 
@@ -138,7 +140,7 @@ class PrefillLimit:
 
 def prices_of(readings: Readings) -> PrefillPrices | None:
     """What prefill takes by these readings; None: not known yet."""
-    token = readings.token_seconds
-    if not token:
+    if not readings.token_seconds:
         return None
-    return PrefillPrices(readings.fixed_seconds or 0.0, token, (readings.pair_tokens or 0.0) * token)
+    start, pair, prefix = readings.start_seconds or 0.0, readings.pair_seconds or 0.0, readings.prefix_seconds or 0.0
+    return PrefillPrices(start, readings.token_seconds, pair, prefix, readings.trusted_tokens or math.inf)

@@ -43,7 +43,7 @@ class ModeChoice:
         """Return the mode of the round that opens with these readings."""
         promise = self.promise
         promise.token_seconds = readings.token_seconds or readings.prefill_seconds or 0.0
-        promise.fixed_seconds = readings.fixed_seconds or 0.0
+        promise.fixed_seconds = readings.start_seconds or readings.fixed_seconds or 0.0
         promise.idle_decode_seconds = readings.least_decode_seconds
         mode = self.policy.decide(self._load(readings) if self.policy.table else None)
         if self.trials is None:

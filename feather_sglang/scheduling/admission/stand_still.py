@@ -15,39 +15,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import NamedTuple
+
+from feather_sglang.scheduling.meters.prefill_prices import PrefillPrices
 
 FLOOR_TOKENS = 256  # of a step: below, its own costs outweigh what it computes
 FIRST_TOKENS = 1024  # of a step before any was timed
 SPACING = 128  # decode steps between two stops that are not bounded: one of a hundred gaps, and some
 _WINDOW = 8  # decode steps that the mean follows: a batch grows by an admission, not slowly
 _UNKNOWN_DECODE = 0.25  # of the bound, before a decode step was timed
-
-
-class PrefillPrices(NamedTuple):
-    """What prefill takes, seconds.
-
-    Attributes
-    ----------
-    fixed : of a step, however few its tokens.
-    token : of a token without context.
-    pair : of attention from one token to one before it.
-    """
-
-    fixed: float
-    token: float
-    pair: float
-
-    def seconds(self, tokens: float, context: float) -> float:
-        """Of so many ``tokens`` of one prompt, after ``context`` earlier ones."""
-        return tokens * (self.token + self.pair * (context + tokens / 2))
-
-    def tokens(self, seconds: float, context: float) -> int:
-        """The most tokens after ``context`` earlier ones that take no more than ``seconds``."""
-        if seconds <= 0:
-            return 0
-        first = self.token + self.pair * context
-        return math.floor(2 * seconds / (first + math.sqrt(first * first + 2 * self.pair * seconds)))
 
 
 class StandStill:
@@ -139,9 +114,10 @@ class StandStill:
             self._stalled = self._decodes
         return self._stalls
 
-    def readings(self, token_seconds: float | None) -> tuple[float | None, ...]:
+    def readings(self, prices: PrefillPrices | None) -> tuple[float | None, ...]:
         """The last fields of ``Readings``."""
-        return token_seconds, self.seconds, self.decode_seconds, self.least_decode_seconds
+        known = prices if prices is not None else (None,) * len(PrefillPrices._fields)
+        return *known, self.seconds, self.decode_seconds, self.least_decode_seconds
 
     def room(self, stood: float, decode_seconds: float | None) -> float:
         """Seconds that prefill may still take, after it took ``stood``, so that one decode step ends in time."""
@@ -164,7 +140,7 @@ def chunk_tokens(room: float, stood: float, prices: PrefillPrices | None, contex
     """
     tokens = 0
     if prices is not None:
-        tokens = prices.tokens(room - prices.fixed, context)
+        tokens = math.floor(min(prices.tokens(room - prices.fixed, context), prices.trusted))
     elif not stood:
         tokens = FIRST_TOKENS
     if stood > 0:

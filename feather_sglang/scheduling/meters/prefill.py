@@ -40,8 +40,8 @@ class PrefillMeter:
         if self._previous is None:
             self._previous = now
 
-    def step(self, now: float, prompt_tokens: int, pairs: float = 0.0) -> None:
-        """Take a step's result.
+    def step(self, now: float, prompt_tokens: int, pairs: float = 0.0) -> float | None:
+        """Take a step's result; return the seconds that it took, None where it computed no prompt or nobody knows.
 
         Parameters
         ----------
@@ -49,6 +49,7 @@ class PrefillMeter:
         prompt_tokens : that it computed.
         pairs : of a computed token and one before it in its prompt.
         """
+        seconds = None
         if prompt_tokens > 0 and self._previous is not None and now > self._previous:
             seconds = now - self._previous
             if prompt_tokens >= self._least_tokens:
@@ -58,6 +59,7 @@ class PrefillMeter:
                 beyond = max(0.0, seconds - prompt_tokens * self.seconds_per_token)
                 self.fixed_seconds = _follow(self.fixed_seconds, beyond)
         self._previous = now
+        return seconds
 
     def _fit(self, seconds: float, tokens: int, pairs: float) -> None:
         """Least squares of ``seconds = bare x tokens + pair x pairs``, old steps fading; neither below 0."""

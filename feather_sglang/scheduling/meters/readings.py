@@ -22,8 +22,8 @@ class Readings(NamedTuple):
         What attention from a new token to an earlier one and what a decode step takes, in tokens of prefill.
     judged, within
         Requests of which it is known whether they were within the promised bounds, and those that were (``Outcomes``).
-    token_seconds
-        What a token of prefill takes without any context before it.
+    start_seconds, token_seconds, pair_seconds, prefix_seconds, trusted_tokens
+        What a prefill step takes, as fitted (``PrefillPrices``).
     stood_seconds, decode_seconds, least_decode_seconds
         How long running requests have stood still for prefill, what a decode step takes just now, and the least that it
         took so far (``StandStill``).
@@ -37,7 +37,11 @@ class Readings(NamedTuple):
     step_tokens: float | None = None
     judged: float | None = None
     within: float | None = None
+    start_seconds: float | None = None
     token_seconds: float | None = None
+    pair_seconds: float | None = None
+    prefix_seconds: float | None = None
+    trusted_tokens: float | None = None
     stood_seconds: float | None = None
     decode_seconds: float | None = None
     least_decode_seconds: float | None = None
