@@ -81,7 +81,7 @@ def measure(name: str, page_size: int, chosen: dict[str, Any], pools: Any, flush
             ready, results[key] = prepare(system, set_up, inputs, checked, TOLERANCE[options.dtype])
             if ready is not None:
                 captured[key] = ready
-    pages = torch.from_numpy(pages_in_order(case))  # scattered.to(inputs.k.device)
+    pages = torch.from_numpy(pages_in_order(case)).to(inputs.k.device)  # scattered
     copies = [gather(cache, page_size, pages) for cache in (inputs.k, inputs.v)]
     captured["copy"], results["copy"] = Captured(lambda: [copy() for copy in copies][-1]), {}
     for key, times in measure_in_turn(captured, options.repeats, flush).items():
