@@ -107,6 +107,7 @@ VARIANTS = {
     "no-graph": Variant("--disable-cuda-graph", on_cpu=None),
     "feather": Variant("--schedule-policy feather"),
     "prefill": Variant("--feather-pat-prefill", tight=True, chosen=False),
+    "prefill-auto": Variant("--feather-pat-prefill auto", tight=True, chosen=False),
     "prefill-mixed": Variant(
         "--feather-pat-prefill --chunked-prefill-size 256 --enable-mixed-chunk",
         environment=(("FEATHER_DEBUG_CHECK", "1"),),

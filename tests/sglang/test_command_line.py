@@ -88,7 +88,9 @@ def test_backends_that_contradict_each_other_end_start_up_with_one_line(flags, s
         ("feather-policy-file:", "policy_file", None),
         ("feather-pat-beside: triton", "pat_beside", "triton"),
         ("feather-pat-beside:", "pat_beside", None),
-        ("feather-pat-prefill: on", "pat_prefill", True),
+        ("feather-pat-prefill: on", "pat_prefill", "on"),
+        ("feather-pat-prefill: auto", "pat_prefill", "auto"),
+        ("feather-pat-prefill: off", "pat_prefill", "off"),
     ],
 )
 def test_every_flag_works_from_a_config_file(monkeypatch, tmp_path, line, name, value):

@@ -19,6 +19,7 @@ from feather_sglang.adapter.attention import prefill as pat_prefill
 from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.hooks import installed_version, lacks_pages
 from feather_sglang.adapter.options import VARIABLE
+from feather_sglang.attention.prefill_gain import PrefillGain
 from feather_sglang.errors import FeatherError
 
 
@@ -26,9 +27,9 @@ from feather_sglang.errors import FeatherError
 def packed(server, monkeypatch):  # noqa: F811
     """Makes servers whose prefill is packed, too."""
 
-    def make(name="dense", **overrides):
+    def make(name="dense", chosen=True, **overrides):
         with monkeypatch.context() as patch:
-            patch.setenv(VARIABLE, json.dumps({"pat_prefill": True}))
+            patch.setenv(VARIABLE, json.dumps({"pat_prefill": chosen}))
             one = server(name, "pat", **overrides)
         assert runner_of(one).feather_pat.packed_prefill is not None
         return one
@@ -152,6 +153,22 @@ def shared_by(forest, i, j):
             found.add((node, int(forest.node_end[node])))
             node = int(forest.parent[node])
     return max((end for _, end in ends[0] & ends[1]), default=0)
+
+
+def test_auto_packs_what_it_predicts_to_gain_by(server, packed, monkeypatch):  # noqa: F811
+    expected, before = serve(server("dense")), counts()
+    one, declined = packed(chosen="auto"), pat_metrics().prefill_declined._value
+    was = declined.get()
+    with monkeypatch.context() as patch:
+        patch.setattr(pat_prefill, "cached_paths", None)  # nothing is looked up: layers so small gain nothing
+        assert_same(serve(one), expected)
+    assert declined.get() - was > 3 and not (counts() - before).any()
+    monkeypatch.setattr(PrefillGain, "may_pay", lambda *lengths: True)
+    monkeypatch.setattr(PrefillGain, "pays", lambda gain, forest, counts: forest.n_nodes > 0)
+    was, one = declined.get(), packed(chosen="auto")
+    assert_same(serve(one), expected)
+    steps, left, *_ = counts() - before
+    assert steps > 1 and not left and declined.get() - was > 0
 
 
 # What is left to SGLang -------------------------------------------------------------------------------------------

@@ -125,6 +125,7 @@ def test_without_flags_the_variable_is_left_alone(monkeypatch):
         ("--feather-policy-file", "/no/such/file.json", "no such file"),
         ("--feather-row-order", "yes", "expected on or off"),
         ("--feather-gather", "no", "expected on or off"),
+        ("--feather-pat-prefill", "yes", "expected on, auto or off"),
         ("--feather-pace", "-1", "expected seconds, 0 or more"),
         ("--feather-tbt", "0", "expected milliseconds, more than 0"),
         ("--feather-tbt", "inf", "expected milliseconds, more than 0"),

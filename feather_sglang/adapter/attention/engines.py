@@ -75,6 +75,11 @@ class Engines:
         return self._shapes[layer_id]
 
     @property
+    def layer_shapes(self) -> list[tuple[int, int, int]]:
+        """The same of all layers."""
+        return list(self._shapes.values())
+
+    @property
     def prompt_block(self) -> int:
         """Tokens of a prompt's block, the same for every shape of heads."""
         return min(prompt_block(engine.planner.options) for engine in self._engines)

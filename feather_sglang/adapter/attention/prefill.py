@@ -4,8 +4,9 @@ Every new token is a query row of the packed decode kernel (`with_new_tokens`): 
 prefix that these share once for a tile of rows. What they share is known from SGLang's radix tree (`cached_paths`).
 
 Only plain steps are packed: prompts, chunks of prompts, and requests that decode beside them. SGLang's backend computes
-a step that verifies or drafts tokens, and one with images, whose tokens may see each other; and, counted and said once,
-one of more tokens, or of more parts, than there is memory for.
+a step that verifies or drafts tokens, and one with images, whose tokens may see each other; counted and said once, one
+of more tokens, or of more parts, than there is memory for; and under ``auto``, counted, too, one that `PrefillGain`
+predicts to be about as fast there.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from feather_sglang.adapter.attention.around import AroundBackend
 from feather_sglang.adapter.attention.cached_prefixes import cached_paths
 from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.failures import refusals_end_start_up
+from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.refusals import resolved
 from feather_sglang.attention.new_tokens import PROMPT_LEVELS, tokens_seen, with_new_tokens
+from feather_sglang.attention.prefill_gain import PrefillGain
 from feather_sglang.attention.prefix_paths import forest_of_paths
 
 if TYPE_CHECKING:
@@ -62,10 +65,14 @@ class PackedPrefill(AroundBackend):
         self._most = rows_of(server_args)
         self._engines = pat.make_engines(self._most, PROMPT_LEVELS)
         self._block = self._engines.prompt_block
+        self._gain: PrefillGain | None = None  # packs whatever fits
+        if FeatherOptions.from_environment().pat_prefill == "auto":
+            self._gain = PrefillGain(self._engines.layer_shapes, self._block)
         self._metrics = pat_metrics()
         self._expected: tuple[Any, Any] | None = None
         self.packs = self._warned = False
-        logger.info("feather: pat packs prefill, in steps of up to %d tokens", self._most)
+        where = " that it makes faster" if self._gain else ""
+        logger.info("feather: pat packs prefill, in steps of up to %d tokens%s", self._most, where)
 
     def expect(self, batch: Any, forward_batch: Any) -> None:
         """The host side and the device's of the batch that SGLang is about to run, whatever its mode."""
@@ -121,14 +128,19 @@ class PackedPrefill(AroundBackend):
     # Plans -----------------------------------------------------------------------------------------------------
 
     def _plan(self, batch: Any, forward_batch: Any) -> bool:
-        """Plan a step; False where there is no memory for it."""
+        """Plan a step; False where there is no memory for it, or nothing to gain."""
         counts = np.array(forward_batch.extend_seq_lens_cpu)
         if counts.sum() > self._most:
             self._leave(f"{counts.sum()} tokens, more than the {self._most} that there is memory for")
             return False
         if forward_batch.seq_lens_cpu is None:
             raise RuntimeError("pat: SGLang gave no lengths on the host")
-        shared = self._shared(batch, forward_batch.seq_lens_cpu.numpy() - counts)
+        committed = forward_batch.seq_lens_cpu.numpy() - counts
+        if self._gain is not None and not self._gain.may_pay(committed, counts):  # before anything is looked up
+            return self._decline()
+        shared = self._shared(batch, committed)
+        if self._gain is not None and not self._gain.pays(shared, counts):
+            return self._decline()
         seen = tokens_seen(shared.seq_len, counts)
         try:
             self._engines.plan(with_new_tokens(shared, counts, self._block), self._pat.table, self._on_device(seen))
@@ -150,6 +162,11 @@ class PackedPrefill(AroundBackend):
     def _on_device(self, lens: np.ndarray) -> torch.Tensor:
         on_host, device = torch.from_numpy(lens), self._pat.table.device
         return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
+
+    def _decline(self) -> bool:
+        if self._metrics is not None:
+            self._metrics.prefill_declined.inc()
+        return False
 
     def _leave(self, why: str) -> None:
         if self._metrics is not None:
