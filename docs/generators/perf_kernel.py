@@ -11,10 +11,10 @@ from perf_text import Section, command, table
 PAT, H100, FP8 = "decode_h200.json", "decode_h100.json", "decode_h200_fp8.json"
 SETS = {
     "PAT's 20 trees": PAT,
-    "1-20 prompts, 32-500 requests": "decode_h200_serving.json",
-    "8-96 requests, 1-64 groups": "decode_h200_small.json",
+    "1-20 prompts,32-500 requests": "decode_h200_serving.json",
+    "1-64 prompts,8-96 requests": "decode_h200_small.json",
     "long beside short": "decode_h200_mixed.json",
-    "tails of unlike lengths": "decode_h200_unlike.json",
+    "unlike lengths": "decode_h200_unlike.json",
     "1-32 long requests": "decode_h200_long.json",
 }
 HEADS = ("32/8", "64/8", "32/32", "16/8")
@@ -64,7 +64,7 @@ def by_set(folder: Path) -> str:
         rows = trees(folder, file)
         parts = {name: rows}
         if file == PAT:
-            parts = {name: rows, "of them, unshared": [row for row in rows if unshared(row)]}
+            parts = {name: rows, "unshared": [row for row in rows if unshared(row)]}
         for label, some in parts.items():
             if some:
                 behind = sum(row.ratio > BEHIND for row in some)
@@ -115,16 +115,16 @@ def section(folder: Path) -> Section:
     )
     lost, count = losses(folder)
     body = [
-        "One layer's decode attention, L2 warm: time to the fastest of FlashAttention-3 (FA3), FlashInfer and its "
-        "cascade, and over the floor (bytes at copy bandwidth, FLOP at matrix rate). Geometric means, PAT's trees:",
+        "One layer's decode attention, L2 warm: time to the best of FlashAttention-3 (FA3), FlashInfer and its "
+        "cascade, and to the floor (bytes at copy bandwidth, FLOP at matrix rate). Geometric means, PAT's trees:",
         by_heads(folder),
         "![Time over the floor by tree](performance/kernel.svg)",
         by_set(folder),
-        "Time with fp8 KV, PAT's trees at 32/8:",
+        "With fp8 KV, PAT's trees, 32/8:",
         with_fp8(folder),
     ]
     if lost:
-        body += [f"Behind by more than 1% in {count} rows, the worst:", lost]
+        body += [f"Behind by >1% in {count} rows, the worst:", lost]
     return Section("The kernel beside its peers", body, setup, [command(typed)], [*SETS.values(), H100, FP8])
 
 

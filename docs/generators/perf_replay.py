@@ -8,12 +8,12 @@ from statistics import mean
 
 from perf_results import FIGURES, STOCK_POLICIES, Pair, ResultError, geometric_mean, get, load, pairs
 from perf_servers import SERVERS
-from perf_text import Section, number, table
+from perf_text import Section, command, number, table
 
 REPLAYS, TAIL_SERVER, TAIL = "replays.json", "tail_h200.json", "tail.json"
 NAMES = {"output_tok_s": "tok/s", "ttft_mean": "TTFT mean", "ttft_p99": "TTFT p99", "e2e_mean": "E2E mean"}
 BEHIND = 1.01
-LISTED = 6
+LISTED = 4
 QUEUED = 1.0  # seconds of the server's mean TTFT from which requests wait for one another
 
 
@@ -82,7 +82,7 @@ def agreement(folder: Path) -> Section:
         f"Replay: SGLang {get(replays, REPLAYS, 'sglang')}, profile {get(replays, REPLAYS, 'profile')}; "
         "servers as above, `conversation` in the next section."
     )
-    return Section("Replay against servers", body, setup, [get(replays, REPLAYS, "command")])
+    return Section("Replay against servers", body, setup, [command(get(replays, REPLAYS, "command"))])
 
 
 def ratios(row: dict[str, dict[str, float]], policy: str) -> dict[str, float]:
@@ -146,6 +146,4 @@ def tail(folder: Path) -> Section:
         f"Profile h200, Qwen3-8B, `pat`. The `conversation` rows: {get(server, TAIL_SERVER, 'slice')}, "
         f"{get(server, TAIL_SERVER, 'gpu')}, SGLang {get(server, TAIL_SERVER, 'versions', 'sglang')}."
     )
-    return Section(
-        "Real traces", body, setup, ["python benchmarks/bench_tail.py TRACES --json docs/measured/tail.json"]
-    )
+    return Section("Real traces", body, setup, ["python benchmarks/bench_tail.py TRACES"])

@@ -140,8 +140,8 @@ def backends(folder: Path) -> Section:
         f"Output tokens/s under fcfs; ratio: `pat` to the best other.{unlike(folder)}",
         table(["workload", "ratio", *BACKENDS], rows),
         "![Decode throughput by batch](performance/backends.svg)",
-        f"Over all {len(ratios)} steady batches `pat` has {geometric_mean(ratios):.2f}x the best other (geometric "
-        f"mean), {min(ratios):.2f}x to {max(ratios):.2f}x.",
+        f"All {len(ratios)} steady batches: {geometric_mean(ratios):.2f}x the best other (geometric mean), "
+        f"{min(ratios):.2f}x to {max(ratios):.2f}x.",
     ]
     if lost:
         body += ["Others behind:", table(["workload", "ratio", *BACKENDS], backend_rows(lost))]

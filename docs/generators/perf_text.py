@@ -15,7 +15,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("|" + "|".join(line) + "|" for line in (head, rule, *rows))
 
 
-def command(text: str, most: int = 2) -> str:
+def command(text: str, most: int = 1) -> str:
     """A benchmark's command as it is typed: the first of many cases, and nothing about its files and time limits."""
     words = shlex.split(text)
     folder = {"bench": "benchmarks", "check": "benchmarks/checks"}.get(words[0].partition("_")[0]) if words else None

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import perf_kernel
 import perf_models
 import perf_plots
+import perf_prefill
 import perf_promise
 import perf_replay
 import perf_servers
@@ -41,6 +42,7 @@ def page(folder: Path) -> str:
         perf_servers.backends(folder),
         perf_models.section(folder),
         perf_speculation.section(folder),
+        perf_prefill.section(folder),
         perf_servers.policy_section(folder),
         perf_replay.agreement(folder),
         perf_replay.tail(folder),

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs" / "generator
 
 import perf_kernel
 import perf_models
+import perf_prefill
 import perf_promise
 import perf_replay
 import perf_servers
@@ -155,6 +156,12 @@ def test_models_are_right_and_lose_little_without_sharing() -> None:
     assert {kind.name for kind in matrix.KINDS if kind.gpu_shapes} <= set(perf_models.LAYERS)
 
 
+def test_prefill_gains_where_many_share_a_long_prefix() -> None:
+    content = perf_prefill.load(MEASURED, perf_prefill.PREFILL)
+    us = {one["case"]: {name: one["systems"][name]["warm_us"] for name in ("pat", "fa3")} for one in content["records"]}
+    assert all(us[case]["pat"] < 0.8 * us[case]["fa3"] for case in ("groups-5x5k", "groups-20x10k", "samples-1"))
+
+
 # The generator, on made-up files.
 
 
@@ -228,6 +235,20 @@ def speculation_files() -> dict[str, dict[str, Any]]:
             perf_speculation.SERVER: {"command": "check_speculation.py", **about, "rows": rows}}  # fmt: skip
 
 
+def prefill_file() -> dict[str, Any]:
+    """A step that gains, and one of requests that share nothing."""
+    records = [
+        {"case": case, "requests": 3, "rows": 1200, "floor_us": 10.0,
+         "systems": {name: {"warm_us": us} for name, us in times.items()} | {"cascade": cascade}}
+        for case, times, cascade in (
+            ("gains", {"pat": 20.0, "fa3": 40.0, "flashinfer": 25.0}, {"warm_us": 22.0}),
+            ("loses", {"pat": 60.0, "fa3": 40.0, "flashinfer": 50.0}, {"error": "nothing shared"}),
+        )
+    ]  # fmt: skip
+    return {"command": "bench_prefill.py --json p.json", "when": "2026-01-02 03:04:05", "machine": {"gpu": "G"},
+            "records": records}  # fmt: skip
+
+
 def times(content: dict[str, Any], which: str) -> dict[str, list[float]]:
     """The repeats of the first model's case."""
     return content["rows"][0]["all_tok_s"][which]
@@ -247,6 +268,7 @@ def files() -> dict[str, Any]:
     made |= {file: one_backend(name) for name, file in zip(("pat", "fa3", "fa3"), perf_servers.LOADS, strict=True)}
     made[perf_models.MODELS] = model_file()
     made |= speculation_files()
+    made[perf_prefill.PREFILL] = prefill_file()
     figures = {"output_tok_s": 110.0, "ttft_mean": 2.0, "ttft_p99": 4.0, "e2e_mean": 8.0, "max_wait": 5.0}
     made[perf_replay.REPLAYS] = {
         "command": "c", "sglang": "0.5.23", "profile": "h200",
@@ -319,6 +341,12 @@ def test_drafts_have_their_row_and_their_server(files: dict[str, Any], tmp_path:
     assert "2.5 tokens a step simulated: 180 tokens/s, **1.80** of fa3" in page
 
 
+def test_steps_that_lose_packed_are_shown_beside_those_that_gain(files: dict[str, Any], tmp_path: Path) -> None:
+    page = performance.page(written(files, tmp_path))
+    assert rows_with(page, "|gains|3|1,200|20|40|25|22|**0.80**|2.00|")
+    assert rows_with(page, "|loses|3|1,200|60|40|50|-|**1.50**|6.00|")
+
+
 def test_replays_that_are_furthest_from_their_server_are_shown(files: dict[str, Any], tmp_path: Path) -> None:
     files[perf_replay.REPLAYS]["runs"][4]["replay"]["output_tok_s"] = 550.0
     page = performance.page(written(files, tmp_path))
@@ -373,6 +401,7 @@ def test_a_replay_that_is_far_off_is_shown(files: dict[str, Any], tmp_path: Path
         ("servers_h200_pat.json", lambda content: content["machine"]["versions"].clear(), "versions.sglang"),
         ("server_h200_tp2.json", lambda content: content.pop("when"), "when"),
         ("verify_h200.json", lambda content: content["records"][0]["systems"].pop("fa3"), "systems.fa3"),
+        ("prefill_h200.json", lambda content: content["records"][1]["systems"].pop("pat"), "systems.pat"),
         ("speculation_h200.json", lambda content: content["rows"].pop(), "no rows of pat and fa3"),
         ("models_h200.json", lambda content: content.pop("when"), "when"),
         ("models_h200.json", lambda content: content["rows"].clear(), "rows is empty"),
