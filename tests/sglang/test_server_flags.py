@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from sglang.srt.server_args import ServerArgs
 
+from feather_sglang.adapter.options import VARIABLE, add_flags
 from feather_sglang.compare.server.config import BACKENDS, COMMON_FLAGS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "checks"))
@@ -26,10 +27,12 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("whose", FLAGS)
-def test_sglang_knows_them(whose):
-    parser = argparse.ArgumentParser(exit_on_error=False)
+def test_sglang_knows_them(whose, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")
+    ours, parser = (argparse.ArgumentParser(exit_on_error=False) for _ in range(2))
+    add_flags(ours)
     ServerArgs.add_cli_args(parser)
-    words = [word for word in shlex.split(FLAGS[whose]) if word != "--feather-pat-prefill"]  # which is not SGLang's
+    _, words = ours.parse_known_args(shlex.split(FLAGS[whose]))
     flags = [word.replace("feather", "fcfs").replace("pat", "triton") for word in words]
     parser.parse_args(["--model-path", "m", *flags])
 
