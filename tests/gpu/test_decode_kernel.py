@@ -36,6 +36,13 @@ def test_attention_sinks(seed):
     assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
 
 
+@pytest.mark.parametrize("seed", range(10_000, 10_016))
+def test_wide_groups(seed):
+    choice = random_batches.with_wide_group(random_batches.draw(seed, HOPPER), HOPPER)
+    outcome = check.check_forest(choice, PackedDecodeWrapper, "cuda")
+    assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seed", range(10_000, 10_016))
 def test_an_fp8_cache(seed, head_dim):

@@ -28,12 +28,12 @@ def test_what_only_the_scheduler_can_refuse_ends_the_server_without_a_traceback(
 ) -> None:
     wide = shutil.copytree(model, tmp_path / "wide")
     config = json.loads((wide / "config.json").read_text())
-    config |= {"num_attention_heads": 64, "num_key_value_heads": 2}
+    config |= {"hidden_size": 256, "num_attention_heads": 256, "num_key_value_heads": 1}
     (wide / "config.json").write_text(json.dumps(config))
     flags = flags_for(wide, "--decode-attention-backend", "pat", "--load-format", "dummy", *ROOMY)
     _, errors = preloaded.printed([*LAUNCH[1:], *flags], server_environment(FEATHER_PAT_REFERENCE="1"))
     lines = errors.strip().splitlines()
     assert "Traceback" not in errors
     assert lines[-1] == "feather: error: the server cannot start so: its scheduler's own line above says why"
-    reason = "feather: error: the pat backend can pack no layer of this model (more than 16 query heads to a KV head)"
+    reason = "feather: error: the pat backend can pack no layer of this model (more than 128 query heads to a KV head)"
     assert len([line for line in lines if reason in line]) == 1

@@ -40,16 +40,23 @@ _SLIDING = ["sliding_attention", "full_attention"]
 
 
 class Kind(SimpleNamespace):
-    """A model: its configuration, the layers that pat packs, and what is set on layers once it is loaded."""
+    """A model: its configuration, the layers that pat packs, and what is set on layers once it is loaded.
 
-    def __init__(self, config, packed, pool="MHATokenToKVPool", layers=None, **config_fields):
-        super().__init__(config={**config, **config_fields}, packed=packed, pool=pool, layers=layers or {})
+    Prefixes of `prefix` tokens are worth sharing.
+    """
+
+    def __init__(self, config, packed, pool="MHATokenToKVPool", layers=None, prefix=130, **config_fields):
+        config = {**config, **config_fields}
+        super().__init__(config=config, packed=packed, pool=pool, layers=layers or {}, prefix=prefix)
 
 
 KINDS = {
     "dense": Kind(_LLAMA, [0, 1, 2]),
     "experts": Kind(
         {**_LLAMA, **_EXPERTS, **_GATED}, [0, 1, 2], architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe"
+    ),
+    "wide groups": Kind(
+        _LLAMA, [0, 1], prefix=300, hidden_size=48, num_hidden_layers=2, num_attention_heads=24, num_key_value_heads=1,
     ),
     "windows": Kind(
         {**_LLAMA, "num_hidden_layers": 4}, [1, 3], architectures=["Gemma3ForCausalLM"], model_type="gemma3_text",
@@ -168,10 +175,10 @@ def spread_weights(model):
             weights.data.copy_(drawn * 2 * weights.shape[-1] ** -0.5)
 
 
-def serve(server):
+def serve(server, prefix=130):
     """Tokens and logprobs of requests in three groups that arrive and end at different times."""
     rng = np.random.default_rng(0)
-    prefixes = rng.integers(2, 500, (3, 130)).tolist()
+    prefixes = rng.integers(2, 500, (3, prefix)).tolist()
     prompts = [prefixes[i % 3] + rng.integers(2, 500, 5 + i % 7).tolist() for i in range(10)]
     prompts += [prompts[4], prompts[4], prompts[4][:100], [5, 6, 7]]
     for i, prompt in enumerate(prompts):
@@ -200,12 +207,12 @@ def tokens_read():
 @pytest.mark.parametrize("name", KINDS)
 def test_the_tokens_of_sglangs_own_backend(server, name):
     kind = KINDS[name]
-    expected = serve(server(name))
+    expected = serve(server(name), kind.prefix)
     before = tokens_read()
     one = server(name, "pat")
     backend = runner_of(one).feather_pat
     assert type(runner_of(one).token_to_kv_pool).__name__ == kind.pool
-    assert_same(serve(one), expected)
+    assert_same(serve(one, kind.prefix), expected)
     attended, read = tokens_read() - before
     assert 0 < read < 0.8 * attended
     others = sorted(set(attention_layers(one)) - set(kind.packed))
@@ -216,6 +223,12 @@ def test_the_tokens_of_sglangs_own_backend(server, name):
     assert [left_to_another(layer) for layer in facts.layers] == [left_to_another(layer) for layer in line.layers]
     assert (facts.pool, facts.full_pool) == (line.pool, line.full_pool)
     assert [layer.sinks for layer in facts.layers] == [layer.sinks for layer in line.layers]
+    assert [group_is_wide(layer) for layer in facts.layers] == [group_is_wide(layer) for layer in line.layers]
+
+
+def group_is_wide(layer):
+    """Whether a request's heads of one KV head are too many for a warp's tile."""
+    return layer.q_heads > 16 * layer.kv_heads
 
 
 N_GRAMS = {

@@ -853,7 +853,7 @@ def test_what_it_cannot_serve_is_named(one_rank, started, where, name, value, sa
         ("is_cross_attention", True, "cross attention"),
         ("attn_type", AttentionType.ENCODER_ONLY, "attention of type encoder_"),
         ("v_head_dim", 8, "values of 8 beside keys of 16"),
-        ("tp_q_head_num", 17, "more than 16 query heads"),
+        ("tp_q_head_num", 129, "more than 128 query heads"),
         ("xai_temperature_len", 3, "attention temperature"),
         ("pos_encoding_mode", "ALIBI", "positional encoding ALIBI in attention"),
     ],

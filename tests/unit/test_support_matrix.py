@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from feather_kernels.build import HEAD_DIMS
+from feather_kernels.tiles import built_tiles
 from feather_sglang.adapter.attention import limits, matrix
 from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts
 from feather_sglang.adapter.refusals import PAT_FLAGS, Limit
@@ -76,6 +78,17 @@ def test_models_that_are_refused(changed, says):
     assert limits.packed_layers(ModelFacts((LAYER,), kv_dtype="float8_e4m3fn")) == (LAYER,)
     with pytest.raises(FeatherError, match=says):
         limits.packed_layers(ModelFacts(**{"layers": (LAYER,), **changed}))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_query_heads_to_a_kv_head(head_dim):
+    """As many as a tile holds, or as were checked."""
+    most = limits.MAX_GROUP[head_dim]
+    assert most == {64: 128, 128: 128, 256: 16}[head_dim] <= built_tiles("hopper", head_dim)[-1][0]
+    layer = replace(LAYER, q_heads=2 * most, kv_heads=2, head_dim=head_dim, v_head_dim=head_dim)
+    assert limits.left_to_another(layer) is None
+    wider = replace(layer, q_heads=2 * (most + 1))
+    assert limits.left_to_another(wider) == f"more than {most} query heads to a KV head"
 
 
 @pytest.mark.parametrize("as_json", [False, True])

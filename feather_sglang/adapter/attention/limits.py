@@ -13,7 +13,7 @@ from feather_sglang.adapter.refusals import ANOTHER_BACKEND, Limit, first_limit
 from feather_sglang.errors import FeatherError
 
 FP8 = "float8_e4m3fn"  # of KV; --kv-cache-dtype fp8_e4m3
-MAX_GROUP = 16
+MAX_GROUP = {64: 128, 128: 128, 256: 16}  # by head_dim: query heads to a KV head that were checked on a GPU
 POOLS = ("MHATokenToKVPool", "SWAKVPool", "HybridLinearKVPool")
 
 
@@ -43,6 +43,11 @@ class LayerFacts:
     def shape(self) -> tuple[int, int, int]:
         """Query heads, KV heads and head_dim, which a plan is made for."""
         return self.q_heads, self.kv_heads, self.head_dim
+
+    @property
+    def max_group(self) -> int:
+        """The most query heads to a KV head."""
+        return MAX_GROUP.get(self.head_dim, max(MAX_GROUP.values()))
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,11 @@ LAYER_LIMITS = (
         lambda layer: layer.v_head_dim != layer.head_dim,
         "values of another size than keys",
     ),
-    Limit(f"more than {MAX_GROUP} query heads to a KV head", lambda layer: layer.q_heads > MAX_GROUP * layer.kv_heads),
+    Limit(
+        "more than {0.max_group} query heads to a KV head",
+        lambda layer: layer.q_heads > layer.max_group * layer.kv_heads,
+        f"more than {MAX_GROUP[128]} query heads to a KV head, {MAX_GROUP[256]} of head_dim 256",
+    ),
     Limit(
         f"head_dim {{0.head_dim}} (only {', '.join(map(str, HEAD_DIMS))})",
         lambda layer: not layer.reference and layer.head_dim not in HEAD_DIMS,

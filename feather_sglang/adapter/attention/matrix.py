@@ -31,6 +31,7 @@ PAT_TEST = "tests/sglang/test_pat_backend.py::test_"
 RANKS_TEST = "tests/sglang/test_data_parallel.py::test_the_tokens_of_sglangs_own_backend_on_each_rank"
 MODE_TEST = "tests/sglang/test_server_modes.py::test_"
 _FULL = LayerFacts(0, 32, 8, 128, 128, 0.088)
+_WIDE = replace(_FULL, q_heads=48, kv_heads=1)
 _WINDOW = replace(_FULL, window=127)
 _POOL_WINDOW = replace(_WINDOW, in_window_pool=True)
 _SINKS = replace(_POOL_WINDOW, sinks=True), replace(_FULL, sinks=True)
@@ -70,6 +71,7 @@ class Mode:
 KINDS = (
     ModelKind("dense", "Llama, Qwen2.5, Qwen3", (_FULL,) * 3, gpu_shapes=("llama-3.2-1b", "qwen2.5-7b")),
     ModelKind("experts", "Qwen3-MoE, Mixtral", (_FULL,) * 3, gpu_shapes=("qwen3-30b-a3b",)),
+    ModelKind("wide groups", "StarCoder (48 heads to a KV head)", (_WIDE,) * 2),
     ModelKind("windows", "Gemma 2 and 3", (_WINDOW, _FULL) * 2, gpu_shapes=("gemma-3-4b", "gemma-2-2b")),
     ModelKind("windows of their own", "hybrid SWA pools", (_POOL_WINDOW, _FULL, _POOL_WINDOW), {"pool": "SWAKVPool"}),
     ModelKind("sinks", "gpt-oss", _SINKS * 2, {"pool": "SWAKVPool"}, ("gpt-oss-20b",)),
