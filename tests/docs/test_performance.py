@@ -152,7 +152,9 @@ def test_models_are_right_and_lose_little_without_sharing() -> None:
     assert {one.kind for one in found} >= {"dense", "experts", "windows", "sinks", "linear"}
     assert not [one.name for one in found if one.wrong]
     assert min(one.shared.ratio for one in found) > 1
-    assert min(one.private.ratio + one.private.noise for one in found) > 0.97
+    assert not [one.name for one in found if one.private.ratio < 0.98]
+    rows = json.loads((MEASURED / perf_models.MODELS).read_text())["rows"]
+    assert not [row["shape"] for row in rows if row["problems"]]
     assert {kind.name for kind in matrix.KINDS if kind.gpu_shapes} <= set(perf_models.LAYERS)
 
 
