@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:kernels python benchmarks/checks/check_speculation.py --json speculation.json
     PYTHONPATH=.:kernels python benchmarks/checks/check_speculation.py --drafters eagle --shape qwen3-8b --accept 2.5 \\
-        --case decode:500,5,5000,200 --running 500
+        --case decode:500,5,5000,200 --running 500 --flags "--max-total-tokens 139000"
 
 For each way to draft, a server of fa3 and one of pat are up together; ``none`` is without speculation. All answer the
 prompts of ``check_models.py`` greedily and all at once, and must answer as fa3 without speculation does, within twice
@@ -12,7 +12,8 @@ random (`spread_weights`): a STANDALONE draft is the model itself under noise, s
 EAGLE draft is hardly ever. With ``--accept`` SGLang accepts that many tokens a step, whatever they are: then only times
 mean something, and only they are taken.
 
-Exit status: 0 if everything is right, 1 if something is wrong, 3 if nothing is wrong but a server did not come up.
+Exit status: 0 if everything is right, 1 if something is wrong, 3 if nothing is wrong but a server did not come up or
+never ran the whole steady batch.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ from pat_churn import Churn
 from pat_compare import Answers, Tolerance
 from sending import body
 
-from feather_sglang.compare.server.cases import parse_case
+from feather_sglang.compare.server.cases import Case, parse_case
 from feather_sglang.compare.server.client import allow_open_files, call
 from feather_sglang.compare.server.config import ServerConfig
 from feather_sglang.compare.server.measure import measure
 from feather_sglang.compare.server.process import Server, environment_with
+from feather_sglang.compare.server.result import RunResult
 from feather_sglang.report.tables import grid
 
 STOCK, NONE = "fa3", "none"
@@ -107,7 +109,42 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         options.names.insert(0, NONE)
     if options.drafts < 2:
         parser.error("--drafts: give at least 2")
+    try:
+        options.steady = parse_case(options.case)
+    except ValueError as problem:
+        parser.error(f"--case {problem}")
+    if not options.steady.steady:
+        parser.error(f"--case {options.case}: give a decode case, decode:B,G,L,N")
+    if options.repeat and (misfit := misfit_of(options.steady, options.drafts, *room(options))):
+        parser.error(f"--case {options.case}: {misfit}")
     return options
+
+
+def shared_flags(options: argparse.Namespace) -> list[str]:
+    """Flags that all servers have, but for those of their backend and their drafts; the last one of a name counts."""
+    running = ("--max-running-requests", f"{options.running}", "--cuda-graph-max-bs-decode", f"{options.running}")
+    return [*shlex.split(COMMON), *shlex.split(MODELS[options.shape].flags), *running, *shlex.split(options.flags)]
+
+
+def room(options: argparse.Namespace) -> tuple[int | None, int | None]:
+    """KV tokens and running requests that the servers' flags give them."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--max-total-tokens", type=int)
+    parser.add_argument("--max-running-requests", type=int)
+    known, _ = parser.parse_known_args(shared_flags(options))
+    return known.max_total_tokens, known.max_running_requests
+
+
+def misfit_of(case: Case, drafts: int, kv_tokens: int | None, running: int | None) -> str:
+    """Why the case's batch could never be complete; empty if it could."""
+    needed = case.kv_tokens + 2 * drafts * case.batch  # SGLang has room for two steps' drafts of each request
+    if kv_tokens is not None and needed > kv_tokens:
+        return (
+            f'it needs {needed:,} KV tokens, the servers have {kv_tokens:,}: give --flags "--max-total-tokens {needed}"'
+        )
+    if running is not None and case.batch > running:
+        return f"it has {case.batch} requests, the servers run {running}: give --running {case.batch}"
+    return ""
 
 
 def draft_of(shape: Shape, drafter: str, options: argparse.Namespace) -> Shape:
@@ -142,7 +179,7 @@ class SpeculationCheck:
         self.servers: dict[str, Server] = {}
         drafts_too = [DRAFTS_TOO] if options.drafts_by_pat and "draft-model" in DRAFTERS[drafter] else []
         self.rows: dict[str, dict[str, Any]] = {
-            backend: {"drafter": drafter, "backend": backend, "problems": [], "left_out": ""}
+            backend: {"drafter": drafter, "backend": backend, "problems": [], "left_out": "", "not_timed": ""}
             for backend in (STOCK, PAT, *drafts_too)
         }
 
@@ -154,12 +191,10 @@ class SpeculationCheck:
             steps=self.options.drafts - 1, drafts=self.options.drafts, mode=self.options.mode, draft=draft
         )
         for backend in self.rows:
-            flags = [*shlex.split(COMMON), *shlex.split(self.shape.flags), "--attention-backend", STOCK]
+            flags = ["--attention-backend", STOCK, *shlex.split(speculation)]
             flags += ["--decode-attention-backend", PAT] if backend != STOCK else []
             flags += BY_PAT if backend == DRAFTS_TOO else ()
-            running = str(self.options.running)
-            flags += ["--max-running-requests", running, "--cuda-graph-max-bs-decode", running]
-            flags += [*shlex.split(speculation), *shlex.split(self.options.flags)]
+            flags += shared_flags(self.options)
             command = [sys.executable, str(HERE / "spread_weights.py"), "--model-path", str(target)]
             log = self.logs / f"{self.drafter}-{backend.replace(', ', '-').replace(' ', '-')}.log"
             configuration = ServerConfig(f"{self.drafter}-{backend}", tuple(flags))
@@ -240,9 +275,12 @@ class SpeculationCheck:
 
     def time(self) -> None:
         """Decode the steady batch on the servers in turn, every other time backwards."""
-        case = parse_case(self.options.case)
+        case, drafts = self.options.steady, 0 if self.drafter == NONE else self.options.drafts
         before = read_metrics(self.servers[PAT]) if PAT in self.servers else {}
-        found: dict[str, list[float]] = {backend: [] for backend in self.servers}
+        found: dict[str, list[float]] = {}
+        for backend, server in self.servers.items():  # which may have less room than their flags ask for
+            self.rows[backend]["not_timed"] = misfit = misfit_of(case, drafts, server.kv_tokens, server.max_running)
+            found |= {} if misfit else {backend: []}
         for number in range(self.options.repeat):
             for backend in list(found)[:: -1 if number % 2 else 1]:
                 server = self.servers[backend]
@@ -250,16 +288,29 @@ class SpeculationCheck:
                     server.flush()
                     requests = case.requests(VOCABULARY, 8), case.warm_up(VOCABULARY)
                     result = measure(server, backend, case, *requests, 120.0, admission=False)
-                    found[backend] += [result.steady["tok_s"]] if result.steady else []
+                    if result.steady:
+                        found[backend].append(result.steady["tok_s"])
+                    else:
+                        self.rows[backend]["not_timed"] = incomplete(case, result, server.kv_tokens)
                 except FAILURES as problem:
                     self.rows[backend]["problems"].append(f"steady case: {type(problem).__name__}: {problem}"[:300])
         for backend, rates in found.items():
-            self.rows[backend]["tok_s"] = statistics.median_low(rates) if rates else math.nan
             self.rows[backend]["all_tok_s"] = rates
+            if rates:
+                self.rows[backend] |= {"tok_s": statistics.median_low(rates), "not_timed": ""}
             if accepted := ACCEPTED.findall(self.servers[backend].printed()):
                 self.rows[backend].setdefault("accepted", statistics.median(map(float, accepted)))
         if PAT in self.servers and self.options.mode == "decode":
             self.rows[PAT].setdefault("read", share_read(before, read_metrics(self.servers[PAT])))
+
+
+def incomplete(case: Case, result: RunResult, kv_tokens: int | None) -> str:
+    """What kept a batch from being complete."""
+    counted, retracted = result.counted, result.summary and result.summary.retractions
+    return (
+        f"{counted['peak_running']} of {case.batch} requests ran at once at most, {retracted or 0} were retracted, "
+        f"{counted['failed'] + counted['unfinished']} had no whole answer; {kv_tokens} KV tokens for {case.kv_tokens}"
+    )
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -277,12 +328,25 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             compared = ["wrong" if row["problems"] else "right", f"{spread['equal']}/{spread['answers']}", str(ties),
                         f"{spread['largest']:.3f}"]  # fmt: skip
         fates = row.get("churn", {}).get("fates", {})
+        rate, stock = row.get("tok_s", math.nan), rates.get((row["drafter"], STOCK), math.nan)
         lines.append([
             row["drafter"], row["backend"], *compared, f"{fates.get('equal', 0)}+{fates.get('near tie', 0)}",
-            f"{row.get('accepted', 1):.2f}", f"{row.get('read', math.nan):.2f}", f"{row.get('tok_s', math.nan):,.0f}",
-            f"{row.get('tok_s', math.nan) / rates.get((row['drafter'], STOCK), math.nan):.3f}x",
+            f"{row.get('accepted', 1):.2f}", shown(row.get("read", math.nan), ".2f"),
+            "not timed" if row["not_timed"] else shown(rate, ",.0f"), shown(rate / stock, ".3f", "x"),
         ])  # fmt: skip
     return grid(lines)
+
+
+def shown(value: float, form: str, unit: str = "") -> str:
+    """The number, or a dash where there is none."""
+    return "-" if math.isnan(value) else f"{value:{form}}{unit}"
+
+
+def status(rows: Sequence[dict[str, Any]]) -> int:
+    """The exit status."""
+    if any(row["problems"] for row in rows):
+        return 1
+    return 3 if any(row["left_out"] or row["not_timed"] for row in rows) else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -320,8 +384,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         for words in row["problems"][:8]:
             print(f"WRONG {row['drafter']} {row['backend']}: {words}")
+        if row["not_timed"]:
+            print(f"NOT TIMED {row['drafter']} {row['backend']}: {row['not_timed']}")
     print(f"{time.monotonic() - begun:.0f} s; logs: {logs}")
-    return 1 if any(row["problems"] for row in rows) else 3 if any(row["left_out"] for row in rows) else 0
+    return status(rows)
 
 
 if __name__ == "__main__":

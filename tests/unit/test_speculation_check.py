@@ -1,8 +1,10 @@
 """The GPU check of speculation without a server: what it starts, and when it says that something is wrong."""
 
 import json
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,6 +100,72 @@ def test_answers_are_judged(checked, monkeypatch, answers, wrong):
     assert bool(one.rows["pat"]["problems"]) is wrong and not one.rows["fa3"]["problems"]
     assert one.rows["pat"]["read"] == pytest.approx(0.4)
     assert ("wrong" in check.table(list(one.rows.values()))) is wrong
+
+
+STEADY, LARGE = "decode:40,4,1000,100", "decode:500,5,5000,200"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            ["--shape", "qwen3-8b", "--case", LARGE],
+            r'it needs 139,000 .* have 76,000: give --flags "--max-total-tokens 139000"',
+        ),
+        (["--case", "decode:80,5,100,20"], "it has 80 requests, the servers run 64: give --running 80"),
+        (["--case", STEADY, "--flags", "--max-total-tokens 9119"], "it needs 9,120 KV tokens, the servers have 9,119"),
+        (["--case", "W1"], "W1: give a decode case"),
+        (["--case", "decode:1"], "decode:1: give 3 to 4 whole numbers"),
+    ],
+)
+def test_a_case_that_the_servers_have_no_room_for_is_refused_at_once(capsys, flags, says):
+    with pytest.raises(SystemExit):
+        check.arguments(flags)
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_a_case_that_just_fits_or_is_not_timed_is_not_refused():
+    check.arguments(["--case", STEADY, "--flags", "--max-total-tokens 9120"])
+    check.arguments(["--shape", "qwen3-8b", "--case", LARGE, "--repeat", "0"])
+
+
+class Pool(FakeServer):
+    """A server with less room than was asked for, or in which a batch was never complete."""
+
+    kv_tokens, max_running = 76_000, 64
+
+    def printed(self):
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "steady", "says"),
+    [
+        (9_000, {"tok_s": 5.0}, "it needs 9,120 KV tokens, the servers have 9,000: give --flags"),
+        (76_000, None, "33 of 40 requests ran at once at most, 7 were retracted, 2 had no whole answer; 76000 KV"),
+        (76_000, {"tok_s": 5.0}, ""),
+    ],
+)
+def test_a_batch_that_was_never_complete_is_named(checked, monkeypatch, kv_tokens, steady, says):
+    monkeypatch.setattr(check, "Server", Pool)
+    counted, summary = {"peak_running": 33, "failed": 0, "unfinished": 2}, SimpleNamespace(retractions=7)
+    result = SimpleNamespace(steady=steady, counted=counted, summary=summary)
+    monkeypatch.setattr(check, "measure", lambda *args, **kwargs: result)
+    one = checked("eagle", "--case", STEADY)
+    one.servers["pat"].kv_tokens = kv_tokens
+    one.servers["fa3"].kv_tokens = 76_000
+    one.time()
+    row, rows = one.rows["pat"], list(one.rows.values())
+    assert row["not_timed"].startswith(says) and bool(row["not_timed"]) == bool(says)
+    assert check.status(rows) == (3 if says else 0) and not row["problems"]
+    assert ("not timed" in check.table(rows)) == bool(says) and "nan" not in check.table(rows)
+    assert row.get("tok_s") == (None if says else 5.0)
+
+
+def test_what_is_wrong_counts_before_what_was_not_run():
+    row = {"problems": [], "left_out": "", "not_timed": ""}
+    late, wrong, absent = row | {"not_timed": "x"}, row | {"problems": ["x"]}, row | {"left_out": "x"}
+    assert [check.status(rows) for rows in ([row], [row, late], [row, absent], [late, wrong])] == [0, 3, 3, 1]
 
 
 def test_unknown_drafters_are_refused(capsys):
