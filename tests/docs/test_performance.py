@@ -164,6 +164,18 @@ def test_prefill_gains_where_many_share_a_long_prefix() -> None:
     assert all(us[case]["pat"] < 0.8 * us[case]["fa3"] for case in ("groups-5x5k", "groups-20x10k", "samples-1"))
 
 
+def test_answers_with_drafts_are_right() -> None:
+    """Greedy ones, and those of random requests some of which are given up; drafts by pat, too."""
+    rows = json.loads((MEASURED / "speculation_answers_h200.json").read_text())["rows"]
+    backends = {(row["drafter"], row["backend"]) for row in rows}
+    assert backends > {(name, "pat") for name in ("none", "standalone", "eagle")} | {("eagle", "pat, drafts too")}
+    for row in rows:
+        answers, fates = row["answers"], row["churn"]["fates"]
+        assert not (row["problems"] or row["left_out"] or answers["wrong"] or row["churn"]["wrong"]), row["backend"]
+        assert answers["spread"]["equal"] + answers["near_ties"] == answers["spread"]["answers"] == 24
+        assert fates["equal"] + fates["near tie"] > 100 and min(fates["aborted"], fates["hung up"]) > 20
+
+
 # The generator, on made-up files.
 
 
