@@ -8,8 +8,8 @@ from typing import Any
 class AroundBackend:
     """A backend of SGLang's but for what a subclass defines.
 
-    SGLang asks for its backends' classes, too: by them it captures CUDA graphs of a draft model, and lets the tokens of
-    an image see each other.
+    SGLang asks for its backends' classes, too: by them it decides whether to capture a draft model's pass over verified
+    tokens in CUDA graphs (0.5.17 does not with fa3, 0.5.23 does), and lets the tokens of an image see each other.
 
     Parameters
     ----------

@@ -3,7 +3,8 @@
 Before a model verifies a chain of drafts, a draft model makes it, a token of each request at a time; afterwards it
 computes the KV of what was verified. SGLang has a backend for each of the steps, in one container; here they have one
 plan, under which the tails grow by a token a step (`PatDraftSteps`). The pass over what was verified is packed as a
-verify step is (`PatDraftExtension`). The draft model's prefill stays with a backend of SGLang's.
+verify step is (`PatDraftExtension`), in a CUDA graph where SGLang would capture its own backend's. The draft model's
+prefill stays with a backend of SGLang's.
 """
 
 from __future__ import annotations
