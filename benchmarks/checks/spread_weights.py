@@ -3,9 +3,9 @@
     python benchmarks/checks/spread_weights.py --model-path CONFIG_FOLDER --load-format dummy ...
 
 SGLang's own dummy weights are so small that attention leaves no trace in the logits: a wrong backend would answer as a
-right one. These are normal and scaled by their fan-in, from a seed of each parameter's name, so that every server of a
-model has the same ones. A model whose configuration has ``draft_noise`` is the same up to that share of noise: it
-drafts for the other one.
+right one. These are normal and scaled by their fan-in, from a seed of each parameter's name and of the shard of it, so
+that every server of a model has the same ones. A model whose configuration has ``draft_noise`` is the same up to that
+share of noise: it drafts for the other one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def spread_weights(model: torch.nn.Module, *_: Any, **__: Any) -> None:
     for name, weights in model.state_dict().items():
         if not torch.is_floating_point(weights) or weights.dim() == 0:  # a constant, such as Gemma's of embeddings
             continue
-        draw = torch.Generator(weights.device).manual_seed(zlib.crc32(name.encode()))
+        shard = shard_of(model.get_submodule(name.rpartition(".")[0]))
+        draw = torch.Generator(weights.device).manual_seed(zlib.crc32(f"{name}{shard or ''}".encode()))
         if "norm" in name and weights.dim() == 1:
             weights.fill_(1)
             if name.endswith("model.norm.weight"):  # else a model with tied embeddings would repeat its last token
@@ -45,6 +46,16 @@ def spread_weights(model: torch.nn.Module, *_: Any, **__: Any) -> None:
             if noise:
                 weights.add_(torch.empty_like(weights).normal_(generator=draw), alpha=noise)
             weights.mul_(gain * weights.shape[-1] ** -0.5)
+
+
+def shard_of(module: torch.nn.Module) -> int:
+    """Which shard of its parameters it has under tensor parallelism, or where that begins; 0 if it has all.
+
+    Two of the same weights would make ties of the vocabulary's halves.
+    """
+    if (indices := getattr(module, "shard_indices", None)) is not None:
+        return int(indices.org_vocab_start_index)
+    return getattr(module, "tp_rank", getattr(module, "moe_tp_rank", 0))
 
 
 loader.initialize_dummy_weights = spread_weights  # in the scheduler's process too, which runs this file anew

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,3 +27,23 @@ def test_weights_follow_from_their_names(monkeypatch):
     assert first["qkv_proj.weight"].std() == pytest.approx(1.4 / 16, rel=0.05)
     assert first["up_proj.weight"].std() == pytest.approx(1 / 16, rel=0.05)
     assert (first["norm.weight"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    "shard", [{"tp_rank": 1}, {"moe_tp_rank": 1}, {"shard_indices": SimpleNamespace(org_vocab_start_index=64)}], ids=str
+)
+def test_shards_of_a_tensor_parallel_model_differ(monkeypatch, shard):
+    monkeypatch.setattr(loader, "initialize_dummy_weights", None)
+    from spread_weights import spread_weights
+
+    def weights(**fields):
+        one = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(64, 32, bias=False)})
+        for name, value in fields.items():
+            setattr(one["lm_head"], name, value)
+        spread_weights(one)
+        return one["lm_head"].weight.detach()
+
+    first = weights()
+    assert torch.equal(weights(tp_rank=0), first)
+    assert torch.equal(weights(shard_indices=SimpleNamespace(org_vocab_start_index=0)), first)
+    assert torch.equal(weights(**shard), weights(**shard)) and not torch.equal(weights(**shard), first)
