@@ -4,6 +4,7 @@
     PYTHONPATH=.:kernels python benchmarks/checks/check_models.py --shapes gpt-oss-20b,gemma-3-4b --repeat 3
     ... --shapes llama-3.2-1b,qwen2.5-7b --stock triton --flags "--kv-cache-dtype fp8_e4m3"
     ... --shapes qwen2.5-7b --stock fa3,flashinfer,triton,trtllm_mha,hpc_ops   # whoever is not there is named, with why
+    ... --shapes qwen3-8b --stock fa3 --flags "--tp 2 --dp 2 --enable-dp-attention"   # two GPUs; not of SGLang's Qwen2
 
 For each shape of `model_shapes`, with weights that are random but not negligible (`spread_weights`): one server for
 each of its stock backends and one of pat, up together. All answer prompts that share prefixes, greedily and all at

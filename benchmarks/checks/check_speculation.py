@@ -63,22 +63,13 @@ DRAFTERS = {
     "ngram": f"--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 1 {SPECULATION}",
 }
 RUNNING = 64
-QWEN3_8B = Shape(
-    "dense",
-    {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "hidden_act": "silu", "rope_theta": 1000000.0, "attention_bias": False,
-    },
-)  # fmt: skip
-MODELS = {**SHAPES, "qwen3-8b": QWEN3_8B}
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafters", default=",".join(DRAFTERS), help="with commas (default: %(default)s)")
-    parser.add_argument("--shape", default="llama-3.2-1b", choices=MODELS, help="the model (default: %(default)s)")
+    parser.add_argument("--shape", default="llama-3.2-1b", choices=SHAPES, help="the model (default: %(default)s)")
     parser.add_argument("--draft-layers", type=int, help="of a STANDALONE draft (default: all)")
     parser.add_argument("--draft-noise", type=float, default=0.05, help="share of its weights (default: %(default)s)")
     parser.add_argument("--drafts", type=int, default=4, help="tokens a verify step (default: %(default)s)")
@@ -123,7 +114,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def shared_flags(options: argparse.Namespace) -> list[str]:
     """Flags that all servers have, but for those of their backend and their drafts; the last one of a name counts."""
     running = ("--max-running-requests", f"{options.running}", "--cuda-graph-max-bs-decode", f"{options.running}")
-    return [*shlex.split(COMMON), *shlex.split(MODELS[options.shape].flags), *running, *shlex.split(options.flags)]
+    return [*shlex.split(COMMON), *shlex.split(SHAPES[options.shape].flags), *running, *shlex.split(options.flags)]
 
 
 def room(options: argparse.Namespace) -> tuple[int | None, int | None]:
@@ -174,7 +165,7 @@ class SpeculationCheck:
 
     def __init__(self, drafter: str, options: argparse.Namespace, logs: Path) -> None:
         self.drafter, self.options, self.logs = drafter, options, logs
-        self.shape = MODELS[options.shape]
+        self.shape = SHAPES[options.shape]
         self.prompts = prompts()
         self.servers: dict[str, Server] = {}
         drafts_too = [DRAFTS_TOO] if options.drafts_by_pat and "draft-model" in DRAFTERS[drafter] else []

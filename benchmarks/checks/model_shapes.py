@@ -76,6 +76,15 @@ SHAPES = {
         },
         stock=("fa3", "flashinfer"),
     ),
+    "qwen3-8b": Shape(
+        "dense",
+        {
+            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096,
+            "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "head_dim": 128, "hidden_act": "silu", "rope_theta": 1000000.0, "attention_bias": False,
+        },
+        stock=("fa3", "flashinfer"),
+    ),
     "qwen3-30b-a3b": Shape(
         "experts",
         {

@@ -69,7 +69,7 @@ class Mode:
 
 
 KINDS = (
-    ModelKind("dense", "Llama, Qwen2.5, Qwen3", (_FULL,) * 3, gpu_shapes=("llama-3.2-1b", "qwen2.5-7b")),
+    ModelKind("dense", "Llama, Qwen2.5, Qwen3", (_FULL,) * 3, gpu_shapes=("llama-3.2-1b", "qwen2.5-7b", "qwen3-8b")),
     ModelKind("experts", "Qwen3-MoE, Mixtral", (_FULL,) * 3, gpu_shapes=("qwen3-30b-a3b",)),
     ModelKind("wide groups", "StarCoder (48 heads to a KV head)", (_WIDE,) * 2),
     ModelKind("windows", "Gemma 2 and 3", (_WINDOW, _FULL) * 2, gpu_shapes=("gemma-3-4b", "gemma-2-2b")),
