@@ -236,6 +236,14 @@ def test_two_heads_to_a_unit_where_they_fit(requests, arguments, expected):
     assert plan.n_items == requests and plan.head_pack == expected
 
 
+@pytest.mark.parametrize(("group", "least", "most"), [(24, 0.2, 0.3), (64, 0.5, 0.6), (65, 1.0, 1.0), (128, 1.0, 1.0)])
+def test_what_is_shared_has_as_many_readers_as_a_tile_holds(group, least, most):
+    """Rows of 128 query heads: five requests, two, or one, with which nothing is shared."""
+    forest = tree_forest((5, 250), (5000, 200))
+    plan = plan_of(forest, num_qo_heads=group, num_kv_heads=1)
+    assert least <= plan.tokens_read / int(forest.seq_len.sum()) <= most
+
+
 def test_capacity_is_kept_by_longer_chunks():
     forest = tree_forest((1, 64), (20_000, 30))
     free = plan_of(forest)
