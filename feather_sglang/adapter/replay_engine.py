@@ -114,7 +114,8 @@ class Replay:
 
     def _forward(self, batch: Any, *args: Any, **kwargs: Any) -> GenerationBatchResult:
         if batch.forward_mode.is_extend():
-            seconds = self.model.prefill(batch.extend_lens, batch.prefix_lens)
+            paths = [self._paths[req.rid] for req in batch.reqs]
+            seconds = self.model.prefill(batch.extend_lens, batch.prefix_lens, paths, self._block_size)
             self._outcome.prefills += 1
         else:
             lengths = batch.seq_lens_cpu.numpy()

@@ -85,9 +85,12 @@ class PrefillGain:
             for (heads, _, head_dim), layers in self._layers.items()
         )
 
+    def plan_seconds(self, counts: Ints) -> float:
+        """What the plan of the step takes on the host."""
+        return float(len(self._layers) * (PLAN_S + PLAN_TOKEN_S * counts.sum()))
+
     def _pays(self, committed: Ints, counts: Ints, packed: float) -> bool:
-        plan = len(self._layers) * (PLAN_S + PLAN_TOKEN_S * counts.sum())
-        return bool(self.stock_seconds(committed, counts) >= MARGIN * (packed + plan))
+        return self.stock_seconds(committed, counts) >= MARGIN * (packed + self.plan_seconds(counts))
 
 
 def _padded(counts: Ints, tile: int) -> Ints:

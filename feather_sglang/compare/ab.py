@@ -112,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
             "model": args.model,
             "attention": model.attention_name,
             "prefill_graphs": args.prefill_graphs,
+            "pat_prefill": args.feather_pat_prefill,
             "settings": settings,
             "options": by_policy,
             **goodput_facts(slo, traces, shares),

@@ -31,7 +31,13 @@ from feather_sglang.scheduling.policy_names import SINCE
 from feather_sglang.slo import NAMED
 
 DEFAULT_OUT = Path("feather-ab-results")
-REPLAY_ONLY = {"profile": "h200", "prefill_graphs": "on", "scheduler_cost": "on", "jobs": 2}
+REPLAY_ONLY = {
+    "profile": "h200",
+    "prefill_graphs": "on",
+    "feather_pat_prefill": FeatherOptions.pat_prefill,
+    "scheduler_cost": "on",
+    "jobs": 2,
+}
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +76,12 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("on", "off"),
         default=REPLAY_ONLY["prefill_graphs"],
         help="off: no prefill step is shorter than the profile's without CUDA graphs (%(default)s)",
+    )
+    server.add_argument(
+        "--feather-pat-prefill",
+        choices=("on", "auto", "off"),
+        default=REPLAY_ONLY["feather_pat_prefill"],
+        help="prefill packed by pat (%(default)s)",
     )
     server.add_argument("--seed", type=int, default=0, help="of the generated workload and of exploration")
     server.add_argument(
@@ -194,7 +206,7 @@ def _unscaled(args: argparse.Namespace) -> Trace:
 def step_model(args: argparse.Namespace) -> tuple[StepTimeModel, dict[str, Any]]:
     """The step-time model and the replayed server's settings."""
     profile, shape = load_profile(args.profile), load_model(args.model)
-    model = StepTimeModel(profile, shape, args.attention, prefill_graphs=args.prefill_graphs == "on")
+    model = StepTimeModel(profile, shape, args.attention, args.prefill_graphs == "on", args.feather_pat_prefill)
     check_sizes(args)
     check_pages(args.page_size)
     settings = {

@@ -9,9 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from feather_kernels.options import PlannerOptions
+from feather_sglang.attention.new_tokens import prompt_block
+from feather_sglang.attention.prefill_gain import PrefillGain
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay.attention_time import as_lengths
+from feather_sglang.replay.attention_time import Packed, as_lengths
 from feather_sglang.replay.batch_sharing import BatchSharing
+from feather_sglang.replay.cached_prefixes import cached_forest
 from feather_sglang.replay.model_shape import MODELS, ModelShape, load_model
 from feather_sglang.replay.profiles import HardwareProfile, list_profiles, load_profile
 
@@ -35,6 +39,7 @@ class StepTimeModel:
     attention : name of a decode kernel of the profile; None takes its first.
     prefill_graphs : whether prefill runs in CUDA graphs; without, no step is shorter than the profile's
     `eager_prefill_s`.
+    packed_prefill : "on", "auto" or "off", as ``--feather-pat-prefill``: by the ratio that `PrefillGain` predicts.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class StepTimeModel:
         model: ModelShape,
         attention: str | None = None,
         prefill_graphs: bool = True,
+        packed_prefill: str = "off",
     ) -> None:
         kernels = profile.attention
         if attention is not None and attention not in kernels:
@@ -59,6 +65,15 @@ class StepTimeModel:
         self.model = model
         self.attention_name = attention if attention is not None else next(iter(kernels))
         self._attention = kernels[self.attention_name]
+        self._packed_prefill = packed_prefill
+        self._gain: PrefillGain | None = None  # only where prefill may be packed
+        if packed_prefill != "off":
+            if not isinstance(self._attention, Packed):
+                raise FeatherError(f"--feather-pat-prefill {packed_prefill}: give --attention pat, too")
+            if prefill_graphs:
+                raise FeatherError(f"--feather-pat-prefill {packed_prefill}: give --prefill-graphs off, too")
+            shape = (model.heads, model.kv_heads, model.head_dim)
+            self._gain = PrefillGain([shape] * model.layers, prompt_block(PlannerOptions(*shape, max_requests=1)))
         self._weights_s = model.weight_bytes / profile.weight_bytes_per_s
         self._body_flop = 2.0 * (model.params - model.head_params)  # per token
         self._head_flop = 2.0 * model.head_params  # per token that is sampled from
@@ -68,8 +83,17 @@ class StepTimeModel:
         moved = profile.elementwise_vectors * model.hidden * model.element_bytes * model.layers
         self._token_s = moved / profile.copy_bytes_per_s
 
-    def prefill(self, extend_lens: Sequence[int], prefix_lens: Sequence[int]) -> float:
-        """Return the time to compute `extend_lens` new tokens per row after `prefix_lens` cached ones."""
+    def prefill(
+        self,
+        extend_lens: Sequence[int],
+        prefix_lens: Sequence[int],
+        paths: Sequence[tuple[int, ...]] | None = None,
+        block_size: int = 1,
+    ) -> float:
+        """Return the time to compute `extend_lens` new tokens per row after `prefix_lens` cached ones.
+
+        Without `paths`, the hash ids of each prompt's blocks of `block_size` tokens, nothing is shared.
+        """
         new, cached = np.asarray(extend_lens, dtype=np.float64), np.asarray(prefix_lens, dtype=np.float64)
         tokens = float(new.sum())
         if not tokens:
@@ -78,8 +102,32 @@ class StepTimeModel:
         keys = cached + (new + 1) / 2 + self.profile.prefill_tile_keys  # a new token sees all before it, and itself
         pairs = float((padded * keys).sum())
         attention = self._pair_flop * pairs / self.profile.prefill_attention_flop_per_s
+        if self._gain is not None:
+            counts, committed = new.astype(np.int64), cached.astype(np.int64)
+            attention = self._with_packing(
+                self._gain, attention, counts, committed, paths or [()] * len(new), block_size
+            )
         seconds = self.profile.step_overhead_s + self._products(tokens, len(new)) + attention
         return max(seconds, self._least_prefill_s)
+
+    def _with_packing(
+        self,
+        gain: PrefillGain,
+        stock: float,
+        counts: np.ndarray,
+        committed: np.ndarray,
+        paths: Sequence[tuple[int, ...]],
+        block_size: int,
+    ) -> float:
+        """The attention of a prefill step, of which SGLang's kernel takes `stock` seconds."""
+        always = self._packed_prefill == "on"
+        if not always and not gain.may_pay(committed, counts):
+            return stock
+        forest = cached_forest(paths, block_size, committed.tolist())
+        if not always and not gain.pays(forest, counts):
+            return stock
+        ratio = gain.packed_seconds(forest, counts) / gain.stock_seconds(committed, counts)
+        return stock * ratio + gain.plan_seconds(counts)
 
     def sharing(self, paths: Sequence[tuple[int, ...]], block_size: int, lengths: Sequence[int]) -> BatchSharing:
         """What the rows of a batch share: the hash ids of each prompt's blocks, and the KV tokens of each row."""

@@ -223,6 +223,16 @@ def test_without_prefill_graphs_small_prefills_take_longer(tmp_path):
 
 
 @newest_only
+def test_packed_prefill_shortens_steps_of_many_that_share(tmp_path):
+    flags = ["--requests", "1200", "--rate", "3000", "--groups", "5", "--output-tokens", "2", "--attention", "pat"]
+    flags += ["--scheduler-cost", "off", "--policies", "fcfs", "--prefill-graphs", "off", "--feather-pat-prefill"]
+    off, auto = ab(tmp_path / "off", *flags, "off"), ab(tmp_path / "auto", *flags, "auto")
+    assert (off["pat_prefill"], auto["pat_prefill"]) == ("off", "auto")
+    off, auto = off["runs"]["fcfs"], auto["runs"]["fcfs"]
+    assert 0.85 * off["ttft_mean"] < auto["ttft_mean"] < 0.99 * off["ttft_mean"]
+
+
+@newest_only
 def test_train_writes_a_policy_that_ab_loads(tmp_path, capsys):
     """On the paper's card, where mixing costs, the trained policy stops and beats fcfs on the held-out part."""
     trace = tmp_path / "trace.jsonl"

@@ -1,0 +1,54 @@
+"""Packed prefill in the step-time model."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from feather_sglang.errors import FeatherError
+from feather_sglang.replay.cached_prefixes import cached_forest
+from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
+
+RECORDS = json.loads((Path(__file__).parents[2] / "docs" / "measured" / "prefill_h200.json").read_text())["records"]
+
+
+def model(packed_prefill="off", attention="pat", graphs=False):
+    return StepTimeModel(load_profile("h200"), load_model("qwen3-8b"), attention, graphs, packed_prefill)
+
+
+@pytest.mark.parametrize(("case", "groups", "prefix"), [("groups-5x5k", 5, 5000), ("groups-20x10k", 20, 10000)])
+def test_a_step_gains_what_was_measured(case, groups, prefix):
+    (record,) = (one for one in RECORDS if one["case"] == case)
+    requests, systems = record["requests"], record["systems"]
+    paths = [(i % groups,) for i in range(requests)]
+    off, auto, on = (
+        model(name).prefill([20] * requests, [prefix] * requests, paths, prefix) for name in ("off", "auto", "on")
+    )
+    gain = 36 * (systems["fa3"]["warm_us"] - systems["pat"]["warm_us"]) - record["host_us"]
+    assert off - auto == pytest.approx(gain * 1e-6, rel=0.3) and on == auto
+
+
+def test_auto_leaves_a_step_that_on_makes_slower():
+    """Requests that share nothing, as what else is cached, or their paths, are not the same."""
+    paths = [(i,) for i in range(100)]
+    off, auto, on = (model(name).prefill([80] * 100, [1000] * 100, paths, 1000) for name in ("off", "auto", "on"))
+    assert off == auto < on
+    assert model("on").prefill([80] * 100, [1000] * 100) == on
+
+
+@pytest.mark.parametrize("packed_prefill", ["on", "auto"])
+def test_it_needs_what_a_server_needs(packed_prefill):
+    with pytest.raises(FeatherError, match=rf"^--feather-pat-prefill {packed_prefill}: give --attention pat, too$"):
+        model(packed_prefill, "fa3")
+    with pytest.raises(FeatherError, match=rf"^--feather-pat-prefill {packed_prefill}: give --prefill-graphs off, too"):
+        model(packed_prefill, graphs=True)
+
+
+def test_requests_share_the_blocks_that_are_cached_of_both():
+    paths = [(1, 2, 3), (1, 2, 3), (1, 2, 4), (5, 2, 3), (1,)]
+    forest = cached_forest(paths, 10, [30, 29, 30, 25, 4])
+    assert forest.parent.tolist() == [-1, 0, 1, 1, -1, 4] and set(forest.length.tolist()) == {10}
+    assert forest.request_node.tolist() == [2, 1, 3, 5, -1]
+    assert forest.shared_length.tolist() == [30, 20, 30, 20, 0] and forest.seq_len.tolist() == [30, 29, 30, 25, 4]
+    assert cached_forest([], 10, np.array([])).n_requests == 0
