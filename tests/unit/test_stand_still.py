@@ -179,44 +179,129 @@ def test_nobody_stands_still_for_prefill_that_ran_while_nobody_decoded():
 
 # The rule and the fit together -------------------------------------------------------------------------------------
 
-LAUNCH, STEP, TOKEN, PAIR, LOOKED_UP, DECODE = 0.018, 0.002, 25e-6, 1e-9, 5e-8, 0.012  # an H200's, without CUDA graphs
 
+class Server:
+    """A long prompt after the other, and short ones behind cached prefixes, beside a batch that decodes.
 
-def takes(tokens, context):
-    """Seconds of a prefill step: the host launches it while the GPU computes."""
-    return max(LAUNCH, STEP + tokens * (TOKEN + PAIR * (context + tokens / 2))) + LOOKED_UP * context
+    The host launches a step (prefill without CUDA graphs: kernel by kernel) while the GPU computes the one before, and
+    looks for a step's result after it has launched the next one, or at once.
 
-
-def run_bounded(bound, context, turns):
-    """Prefill long prompts, and now and then a short one, beside decode steps; returns the tokens of each prefill step
-    of the long ones, and the gaps.
+    Parameters
+    ----------
+    launch : seconds of the host to launch a prefill step.
+    overlaps : as SGLang's scheduler does by default.
     """
-    still, fit, now, chunks, gaps, fresh = StandStill(bound), PrefillFit(), 0.0, [], [], 0.0
-    still.launch(None)
-    still.result(now, True)
+
+    DECODE, DECODE_LAUNCH, PROCESS, STEP, TOKEN, PAIR = 0.010, 0.002, 0.003, 0.002, 25e-6, 1e-9
+    LOOKED_UP = 1e-7  # seconds of the host for a token found in the cache
+
+    def __init__(self, bound, launch, overlaps, context):
+        self.still, self.fit = StandStill(bound), PrefillFit()
+        self.launch, self.overlaps, self.context = launch, overlaps, context
+        self.now = self.gpu = self.fresh = 0.0
+        self.pending = deque()  # (is a decode step, prompts, when the GPU is done)
+        self.gaps, self.chunks, self.together = [], [], []
+
+    def decode(self):
+        self.still.launch(None)
+        begin = self.now
+        self.now += self.DECODE_LAUNCH
+        self.gpu = max(self.gpu, begin) + self.DECODE
+        self._process((True, [], self.gpu))
+
+    def prefill(self, said, prompts):
+        self.still.launch(said, self.now)
+        begin = self.now
+        self.now += self.launch + self.LOOKED_UP * sum(context for _, context in prompts)
+        computed = sum(new * (self.TOKEN + self.PAIR * (context + new / 2)) for new, context in prompts)
+        self.gpu = max(max(self.gpu, begin) + self.STEP + computed, self.now)
+        self._process((False, prompts, self.gpu))
+
+    def _process(self, step):
+        self.pending.append(step)
+        while len(self.pending) > self.overlaps:
+            is_decode, prompts, end = self.pending.popleft()
+            looked, self.now = self.now, max(self.now, end) + self.PROCESS
+            if prompts:
+                pairs = sum(new * (context + new / 2) for new, context in prompts)
+                self.fit.add(sum(new for new, _ in prompts), pairs, sum(context for _, context in prompts))
+            if (took := self.still.result(self.now, is_decode, looked)) is not None:
+                self.fit.took(took)
+            if is_decode:
+                self.gaps.append(self.now - self.fresh)
+                self.fresh = self.now
+
+    def turn(self, short, floor=FLOOR_TOKENS):
+        self.still.forget(self.overlaps)
+        stood, prices = self.still.seconds, self.fit.prices
+        room = self.still.room(stood, self.still.decode_seconds)
+        context = 0 if short else self.context
+        tokens = min(8192, chunk_tokens(room, stood, prices, context, floor))
+        if not tokens:
+            return self.decode()
+        if not short:
+            said = 0.0 if prices is None else prices.fixed + prices.seconds(tokens, context)
+            self.chunks.append(tokens)
+            return self.prefill(said, [(tokens, context)])
+        if prices is None:
+            return self.prefill(0.0, [(20, 10_000)])
+        left, prompts = max(room - prices.fixed, prices.seconds(tokens, context)), 0
+        while 20 * (prompts + 1) <= tokens and (prices.tokens(left, 10_000) >= 20 or not prompts):
+            left, prompts = left - prices.seconds(20, 10_000), prompts + 1
+        self.together.append(prompts)
+        return self.prefill(prices.fixed + prompts * prices.seconds(20, 10_000), [(20, 10_000)] * prompts)
+
+
+def serve(bound, launch, overlaps, context=0, turns=400, short=0):
+    """Run so many steps, of each hundred the last `short` with short prompts only."""
+    server = Server(bound, launch, overlaps, context)
+    for _ in range(20):
+        server.decode()
+    del server.gaps[:]
     for turn in range(turns):
-        stood = still.seconds
-        tokens = chunk_tokens(still.room(stood, still.decode_seconds), stood, fit.prices, context, FLOOR_TOKENS)
-        if tokens:
-            seconds = takes(tokens := min(tokens, 20 if turn % 7 == 0 else 8192), context)
-            still.launch(0.0 if fit.prices is None else fit.prices.fixed + fit.prices.seconds(tokens, context))
-            fit.step(seconds, tokens, tokens * (context + tokens / 2), context)
-            chunks += [tokens] if turn % 7 else []
-        else:
-            still.launch(None)
-            seconds = DECODE
-            gaps.append(now + seconds - fresh)
-            fresh = now + seconds
-        still.result(now := now + seconds, not tokens)
-    return chunks, gaps
+        server.turn(turn % 100 >= 100 - short)
+    return server
 
 
-@pytest.mark.parametrize("bound", [0.04, 0.047, 0.1, 0.25])
-@pytest.mark.parametrize("context", [0, 5000, 30000])
-def test_chunks_grow_to_what_the_bound_allows_however_long_a_launch_takes(bound, context):
-    """The launch of a step is not taken for what its tokens cost, which had kept chunks at the floor."""
-    chunks, gaps = run_bounded(bound, context, 400)
-    best = max(n for n in range(FLOOR_TOKENS, 8193) if takes(n, context) + DECODE <= bound or n == FLOOR_TOKENS)
-    late = chunks[len(chunks) // 2 :]
-    assert sum(late) / len(late) >= 0.8 * best
-    assert sorted(gaps[10:])[int(0.99 * len(gaps[10:]))] <= max(bound, takes(FLOOR_TOKENS, context) + DECODE) * 1.1
+def largest_chunk(bound, launch, overlaps, context):
+    """That keeps gaps within the bound, in steps of 32; the floor's where none does."""
+    best = FLOOR_TOKENS
+    for tokens in range(FLOOR_TOKENS, 8193, 32):
+        server = Server(bound, launch, overlaps, context)
+        for _ in range(12):
+            server.prefill(0.0, [(tokens, context)])
+            server.decode()
+        if max(server.gaps[4:]) <= bound:
+            best = tokens
+    return best
+
+
+@pytest.mark.parametrize("overlaps", [0, 1])
+@pytest.mark.parametrize("launch", [0.001, 0.018])
+@pytest.mark.parametrize("bound", [0.05, 0.1, 0.25])
+@pytest.mark.parametrize("context", [0, 30_000])
+def test_chunks_are_nearly_as_large_as_the_bound_allows_however_long_a_launch_takes(overlaps, launch, bound, context):
+    server = serve(bound, launch, overlaps, context)
+    best = largest_chunk(bound, launch, overlaps, context)
+    late, gaps = server.chunks[len(server.chunks) // 2 :], sorted(server.gaps[len(server.gaps) // 4 :])
+    assert 0.8 * best <= sum(late) / len(late)
+    assert gaps[int(0.99 * len(gaps))] <= 1.1 * bound
+
+
+@pytest.mark.parametrize("overlaps", [0, 1])
+def test_where_decode_steps_exceed_the_bound_prefill_computes_as_long_as_its_launch_takes(overlaps):
+    """Else the smallest steps would fill the time with launches, and the bound would not hold either."""
+    launch = 0.03
+    server = serve(0.009, launch, overlaps)
+    late = server.chunks[len(server.chunks) // 2 :]
+    worth = launch / Server.TOKEN
+    assert 0.5 * worth <= sum(late) / len(late) <= 2 * worth
+
+
+@pytest.mark.parametrize("overlaps", [0, 1])
+def test_short_prompts_go_together_though_each_costs_the_host_some_time(overlaps):
+    server = serve(0.06, 0.018, overlaps, short=50, turns=1000)
+    late = server.together[len(server.together) // 2 :]
+    assert sum(late) / len(late) >= 4  # 12 would compute as long as a launch takes
+    gaps = sorted(server.gaps[len(server.gaps) // 4 :])
+    assert gaps[int(0.95 * len(gaps))] <= 1.15 * 0.06

@@ -51,8 +51,9 @@ class Meters:
         chunk = scheduler.chunked_prefill_size
         # Where chunks are cut, the smallest must tell what a token takes.
         self.prefill = PrefillMeter(chunk if still is None else min(chunk, 2 * FLOOR_TOKENS))
-        self.fit = PrefillFit() if still is not None else None
+        self.fit = PrefillFit()  # where time is bounded
         self._drafts = resolved(scheduler.server_args, "speculative_algorithm") is not None
+        self._looked: float | None = None  # when SGLang began to wait for the step that ends
         self._step = False, 0  # whether the step that ends decodes, and its tokens; with drafts, those before it
 
     def arrived(self, rid: Hashable) -> None:
@@ -66,6 +67,8 @@ class Meters:
         if is_decode:
             tokens = _made(batch) if self._drafts else sum(not req.finished() for req in batch.reqs)
         self._step = is_decode, tokens
+        if self.still is not None:
+            self._looked = self.clock()
 
     def result_came(self, batch: Any) -> None:
         """SGLang has processed a step's result."""
@@ -77,18 +80,27 @@ class Meters:
     def _note(self, batch: Any, is_decode: bool, tokens: int) -> None:
         now = self.clock()
         self.decode.step(now, tokens, is_decode)
-        if self.still is not None:
-            self.still.result(now, is_decode)
         if self.outcomes is not None:
             self._tell(self.outcomes, now, batch, is_decode)
         lens = () if is_decode else batch.extend_lens or ()
         pairs = sum(new * (old + new / 2) for new, old in zip(lens, batch.prefix_lens or (), strict=False))
         seconds = self.prefill.step(now, sum(lens), pairs)
-        if self.fit is not None and seconds is not None:
-            self.fit.step(seconds, sum(lens), pairs, sum(batch.prefix_lens or ()))
+        if self.still is not None:
+            if lens:
+                self.fit.add(sum(lens), pairs, sum(batch.prefix_lens or ()))
+            took = self.still.result(now, is_decode, self._looked)
+            if took is None and not self.still.decodes:
+                took = seconds
+                if took is None:
+                    self.fit.drop()
+            if took is not None:
+                self.fit.took(took)
         # SGLang drops what has finished from the running batch when it forms the next one.
         if all(req.finished() for req in chain(batch.reqs, self.scheduler.running_batch.reqs)):
             self.prefill.idle()
+            if self.still is not None:
+                self.still.idle()
+                self.fit.drop()
 
     def _tell(self, outcomes: Outcomes, now: float, batch: Any, is_decode: bool) -> None:
         """Who has a first token, a further one, and the last."""
@@ -128,7 +140,7 @@ class Meters:
             prefill.pair_seconds / bare if bare else None,
             step / bare if bare and step is not None else None,
             *((self.outcomes.judged, self.outcomes.within) if self.outcomes is not None else (None, None)),
-            *(self.still.readings(self.fit.prices) if self.still is not None and self.fit is not None else ()),
+            *(self.still.readings(self.fit.prices) if self.still is not None else ()),
         )
         return Readings(*self.agreement.readings(*mine))
 

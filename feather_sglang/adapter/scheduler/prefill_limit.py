@@ -7,7 +7,6 @@ take longer.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from feather_sglang.adapter.scheduler.life_cycle import cached_tokens, total_tokens
@@ -38,6 +37,7 @@ class PrefillLimit:
         self._forget_round()
 
     def _forget_round(self) -> None:
+        self._opened: float | None = None  # when the round was
         self._stands = False  # somebody decodes, and stands still during this round's prefill step
         self._prices: PrefillPrices | None = None  # None: the step is not limited by time
         self._room = 0.0  # seconds for this round's prefill tokens
@@ -59,7 +59,7 @@ class PrefillLimit:
 
     def begin(self, running_batch: Any, readings: Readings, prefill: Prefill = Prefill.BOUNDED) -> bool:
         """Set the round's chunk size; False lets the running batch decode first."""
-        stood = readings.stood_seconds or 0.0
+        stood, self._opened = readings.stood_seconds or 0.0, readings.now
         if prefill is Prefill.AT_ONCE or (prefill is Prefill.SPACED and self.still.may_stall(stood)):
             self.restore()
             return True
@@ -73,12 +73,12 @@ class PrefillLimit:
             self.restore()
             self.still.launch(None)
             return False
-        tokens = max(tokens, self._floor)
+        tokens = min(self._full, max(tokens, self._floor))
         if prices is not None:
             self._prices = prices
-            self._room = max(room - prices.fixed, prices.seconds(self._floor, context))
+            self._room = max(room - prices.fixed, prices.seconds(tokens, context))
         page = self.scheduler.page_size
-        self.scheduler.chunked_prefill_size = min(self._full, tokens // page * page)
+        self.scheduler.chunked_prefill_size = tokens // page * page
         return True
 
     def _must_go_on(self, running_batch: Any) -> bool:
@@ -128,7 +128,7 @@ class PrefillLimit:
         if new_batch is None:
             self.still.launch(None)
         elif self._stands:
-            self.still.launch(self._spent + (self._prices.fixed if self._prices is not None else 0.0))
+            self.still.launch(self._spent + (self._prices.fixed if self._prices is not None else 0.0), self._opened)
         else:
             self.still.launch(None)
         self._forget_round()
@@ -140,7 +140,8 @@ class PrefillLimit:
 
 def prices_of(readings: Readings) -> PrefillPrices | None:
     """What prefill takes by these readings; None: not known yet."""
-    if not readings.token_seconds:
+    if readings.trusted_tokens is None:
         return None
-    start, pair, prefix = readings.start_seconds or 0.0, readings.pair_seconds or 0.0, readings.prefix_seconds or 0.0
-    return PrefillPrices(start, readings.token_seconds, pair, prefix, readings.trusted_tokens or math.inf)
+    start, token = readings.start_seconds or 0.0, readings.token_seconds or 0.0
+    pair, prefix = readings.pair_seconds or 0.0, readings.prefix_seconds or 0.0
+    return PrefillPrices(start, token, pair, prefix, readings.trusted_tokens)

@@ -38,14 +38,18 @@ class StandStill:
     Attributes
     ----------
     bound : may change from round to round.
-    decode_seconds, least_decode_seconds : of a decode step, a moving mean, and the least that this was; None: none was
-        timed yet.
+    least_decode_seconds : the least that ``decode_seconds`` was; None: no decode step was timed yet.
     """
 
     def __init__(self, bound: float) -> None:
         self.bound = bound
-        self.decode_seconds: float | None = None
         self.least_decode_seconds: float | None = None
+        self._alone: float | None = None  # of a decode step that follows another, a moving mean
+        self._after_prefill: float | None = None  # of one that follows a prefill step, as results tell
+        self._decoded: float | None = None  # when the latest decode step's result came
+        self._between = False  # a prefill step's has come since
+        self._beyond = 0.0  # what decode steps took beyond themselves, and no prefill step was charged with yet
+        self._launches: float | None = None  # when the engine set out to launch the latest step
         self._decodes = 0  # steps so far
         self._stalls = False  # the stop that is under way is not bounded
         self._stalled: int | None = None  # decode steps before the last stop that was not bounded
@@ -53,31 +57,89 @@ class StandStill:
         self._latest: float | None = None  # when the latest result came
         self._launched: deque[float | None] = deque()  # no result yet; None: after it all have a new token
 
-    def launch(self, seconds: float | None) -> None:
+    @property
+    def decode_seconds(self) -> float | None:
+        """Of a decode step."""
+        return self._after_prefill if self._alone is None else self._alone
+
+    @property
+    def decodes(self) -> bool:
+        """Whether decode steps come one after the other, so that a prefill step is time between them."""
+        return self._decoded is not None
+
+    def launch(self, seconds: float | None, now: float | None = None) -> None:
         """Note a step.
 
         Parameters
         ----------
         seconds : that a prefill step will take; None: a decode step, or a prefill step while nobody decodes.
+        now : when the engine set out to launch it, as in ``result``; None: not known.
         """
         if seconds is None:
             self._fresh = None
         self._launched.append(seconds)
+        self._launches = now
 
-    def result(self, now: float, is_decode: bool) -> None:
-        """Note that a step's result came at ``now`` (seconds, any monotonic clock)."""
+    def result(self, now: float, is_decode: bool, looked: float | None = None) -> float | None:
+        """Note that a step's result came at ``now`` (seconds, any monotonic clock).
+
+        Parameters
+        ----------
+        looked : when the engine began to wait for it, after it had launched the next step; None: not known.
+
+        Returns the seconds that the prefill steps since the last decode step took, once the next has ended: what lies
+        between the two beyond a decode step. A prefill step's own result does not tell: an engine that overlaps looks
+        for the result of a step after it has launched the next one.
+        """
         fresh = is_decode
         self._decodes += is_decode
         # The engine may run decode steps that nobody announced.
         if self._launched and (not is_decode or self._launched[0] is None):
             fresh |= self._launched.popleft() is None
-        if is_decode and self._latest is not None and now > self._latest:
-            seconds, mean = now - self._latest, self.decode_seconds
-            self.decode_seconds = mean = seconds if mean is None else mean + (seconds - mean) / _WINDOW
-            self.least_decode_seconds = min(mean, self.least_decode_seconds or mean)
+        took = None
+        if is_decode:
+            took = self._time_decode(now, now if looked is None else looked)
+        self._between |= not is_decode
         self._latest = now
         if fresh:
             self._fresh = now
+        return took
+
+    def _time_decode(self, now: float, looked: float) -> float | None:
+        """Time a decode step, or the prefill steps before it."""
+        if self._between and self._latest is not None and now > self._latest:
+            self._after_prefill = _follow(self._after_prefill, now - self._latest)
+        took = None
+        if self._decoded is not None and now > self._decoded:
+            gap = now - self._decoded
+            under_way = any(seconds is not None for seconds in self._launched)
+            if not self._between and not under_way:
+                self._alone = _follow(self._alone, gap)
+                self._beyond = 0.0
+            elif self.decode_seconds is not None:
+                took = self._charge(gap - self.decode_seconds, looked if under_way else None)
+        if self.decode_seconds is not None:
+            self.least_decode_seconds = min(self.decode_seconds, self.least_decode_seconds or self.decode_seconds)
+        self._decoded, self._between = now, False
+        return took
+
+    def _charge(self, beyond: float, looked: float | None) -> float | None:
+        """Charge what a decode step took beyond itself to the prefill steps before it, less what launching one after it
+        took, until the engine ``looked`` (None: none is under way).
+        """
+        launching = 0.0
+        if looked is not None and self._launches is not None:
+            launching = max(0.0, min(looked - self._launches, beyond))
+        self._beyond += beyond - launching
+        took = None
+        if self._between and self._beyond > 0:
+            took, self._beyond = self._beyond, 0.0
+        self._beyond += launching
+        return took
+
+    def idle(self) -> None:
+        """Nobody decodes any more: what runs until somebody does is not time between two tokens."""
+        self._decoded, self._between, self._beyond = None, False, 0.0
 
     def forget(self, in_flight: int = 0) -> None:
         """Drop what was launched and never ran; all but the last ``in_flight`` steps have ended by now."""
@@ -88,6 +150,7 @@ class StandStill:
         """Nothing runs, or did for some time: no time until now counts."""
         self._fresh = self._latest = None
         self._launched.clear()
+        self.idle()
 
     @property
     def seconds(self) -> float:
@@ -127,8 +190,9 @@ class StandStill:
 def chunk_tokens(room: float, stood: float, prices: PrefillPrices | None, context: int, floor: int) -> int:
     """Tokens that the next prefill step may have; 0: a decode step runs first.
 
-    A step that directly follows a decode step may always have ``floor`` tokens: where a decode step alone exceeds the
-    bound, prefill goes on in steps of that size, and the bound does not hold.
+    A step that directly follows a decode step may always have ``floor`` tokens. Where a decode step alone exceeds the
+    bound it does not hold, and a step may have as many as take the time that any step takes: fewer would hardly be
+    shorter.
 
     Parameters
     ----------
@@ -140,9 +204,17 @@ def chunk_tokens(room: float, stood: float, prices: PrefillPrices | None, contex
     """
     tokens = 0
     if prices is not None:
-        tokens = math.floor(min(prices.tokens(room - prices.fixed, context), prices.trusted))
+        tokens = math.floor(min(prices.tokens(room - prices.fixed, context), max(floor, prices.trusted)))
     elif not stood:
         tokens = FIRST_TOKENS
+    if tokens >= floor:
+        return tokens
     if stood > 0:
-        return tokens if tokens >= floor else 0
-    return max(tokens, floor)
+        return 0
+    if prices is None or room > 0:
+        return floor
+    return max(floor, math.floor(min(prices.tokens(prices.fixed, context), prices.trusted)))
+
+
+def _follow(mean: float | None, measured: float) -> float:
+    return measured if mean is None else mean + (measured - mean) / _WINDOW

@@ -11,15 +11,21 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-_WINDOW = 64  # steps that the fit follows
+_WINDOW = 256  # steps that the fit follows
+_SOON, _REFIT = 32, 4  # so many times in, every fourth refits: 0.4 ms each
+_LATE = 8  # steps that the fixed part follows beyond the fit: what runs beside a step changes faster than its prices
+_SURE = 2  # standard deviations, within which all but a few steps are
 _LEAST_SPREAD = 1e-3  # of steps in a term; below, they look alike and do not tell it from the others
 _TRUSTED = 2  # times the tokens of the longest of late: how time goes on beyond is not known
+_UNBOUNDED = 2**31  # tokens, where none is known to take time
+_AS_GOOD = 1.1  # times the squares that the best fit leaves
+_ROUNDING = 1e-4  # of a square: steps are timed to 1%
 _FIXED, _TOKEN, _PAIR, _PREFIX = range(4)
-_OTHERS = (_FIXED, _PAIR, _PREFIX)
+_SETS = ((_TOKEN,), *(terms for size in range(1, 5) for terms in combinations(range(4), size) if terms != (_TOKEN,)))
 
 
 class PrefillPrices(NamedTuple):
@@ -47,59 +53,100 @@ class PrefillPrices(NamedTuple):
     def tokens(self, seconds: float, context: float) -> int:
         """The most tokens after ``context`` earlier ones that take no more than ``seconds``."""
         seconds -= self.prefix * context
+        first = self.token + self.pair * context
+        if not first + self.pair and seconds >= 0:
+            return _UNBOUNDED
         if seconds <= 0:
             return 0
-        first = self.token + self.pair * context
         return math.floor(2 * seconds / (first + math.sqrt(first * first + 2 * self.pair * seconds)))
 
 
 class PrefillFit:
-    """Least squares over prefill steps, none of whose prices is below 0."""
+    """Least squares over prefill steps, none of whose prices is below 0.
+
+    Of sets of terms that explain the steps about equally well the smallest counts, and of single ones the new tokens:
+    of steps that are all alike a larger one is said to take as much more time as it has more tokens, which is the most.
+    What steps take of late beyond these prices, and how much that varies, adds to the fixed part: bounds are on the
+    slowest of a hundred steps.
+    """
 
     def __init__(self) -> None:
-        self._products = np.zeros((4, 4))  # of the terms, each over the step's seconds
+        self._added = np.zeros(4)  # terms of the steps whose time is not known yet
+        self._products = np.zeros((4, 4))  # of the terms, each over the seconds
         self._sums = np.zeros(4)
+        self._weight = 0.0
+        self._timed = 0  # times that were taken
         self._longest = 0.0  # tokens, fading
-        self._prices: PrefillPrices | None = None
+        self._fitted = np.zeros(4)  # the terms' prices
+        self._drift = 0.0  # seconds that steps take beyond that of late, in the mean
+        self._variance = 0.0  # of them
 
     @property
     def prices(self) -> PrefillPrices | None:
         """By the steps so far; None before the first."""
-        return self._prices
+        if not self._timed:
+            return None
+        fixed, token, pair, prefix = map(float, self._fitted)
+        fixed = max(fixed / 2, fixed + self._drift) + _SURE * math.sqrt(self._variance)
+        return PrefillPrices(fixed, token, pair, prefix, _TRUSTED * self._longest)
 
-    def step(self, seconds: float, tokens: int, pairs: float, cached: int) -> None:
-        """Take a step's time.
+    def add(self, tokens: int, pairs: float, cached: int) -> None:
+        """Note a step whose time is not known yet.
 
         Parameters
         ----------
-        seconds : above 0.
         tokens : new ones, at least 1.
         pairs : of a new token and one before it in its prompt.
         cached : tokens that its prompts had in the cache.
         """
-        terms = np.array([1.0, tokens, pairs, cached]) / seconds
-        keep = 1 - 1 / _WINDOW
+        self._added += (1, tokens, pairs, cached)
+        self._longest = max((1 - 1 / _WINDOW) * self._longest, tokens)
+
+    def drop(self) -> None:
+        """Forget the steps whose time nobody will know."""
+        self._added[:] = 0
+
+    def took(self, seconds: float) -> None:
+        """The steps added since the last call took so long (above 0) together; without any, nothing."""
+        if not self._added[_FIXED]:
+            return
+        terms, keep = self._added / seconds, 1 - 1 / _WINDOW
         self._products = keep * self._products + np.outer(terms, terms)
         self._sums = keep * self._sums + terms
-        self._longest = max(keep * self._longest, tokens)
-        self._prices = self._fit()
+        self._weight = keep * self._weight + 1
+        self._timed += 1
+        if self._timed > _LATE:
+            said = float(self._fitted @ self._added)
+            beyond = min(max(seconds - said, -said), said) / self._added[_FIXED]
+            self._variance += ((beyond - self._drift) ** 2 - self._variance) / _LATE
+            self._drift += (beyond - self._drift) / _LATE
+        if self._timed < _SOON or not self._timed % _REFIT:
+            self._fitted = self._fit()
+        self.drop()
 
-    def _fit(self) -> PrefillPrices:
-        """Of all sets of terms that the steps tell apart, and whose prices are not negative, the one that fits best."""
-        best, least = np.zeros(4), math.inf
-        norms = np.sqrt(np.diag(self._products))
-        for others in (set_ for size in range(4) for set_ in combinations(_OTHERS, size)):
-            terms = [_TOKEN, *others]
-            if not norms[terms].all():
-                continue
-            scale = norms[terms]
-            alike = self._products[np.ix_(terms, terms)] / np.outer(scale, scale)
-            if np.linalg.eigvalsh(alike)[0] < _LEAST_SPREAD:
-                continue
-            found = np.linalg.solve(alike, self._sums[terms] / scale) / scale
-            left = -float(found @ self._sums[terms])  # what the squares sum up to, but for a constant
-            if found[0] > 0 and (found >= 0).all() and left < least:
-                best, least = np.zeros(4), left
-                best[terms] = found
-        fixed, token, pair, prefix = map(float, best)
-        return PrefillPrices(fixed, token, pair, prefix, _TRUSTED * self._longest)
+    def _fit(self) -> Any:
+        """Prices of the smallest set of terms that fits nearly as well as the best."""
+        solved = [(terms, found) for terms in _SETS if (found := self._solve(terms)) is not None]
+        fits = [(self._left(terms, found), terms, found) for terms, found in solved]
+        least = min(left for left, _, _ in fits)
+        enough = _AS_GOOD * least + _ROUNDING * self._weight
+        _, terms, found = next(fit for fit in fits if fit[0] <= enough)
+        prices = np.zeros(4)
+        prices[list(terms)] = found
+        return prices
+
+    def _solve(self, terms: tuple[int, ...]) -> Any:
+        """The prices of these terms; None where the steps do not tell, or one would be negative."""
+        chosen = list(terms)
+        scale = np.sqrt(np.diag(self._products)[chosen])
+        if not scale.all():
+            return None
+        alike = self._products[np.ix_(chosen, chosen)] / np.outer(scale, scale)
+        if len(chosen) > 1 and np.linalg.eigvalsh(alike)[0] < _LEAST_SPREAD:
+            return None
+        found = np.linalg.solve(alike, self._sums[chosen] / scale) / scale
+        return found if (found >= 0).all() else None
+
+    def _left(self, terms: tuple[int, ...], found: Any) -> float:
+        """Squares that these prices leave."""
+        return max(0.0, self._weight - float(found @ self._sums[list(terms)]))
