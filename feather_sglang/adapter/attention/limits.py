@@ -13,7 +13,7 @@ from feather_sglang.adapter.refusals import ANOTHER_BACKEND, Limit, first_limit
 from feather_sglang.errors import FeatherError
 
 FP8 = "float8_e4m3fn"  # of KV; --kv-cache-dtype fp8_e4m3
-MAX_GROUP = {64: 128, 128: 128, 256: 16}  # by head_dim: query heads to a KV head that were checked on a GPU
+MAX_GROUP = {64: 128, 128: 128, 256: 64}  # by head_dim: query heads to a KV head that were checked on a GPU
 POOLS = ("MHATokenToKVPool", "SWAKVPool", "HybridLinearKVPool")
 
 
