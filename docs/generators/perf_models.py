@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median_low
@@ -11,7 +12,8 @@ from perf_results import ResultError, get, load
 from perf_servers import command_of, setup
 from perf_text import Section, number, table
 
-MODELS = "models_h200.json"
+MODELS, TWO_RANKS = "models_h200.json", "data_parallel_h200.json"
+ROOM = re.compile(r" *--(?:max-running-requests \d+|disable-custom-all-reduce)")  # flags that are no row's point
 OURS = "pat"
 LAYERS = {  # of each kind of model in the support matrix that a GPU check has a shape of
     "dense": "full",
@@ -60,21 +62,24 @@ class Model(NamedTuple):
 
 
 def models(folder: Path) -> list[Model]:
-    """Every shape, in the file's order."""
-    found = [_model(row) for row in get(load(folder, MODELS), MODELS, "rows")]
-    if not found:
-        raise ResultError(f"{MODELS}: rows is empty")
+    """Every shape, in the files' order."""
+    found = []
+    for file in (MODELS, TWO_RANKS):
+        rows = get(load(folder, file), file, "rows")
+        if not rows:
+            raise ResultError(f"{file}: rows is empty")
+        found += [_model(row, file) for row in rows]
     return found
 
 
-def _model(row: dict[str, Any]) -> Model:
-    name = get(row, MODELS, "shape")
-    where = f"{MODELS}: {name}"
+def _model(row: dict[str, Any], file: str) -> Model:
+    name = get(row, file, "shape")
+    where = f"{file}: {name}"
     kind = get(row, where, "kind")
     if kind not in LAYERS:
         raise ResultError(f"{where}: kind {kind} is not among {', '.join(LAYERS)}")
     return Model(
-        name, kind, row.get("cut", ""), row.get("flags", ""), get(row, where, "answers", "wrong"),
+        name, kind, row.get("cut", ""), ROOM.sub("", row.get("flags", "")), get(row, where, "answers", "wrong"),
         get(row, where, "answers", "spread", "largest"), get(row, where, "spread", "largest"),
         *(_rate(get(row, where, "all_tok_s", which), f"{where}, {which}") for which in ("shared", "private")),
     )  # fmt: skip
@@ -120,4 +125,4 @@ def section(folder: Path) -> Section:
             rows(models(folder)),
         ),
     ]
-    return Section("Other models", body, f"{setup(folder, MODELS)}.", [command_of(folder, MODELS)], [MODELS])
+    return Section("Other models", body, f"{setup(folder, MODELS)}.", [command_of(folder, MODELS)], [MODELS, TWO_RANKS])

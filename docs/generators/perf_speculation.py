@@ -16,7 +16,16 @@ OURS, PEERS = "pat", ("fa3", "flashinfer")
 def steps(folder: Path) -> str:
     """A row for each batch of drafts: the times of a verify step's attention in one layer."""
     return table(
-        ["requests", "groups", "drafts", f"`{OURS}`, us", *(f"{peer}, us" for peer in PEERS), "to best", "/floor"],
+        [
+            "requests",
+            "groups",
+            "drafts",
+            "tokens",
+            f"`{OURS}`, us",
+            *(f"{peer}, us" for peer in PEERS),
+            "to best",
+            "/floor",
+        ],
         [_step(record) for record in get(load(folder, VERIFY), VERIFY, "records")],
     )
 
@@ -24,7 +33,7 @@ def steps(folder: Path) -> str:
 def _step(record: dict[str, Any]) -> list[str]:
     ours, *peers = (get(record, VERIFY, "systems", name, "warm_us") for name in (OURS, *PEERS))
     return [
-        *(str(get(record, VERIFY, key)) for key in ("requests", "groups", "drafts")),
+        *(f"{get(record, VERIFY, key):,}" for key in ("requests", "groups", "drafts", "tokens")),
         *(f"{time:.0f}" for time in (ours, *peers)),
         f"**{ours / min(peers):.2f}**",
         f"{ours / get(record, VERIFY, 'floor_us'):.2f}",
@@ -48,7 +57,7 @@ def section(folder: Path) -> Section:
     """What speculation takes under pat."""
     return Section(
         "Speculation",
-        ["Attention of one layer over 5K a request, drafts verified:", steps(folder), server(folder)],
+        ["Attention of one layer, drafts verified:", steps(folder), server(folder)],
         f"{setup(folder, SERVER)}.",
         [command(get(load(folder, VERIFY), VERIFY, "command"))],
         [VERIFY, SERVER],

@@ -149,12 +149,15 @@ def test_on_real_traces_the_mean_is_half_of_arrival_orders() -> None:
 
 def test_models_are_right_and_lose_little_without_sharing() -> None:
     found = perf_models.models(MEASURED)
+    ranks = [one for one in found if one.flags == "--tp 2 --dp 2 --enable-dp-attention"]
+    assert len(ranks) == 1 and ranks[0].shared.ratio > 1.2 and ranks[0].private.ratio > 1.0
     assert {one.kind for one in found} >= {"dense", "experts", "windows", "sinks", "linear"}
     assert not [one.name for one in found if one.wrong]
     assert min(one.shared.ratio for one in found) > 1
     assert not [one.name for one in found if one.private.ratio < 0.98]
-    rows = json.loads((MEASURED / perf_models.MODELS).read_text())["rows"]
-    assert not [row["shape"] for row in rows if row["problems"]]
+    for file in (perf_models.MODELS, perf_models.TWO_RANKS):
+        rows = json.loads((MEASURED / file).read_text())["rows"]
+        assert not [row["shape"] for row in rows if row["problems"] or row["left_out"]]
     assert {kind.name for kind in matrix.KINDS if kind.gpu_shapes} <= set(perf_models.LAYERS)
 
 
@@ -238,6 +241,7 @@ def speculation_files() -> dict[str, dict[str, Any]]:
         "requests": 9,
         "groups": 3,
         "drafts": 4,
+        "tokens": 5150,
         "floor_us": 10.0,
         "systems": {name: {"warm_us": us} for name, us in (("pat", 20.0), ("fa3", 80.0), ("flashinfer", 50.0))},
     }
@@ -281,6 +285,9 @@ def files() -> dict[str, Any]:
     made |= {file: server_file(steady, {"W1": batch}) for file in (perf_servers.TWO_GPUS, perf_servers.LONG)}
     made |= {file: one_backend(name) for name, file in zip(("pat", "fa3", "fa3"), perf_servers.LOADS, strict=True)}
     made[perf_models.MODELS] = model_file()
+    made[perf_models.TWO_RANKS] = model_file()
+    made[perf_models.TWO_RANKS]["rows"][1:] = []
+    made[perf_models.TWO_RANKS]["rows"][0]["flags"] = "--dp 2 --disable-custom-all-reduce --max-running-requests 9"
     made |= speculation_files()
     made[perf_prefill.PREFILL] = prefill_file()
     figures = {"output_tok_s": 110.0, "ttft_mean": 2.0, "ttft_p99": 4.0, "e2e_mean": 8.0, "max_wait": 5.0}
@@ -345,13 +352,14 @@ def test_a_model_has_its_row_with_what_was_cut_and_the_best_other_backend(
                      "**0.97**<br>±2%|97.0|100<br>fa3|")  # fmt: skip
     assert rows_with(page, "|large<br>4&nbsp;of&nbsp;32&nbsp;experts|windows,full,sinks|**no**,3.00/0.50|"
                      "**0.50**<br>±1%|110|220<br>triton|**0.77**<br>±0%|77.0|100<br>fa3|")  # fmt: skip
+    assert rows_with(page, "|small<br>--dp&nbsp;2|full|")  # and no flag of room
     assert "\npython benchmarks/checks/check_models.py --repeat 2\n" in page
 
 
 def test_drafts_have_their_row_and_their_server(files: dict[str, Any], tmp_path: Path) -> None:
     files[perf_speculation.VERIFY]["records"][0]["systems"]["pat"]["warm_us"] = 60.0  # slower than one of both
     page = performance.page(written(files, tmp_path))
-    assert rows_with(page, "|9|3|4|60|80|50|**1.20**|6.00|")
+    assert rows_with(page, "|9|3|4|5,150|60|80|50|**1.20**|6.00|")
     assert "2.5 tokens a step simulated: 180 tokens/s, **1.80** of fa3" in page
 
 
@@ -419,6 +427,7 @@ def test_a_replay_that_is_far_off_is_shown(files: dict[str, Any], tmp_path: Path
         ("speculation_h200.json", lambda content: content["rows"].pop(), "no rows of pat and fa3"),
         ("models_h200.json", lambda content: content.pop("when"), "when"),
         ("models_h200.json", lambda content: content["rows"].clear(), "rows is empty"),
+        ("data_parallel_h200.json", lambda content: content["rows"].clear(), "rows is empty"),
         ("models_h200.json", lambda content: content["rows"][1].pop("answers"), "large: no answers"),
         ("models_h200.json", lambda content: content["rows"][0].update(kind="odd"), "small: kind odd is not among"),
         ("models_h200.json", lambda content: times(content, "shared").pop("pat"), "small, shared: no pat"),
