@@ -67,6 +67,13 @@ def test_time_on_an_fp8_cache():
     assert geometric_mean(ratio["floor"]) <= 2.67
 
 
+def test_error_on_an_fp8_cache():
+    """To that of Triton, which has probabilities in fp8, too, and to that on the same values in 16 bits."""
+    for row in records("decode_h200_fp8.json"):
+        error = {name: one["relative_error"] for name, one in row["systems"].items()}
+        assert error["feather"] < 0.05 * error["triton"] and error["feather"] < 0.75 * error["feather-16bit"]
+
+
 def test_where_a_peer_is_faster_little_is_shared():
     """Few requests to a prefix, a single request, or none that share."""
     slower = {name for name, ratio in to_the_best_peer("decode_h200_serving.json").items() if ratio > 1}
