@@ -68,7 +68,7 @@ def test_time_on_an_fp8_cache():
 
 
 def test_error_on_an_fp8_cache():
-    """To that of Triton, which has probabilities in fp8, too, and to that on the same values in 16 bits."""
+    """To that of Triton, whose queries and probabilities are in fp8, too, and to that on the same values in 16 bits."""
     for row in records("decode_h200_fp8.json"):
         error = {name: one["relative_error"] for name, one in row["systems"].items()}
         assert error["feather"] < 0.05 * error["triton"] and error["feather"] < 0.75 * error["feather-16bit"]
