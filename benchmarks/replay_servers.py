@@ -15,7 +15,7 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,22 @@ def model_name(config: dict[str, Any]) -> str:
     raise FeatherError(f"no built-in shape for {' '.join(config.get('architectures', ['this model']))}")
 
 
-def backend(flags: Sequence[str]) -> str | None:
-    """The decode attention backend that these flags name."""
+def values(flags: Sequence[str]) -> dict[str, str]:
+    """What these flags say, the last of each."""
     words = [word for flag in flags for word in flag.split("=", 1)]
-    named = {flag: words[place + 1] for place, flag in enumerate(words[:-1]) if flag.startswith("--")}
-    return named.get("--decode-attention-backend", named.get("--attention-backend"))
+    return {flag: words[place + 1] for place, flag in enumerate(words[:-1]) if flag.startswith("--")}
+
+
+def backend(flags: Mapping[str, str]) -> str | None:
+    """The decode attention backend that these flags name."""
+    return flags.get("--decode-attention-backend", flags.get("--attention-backend"))
+
+
+def packed_prefill(flags: Mapping[str, str]) -> dict[str, str]:
+    """How prefill is packed, where it is."""
+    given = {"pat_prefill": flags.get("--feather-pat-prefill", FeatherOptions.pat_prefill)}
+    chosen = FeatherOptions.from_flags(given).pat_prefill
+    return {} if chosen == "off" else {"pat_prefill": chosen}
 
 
 def runs_of(content: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -67,7 +78,8 @@ def runs_of(content: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
         start, flags = of_server[name], content["servers"][name]["flags"]
         configuration = ServerConfig(name, tuple(flags))
         words = words_of_start(content["command"], start)
-        attention = backend([*words, *flags])
+        given = values([*words, *flags])
+        attention = backend(given)
         if case.startswith("decode:"):
             left_out[f"{case}: a steady batch"] = None
         elif any(flag in words for flag in ("--tp", "--tp-size", "--tensor-parallel-size")):
@@ -86,6 +98,7 @@ def runs_of(content: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
                 "kv_tokens": start["kv_tokens"],
                 "max_running": start["max_running"],
                 "prefill_graphs": "off" if NO_PREFILL_GRAPHS in words else "on",
+                **packed_prefill(given),
             })  # fmt: skip
     return runs, list(left_out)
 
@@ -95,8 +108,9 @@ def job_of(run: dict[str, Any], label: str) -> Job:
     trace = parse_case(run["case"], run["seed"], run["arrivals"]).trace
     check_fits(trace, run["kv_tokens"], 1)
     model = StepTimeModel(
-        load_profile("h200"), MODELS[run["model"]], run["attention"], prefill_graphs=run["prefill_graphs"] == "on"
-    )
+        load_profile("h200"), MODELS[run["model"]], run["attention"], run["prefill_graphs"] == "on",
+        run.get("pat_prefill", "off"),
+    )  # fmt: skip
     settings = {"kv_tokens": run["kv_tokens"], "max_running": run["max_running"], "charge_scheduler": False}
     options: dict[str, Any] = {}
     if run["policy"].startswith("feather"):

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import replay_servers
 
 from feather_sglang.errors import FeatherError
+from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN = {"num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -55,6 +56,23 @@ def test_each_workload_policy_and_backend_is_replayed_with_the_servers_sizes() -
 def test_prefill_graphs_are_those_of_the_server(command: str, start: dict[str, str], graphs: str) -> None:
     runs, _ = replay_servers.runs_of(content(command, **start))
     assert {run["prefill_graphs"] for run in runs} == {graphs}
+
+
+@pytest.mark.parametrize(
+    ("flags", "packed"),
+    [([], {}), (["--feather-pat-prefill", "off"], {}), (["--feather-pat-prefill=auto"], {"pat_prefill": "auto"}),
+     (["--feather-pat-prefill", "on"], {"pat_prefill": "on"})],
+)  # fmt: skip
+def test_prefill_is_packed_as_on_the_server(flags: list[str], packed: dict[str, str]) -> None:
+    servers = content("bench_server.py")  # without prefill graphs
+    servers["servers"]["pat"]["flags"] += flags
+    (run, _), _ = replay_servers.runs_of(servers)
+    assert {key: value for key, value in run.items() if key == "pat_prefill"} == packed
+    step = [20] * 409, [5000] * 409, [(i % 5,) for i in range(409)], 5000
+    shorter = replay_servers.job_of(run, "one").model.prefill(*step) < StepTimeModel(
+        load_profile("h200"), load_model("qwen3-8b"), "pat", prefill_graphs=False
+    ).prefill(*step)
+    assert shorter == bool(packed)
 
 
 def test_what_a_replay_cannot_be_is_named() -> None:
