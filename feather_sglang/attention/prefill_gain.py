@@ -2,7 +2,8 @@
 
 Both compute as many products for every token; what differs is rate, padding and the price of a row. FlashAttention-3
 pads each request's new tokens to whole tiles, and the packed kernel those below a shared prefix together, but it pays
-for every new token's private tail. Numbers of one attention layer scale with its FLOP.
+for every new token's private tail. Numbers of one attention layer scale with its FLOP. The packed one must also make
+good for its plan (`PlanTime`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from feather_kernels.forest import Forest
+from feather_sglang.attention.plan_time import PlanTime
 
 Ints = npt.NDArray[np.integer]
 Shape = tuple[int, int, int]  # query heads, KV heads, head_dim
@@ -26,8 +28,6 @@ STOCK_TILE_KEYS = 342.5  # more that a tile takes than its rows see: where it be
 PACKED_FLOP_PER_S = 605.4e12
 PACKED_S = 8.1e-6  # of a launch
 PACKED_VALUE_S = 25.6e-9 / (32 * 128)  # of a value of a new token's query, for its tail and its parts
-# The plan on the host, whole steps of that file: 0.17 ms for 16 tokens, 1.2 to 1.9 for 8,192.
-PLAN_S, PLAN_TOKEN_S = 170e-6, 0.2e-6
 
 
 class PrefillGain:
@@ -39,10 +39,16 @@ class PrefillGain:
         One an attention layer.
     block : int
         Tokens of a prompt whose heads fill the packed kernel's largest tile.
+
+    Attributes
+    ----------
+    plan_time : PlanTime
+        Of a step on the host.
     """
 
     def __init__(self, layers: Iterable[Shape], block: int) -> None:
         self._layers, self._block = Counter(layers), block
+        self.plan_time = PlanTime(len(self._layers))
 
     def may_pay(self, committed: Ints, counts: Ints) -> bool:
         """Whether packing can pay, whatever the requests share.
@@ -85,12 +91,9 @@ class PrefillGain:
             for (heads, _, head_dim), layers in self._layers.items()
         )
 
-    def plan_seconds(self, counts: Ints) -> float:
-        """What the plan of the step takes on the host."""
-        return float(len(self._layers) * (PLAN_S + PLAN_TOKEN_S * counts.sum()))
-
     def _pays(self, committed: Ints, counts: Ints, packed: float) -> bool:
-        return self.stock_seconds(committed, counts) >= MARGIN * (packed + self.plan_seconds(counts))
+        plan = self.plan_time.seconds(int(counts.sum()))
+        return self.stock_seconds(committed, counts) >= MARGIN * (packed + plan)
 
 
 def _padded(counts: Ints, tile: int) -> Ints:

@@ -127,7 +127,7 @@ class StepTimeModel:
         if not always and not gain.pays(forest, counts):
             return stock
         ratio = gain.packed_seconds(forest, counts) / gain.stock_seconds(committed, counts)
-        return stock * ratio + gain.plan_seconds(counts)
+        return stock * ratio + gain.plan_time.seconds(int(counts.sum()))
 
     def sharing(self, paths: Sequence[tuple[int, ...]], block_size: int, lengths: Sequence[int]) -> BatchSharing:
         """What the rows of a batch share: the hash ids of each prompt's blocks, and the KV tokens of each row."""

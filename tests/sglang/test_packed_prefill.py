@@ -37,11 +37,11 @@ def packed(server, monkeypatch):  # noqa: F811
     return make
 
 
-def serve(server):  # noqa: F811
+def serve(server, prefix=130):  # noqa: F811
     """Tokens and logprobs of requests that meet cached prefixes together, in three groups, at different times."""
     rng = np.random.default_rng(0)
     for group in range(3):
-        assert server.submit(f"p{group}", rng.integers(2, 500, 130).tolist(), max_new_tokens=3, logprobs=1)
+        assert server.submit(f"p{group}", rng.integers(2, 500, prefix).tolist(), max_new_tokens=3, logprobs=1)
     server.drain()
     prefixes = [[*req.origin_input_ids, *req.output_ids] for req in server.requests.values()]
     prompts = [prefixes[i % 3] + rng.integers(2, 500, 5 + (7 * i) % 41).tolist() for i in range(15)]
@@ -92,9 +92,10 @@ def test_the_tokens_of_torch_native_from_fewer_reads(server, packed, overrides):
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "dense"])
 def test_models_whose_layers_differ(server, packed, name):  # noqa: F811
     """Other layers prefill with SGLang's backend in the same step."""
-    expected = serve(server(name))
+    prefix = KINDS[name].prefix
+    expected = serve(server(name), prefix)
     before = counts()
-    assert_same(serve(packed(name)), expected)
+    assert_same(serve(packed(name), prefix), expected)
     steps, left, attended, read = counts() - before
     assert steps > 3 and not left and read < 0.4 * attended
 
@@ -155,7 +156,8 @@ def shared_by(forest, i, j):
     return max((end for _, end in ends[0] & ends[1]), default=0)
 
 
-def test_auto_packs_what_it_predicts_to_gain_by(server, packed, monkeypatch):  # noqa: F811
+def test_auto_packs_what_it_predicts_to_gain_by(server, packed, monkeypatch, caplog):  # noqa: F811
+    caplog.set_level("INFO")
     expected, before = serve(server("dense")), counts()
     one, declined = packed(chosen="auto"), pat_metrics().prefill_declined._value
     was = declined.get()
@@ -163,12 +165,19 @@ def test_auto_packs_what_it_predicts_to_gain_by(server, packed, monkeypatch):  #
         patch.setattr(pat_prefill, "cached_paths", None)  # nothing is looked up: layers so small gain nothing
         assert_same(serve(one), expected)
     assert declined.get() - was > 3 and not (counts() - before).any()
+    assert pace_of(one) == 1 and "packs a first prefill step" not in caplog.text
     monkeypatch.setattr(PrefillGain, "may_pay", lambda *lengths: True)
     monkeypatch.setattr(PrefillGain, "pays", lambda gain, forest, counts: forest.n_nodes > 0)
     was, one = declined.get(), packed(chosen="auto")
     assert_same(serve(one), expected)
     steps, left, *_ = counts() - before
     assert steps > 1 and not left and declined.get() - was > 0
+    assert pace_of(one) != 1 and caplog.text.count("packs a first prefill step") == 1
+
+
+def pace_of(server):  # noqa: F811
+    """What plans took on this host, as it was learned."""
+    return runner_of(server).feather_pat.packed_prefill._gain.plan_time.pace
 
 
 # What is left to SGLang -------------------------------------------------------------------------------------------

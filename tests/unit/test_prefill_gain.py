@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from feather_kernels.trees import random_forest
 from feather_sglang.attention import prefill_gain
 from feather_sglang.attention.new_tokens import with_new_tokens
+from feather_sglang.attention.plan_time import SLOWEST
 from feather_sglang.attention.prefill_gain import MARGIN, PrefillGain
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -50,6 +51,16 @@ def test_a_gain_must_be_worth_the_plan(batches):
     batch = batches["groups-5x5k"]
     assert not PrefillGain([SHAPE], BLOCK).pays(batch.forest, batch.counts)
     assert PrefillGain([SHAPE] * LAYERS, BLOCK).pays(batch.forest, batch.counts)
+
+
+def test_a_slower_host_packs_larger_steps_only(batches):
+    small = bench.batch_of([12] * 5, 5000, np.full(60, 20), Heads(32, 8))
+    gain = PrefillGain([SHAPE] * LAYERS, BLOCK)
+    assert gain.may_pay(small.forest.seq_len, small.counts) and gain.pays(small.forest, small.counts)
+    gain.plan_time.pace = SLOWEST
+    assert not gain.pays(small.forest, small.counts)
+    large = batches["groups-5x5k"]
+    assert gain.pays(large.forest, large.counts)  # so that the pace is still learned
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 200), st.sampled_from([1, 8, 32]))

@@ -4,15 +4,16 @@ Every new token is a query row of the packed decode kernel (`with_new_tokens`): 
 prefix that these share once for a tile of rows. What they share is known from SGLang's radix tree (`cached_paths`).
 
 Only plain steps are packed: prompts, chunks of prompts, and requests that decode beside them. SGLang's backend computes
-a step that verifies or drafts tokens, and one with images, whose tokens may see each other; counted and said once, one
-of more tokens, or of more parts, than there is memory for; and under ``auto``, counted, too, one that `PrefillGain`
-predicts to be about as fast there.
+the others: steps that verify or draft tokens, or have images, whose tokens may see each other; those too large for
+memory, which are counted, and said once; and under ``auto`` those without a predicted gain (`PrefillGain`), counted,
+too. Each rank decides for itself there, as each learns how long its plans take.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,7 +71,7 @@ class PackedPrefill(AroundBackend):
             self._gain = PrefillGain(self._engines.layer_shapes, self._block)
         self._metrics = pat_metrics()
         self._expected: tuple[Any, Any] | None = None
-        self.packs = self._warned = False
+        self.packs = self._packed_any = self._warned = False
         where = " that it makes faster" if self._gain else ""
         logger.info("feather: pat packs prefill, in steps of up to %d tokens%s", self._most, where)
 
@@ -130,28 +131,45 @@ class PackedPrefill(AroundBackend):
     def _plan(self, batch: Any, forward_batch: Any) -> bool:
         """Plan a step; False where there is no memory for it, or nothing to gain."""
         counts = np.array(forward_batch.extend_seq_lens_cpu)
-        if counts.sum() > self._most:
-            self._leave(f"{counts.sum()} tokens, more than the {self._most} that there is memory for")
+        tokens = int(counts.sum())
+        if tokens > self._most:
+            self._leave(f"{tokens} tokens, more than the {self._most} that there is memory for")
             return False
         if forward_batch.seq_lens_cpu is None:
             raise RuntimeError("pat: SGLang gave no lengths on the host")
-        committed = forward_batch.seq_lens_cpu.numpy() - counts
-        if self._gain is not None and not self._gain.may_pay(committed, counts):  # before anything is looked up
-            return self._decline()
-        shared = self._shared(batch, committed)
-        if self._gain is not None and not self._gain.pays(shared, counts):
-            return self._decline()
+        start = time.perf_counter()
+        shared = self._worth_packing(batch, forward_batch.seq_lens_cpu.numpy() - counts, counts)
+        if shared is None:
+            if self._metrics is not None:
+                self._metrics.prefill_declined.inc()
+            return False
         seen = tokens_seen(shared.seq_len, counts)
         try:
             self._engines.plan(with_new_tokens(shared, counts, self._block), self._pat.table, self._on_device(seen))
         except PlanError as error:
             self._leave(str(error))
             return False
+        if self._gain is not None:
+            self._gain.plan_time.learn(tokens, time.perf_counter() - start)
         if self._pat.debug:
             self._pat.sharing.check(shared, shared.seq_len + counts)
+        attended, read = int(seen.sum()), self._engines.plans[0].tokens_read
+        if not self._packed_any:
+            self._packed_any = True
+            logger.info(
+                "feather: pat packs a first prefill step: %d requests, %d new tokens, KV tokens read: %d for %d",
+                len(counts), tokens, read, attended,
+            )  # fmt: skip
         if self._metrics is not None:
-            self._metrics.prefill_step(int(seen.sum()), self._engines.plans[0].tokens_read)
+            self._metrics.prefill_step(attended, read)
         return True
+
+    def _worth_packing(self, batch: Any, committed: np.ndarray, counts: np.ndarray) -> Forest | None:
+        """The forest of what the requests have committed; None where packing gains nothing."""
+        if self._gain is not None and not self._gain.may_pay(committed, counts):  # before anything is looked up
+            return None
+        shared = self._shared(batch, committed)
+        return shared if self._gain is None or self._gain.pays(shared, counts) else None
 
     def _shared(self, batch: Any, committed: np.ndarray) -> Forest:
         """The forest of what the requests have committed."""
@@ -162,11 +180,6 @@ class PackedPrefill(AroundBackend):
     def _on_device(self, lens: np.ndarray) -> torch.Tensor:
         on_host, device = torch.from_numpy(lens), self._pat.table.device
         return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
-
-    def _decline(self) -> bool:
-        if self._metrics is not None:
-            self._metrics.prefill_declined.inc()
-        return False
 
     def _leave(self, why: str) -> None:
         if self._metrics is not None:

@@ -1,0 +1,33 @@
+"""What a plan takes, as learned from plans."""
+
+import pytest
+
+from feather_sglang.attention.plan_time import HICCUP, SHARE, SLOWEST, PlanTime
+
+
+@pytest.mark.parametrize("pace", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("shapes", [1, 2])
+def test_plans_of_all_sizes_teach_the_pace_of_the_host(pace, shapes):
+    measured, learned = PlanTime(1), PlanTime(shapes)
+    assert learned.seconds(500) == pytest.approx(shapes * measured.seconds(500))
+    for tokens in [16, 8192, 400] * 20:
+        learned.learn(tokens, pace * shapes * measured.seconds(tokens))
+    for tokens in (1, 2000, 16384):
+        assert learned.seconds(tokens) == pytest.approx(pace * shapes * measured.seconds(tokens), rel=0.01)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_one_plan_says_little(seconds):
+    learned = PlanTime(1)
+    learned.learn(100, seconds)
+    assert abs(learned.pace - 1) <= SHARE * (HICCUP - 1)
+
+
+def test_a_host_that_stood_still_is_believed_again():
+    learned = PlanTime(1)
+    for _ in range(100):
+        learned.learn(8192, 1.0)
+    assert learned.pace == SLOWEST
+    for _ in range(60):
+        learned.learn(8192, PlanTime(1).seconds(8192))
+    assert learned.pace == pytest.approx(1, rel=0.01)
