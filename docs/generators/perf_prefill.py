@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from perf_results import day, get, load
+from perf_results import ResultError, day, get, load
 from perf_text import Section, command, table
 
-PREFILL = "prefill_h200.json"
+PREFILL, SERVERS = "prefill_h200.json", "prefill_server_h200.json"
 OURS, PEERS = "pat", ("fa3", "flashinfer")
 
 
@@ -33,14 +33,30 @@ def _step(record: dict[str, Any]) -> list[str]:
     ]
 
 
+def on_servers(folder: Path) -> list[float]:
+    """Output tokens/s under auto to those without, by workload."""
+    rates: dict[str, dict[str, float]] = {}
+    for record in get(load(folder, SERVERS), SERVERS, "records"):
+        rates.setdefault(record["case"], {})[record["server"]] = get(record, SERVERS, "overall", "tok_s")
+    found = [both["auto"] / both["off"] for both in rates.values() if both.keys() >= {"auto", "off"}]
+    if not found:
+        raise ResultError(f"{SERVERS}: no workload under both auto and off")
+    return found
+
+
+def _verdict(ratios: list[float]) -> str:
+    gain = "no sure gain" if min(ratios) < 1 else "a gain"
+    return f"On servers, `auto`: tokens/s {min(ratios):.2f}-{max(ratios):.2f}x, {gain}."
+
+
 def section(folder: Path) -> Section:
     """What ``--feather-pat-prefill`` takes, and where auto has it."""
     content = load(folder, PREFILL)
     return Section(
         "Prefill",
-        ["One layer's attention with new tokens packed (`--feather-pat-prefill`); `auto` packs where below 0.91:",
-         steps(folder)],
+        ["One layer, new tokens packed (`--feather-pat-prefill`; `auto`: below 0.91):",
+         steps(folder), _verdict(on_servers(folder))],
         f"{get(content, PREFILL, 'machine', 'gpu')}, {day(content, PREFILL)}.",
         [command(get(content, PREFILL, "command"))],
-        [PREFILL],
+        [PREFILL, SERVERS],
     )  # fmt: skip

@@ -290,6 +290,8 @@ def files() -> dict[str, Any]:
     made[perf_models.TWO_RANKS]["rows"][0]["flags"] = "--dp 2 --disable-custom-all-reduce --max-running-requests 9"
     made |= speculation_files()
     made[perf_prefill.PREFILL] = prefill_file()
+    gains = {"W1": {"off": 100.0, "auto": 120.0}, "W2": {"off": 100.0, "auto": 110.0}}
+    made[perf_prefill.SERVERS] = server_file(dict.fromkeys(("off", "auto"), flags_of("pat")), gains)
     figures = {"output_tok_s": 110.0, "ttft_mean": 2.0, "ttft_p99": 4.0, "e2e_mean": 8.0, "max_wait": 5.0}
     made[perf_replay.REPLAYS] = {
         "command": "c", "sglang": "0.5.23", "profile": "h200",
@@ -338,6 +340,12 @@ def test_a_losing_backend_is_shown(files: dict[str, Any], tmp_path: Path) -> Non
     files[perf_servers.LONG]["records"][0]["overall"]["tok_s"] = 77.0
     page = performance.page(written(files, tmp_path))
     assert rows_with(page, "|77.0|", "|**0.70**|")
+
+
+def test_packed_prefill_that_loses_on_a_server_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
+    assert "1.10-1.20x, a gain" in performance.page(written(files, tmp_path / "won"))
+    files[perf_prefill.SERVERS]["records"][1]["overall"]["tok_s"] = 80.0
+    assert "0.80-1.10x, no sure gain" in performance.page(written(files, tmp_path / "lost"))
 
 
 def test_a_model_has_its_row_with_what_was_cut_and_the_best_other_backend(
@@ -424,6 +432,7 @@ def test_a_replay_that_is_far_off_is_shown(files: dict[str, Any], tmp_path: Path
         ("server_h200_tp2.json", lambda content: content.pop("when"), "when"),
         ("verify_h200.json", lambda content: content["records"][0]["systems"].pop("fa3"), "systems.fa3"),
         ("prefill_h200.json", lambda content: content["records"][1]["systems"].pop("pat"), "systems.pat"),
+        ("prefill_server_h200.json", lambda content: content["records"].clear(), "under both auto and off"),
         ("speculation_h200.json", lambda content: content["rows"].pop(), "no rows of pat and fa3"),
         ("models_h200.json", lambda content: content.pop("when"), "when"),
         ("models_h200.json", lambda content: content["rows"].clear(), "rows is empty"),
