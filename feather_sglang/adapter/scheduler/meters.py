@@ -126,6 +126,7 @@ class Meters:
         """SGLang goes on after a pause, whose time is nobody's."""
         self.decode.restart()
         self.prefill.idle()
+        self.fit.drop()
         if self.still is not None:
             self.still.restart()
 
