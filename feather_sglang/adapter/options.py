@@ -351,7 +351,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if spec.metadata["parse"] is _seconds_or_auto:
             default = "auto"
         # What is off by default may be named without a value.
-        alone: dict[str, Any] = {"nargs": "?", "const": "on"} if spec.default in (False, "off") else {}
+        alone: dict[str, Any] = {"nargs": "?", "const": "on"} if default == "off" else {}
         group.add_argument(
             f"--feather-{spec.name.replace('_', '-')}",
             dest=f"feather_{spec.name}",

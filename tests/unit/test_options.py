@@ -33,6 +33,13 @@ def test_round_trip_through_the_environment():
     assert FeatherOptions.from_environment(environment) == options
 
 
+@pytest.mark.parametrize("flag", ["--feather-seed", "--feather-modes-budget"])
+def test_a_number_that_is_0_by_default_needs_a_value(flag, capsys):
+    with pytest.raises(SystemExit):
+        parse(flag)
+    assert "expected one argument" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
