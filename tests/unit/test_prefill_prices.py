@@ -79,11 +79,26 @@ def test_what_all_steps_take_longer_of_late_is_in_the_next_ones_price():
     assert fit.prices.fixed + fit.prices.seconds(512, 0) == pytest.approx(0.015 + 2.5e-5 * 512, rel=0.03)
 
 
+@pytest.mark.parametrize("before", [1, 60])
+@pytest.mark.parametrize("seen_late", [1e-6, 1e-3])
+def test_one_step_that_was_seen_to_take_hardly_any_time_does_not_make_prefill_cheap(before, seen_late):
+    """An engine that is held up after one step finds the next one's result there already."""
+    fit = PrefillFit()
+    for number in range(before + 20):
+        tokens = 256 + 97 * (number % 16)
+        fit.add(tokens, tokens * tokens / 2, 0)
+        fit.took(seen_late if number == before else 0.005 + 2.5e-5 * tokens)
+    assert 0.9 * 0.0306 <= fit.prices.fixed + fit.prices.seconds(1024, 0) <= 2 * 0.0306
+
+
 def test_time_without_a_step_says_nothing():
     fit = PrefillFit()
     fit.took(3.0)
     fit.add(256, 0.0, 0)
     fit.drop()
+    fit.took(3.0)
+    fit.add(256, 0.0, 0)
+    fit.took(0.0)
     fit.took(3.0)
     assert fit.prices is None
 

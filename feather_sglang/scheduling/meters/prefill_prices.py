@@ -4,7 +4,7 @@
 
 The fixed part is the launch of a step; what is found in the cache costs the host time, which looks it up and copies it.
 Errors count relative to a step's length, so that short steps, of which a bounded engine has most, are fitted as well as
-long ones; old steps fade.
+long ones, and one that an engine saw too late not better than all others; old steps fade.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _LEAST_SPREAD = 1e-3  # of steps in a term; below, they look alike and do not te
 _TRUSTED = 2  # times the tokens of the longest of late: how time goes on beyond is not known
 _UNBOUNDED = 2**31  # tokens, where none is known to take time
 _AS_GOOD = 1.1  # times the squares that the best fit leaves
+_SHORTEST = 0.5  # of what a step is said to take: its error counts relative to no less
 _ROUNDING = 1e-4  # of a square: steps are timed to 1%
 _FIXED, _TOKEN, _PAIR, _PREFIX = range(4)
 _SETS = ((_TOKEN,), *(terms for size in range(1, 5) for terms in combinations(range(4), size) if terms != (_TOKEN,)))
@@ -72,9 +73,9 @@ class PrefillFit:
 
     def __init__(self) -> None:
         self._added = np.zeros(4)  # terms of the steps whose time is not known yet
-        self._products = np.zeros((4, 4))  # of the terms, each over the seconds
-        self._sums = np.zeros(4)
-        self._weight = 0.0
+        self._products = np.zeros((4, 4))  # of the terms, each over the length that errors are relative to
+        self._sums = np.zeros(4)  # of terms and seconds, as these
+        self._weight = 0.0  # of the seconds
         self._timed = 0  # times that were taken
         self._longest = 0.0  # tokens, fading
         self._fitted = np.zeros(4)  # the terms' prices
@@ -107,16 +108,19 @@ class PrefillFit:
         self._added[:] = 0
 
     def took(self, seconds: float) -> None:
-        """The steps added since the last call took so long (above 0) together; without any, nothing."""
+        """The steps added since the last call took so long together; 0: nobody will know. Without any, nothing."""
+        if not seconds:
+            self.drop()
         if not self._added[_FIXED]:
             return
-        terms, keep = self._added / seconds, 1 - 1 / _WINDOW
+        said, keep = float(self._fitted @ self._added), 1 - 1 / _WINDOW
+        length = max(seconds, _SHORTEST * said)
+        terms, share = self._added / length, seconds / length
         self._products = keep * self._products + np.outer(terms, terms)
-        self._sums = keep * self._sums + terms
-        self._weight = keep * self._weight + 1
+        self._sums = keep * self._sums + share * terms
+        self._weight = keep * self._weight + share * share
         self._timed += 1
         if self._timed > _LATE:
-            said = float(self._fitted @ self._added)
             beyond = min(max(seconds - said, -said), said) / self._added[_FIXED]
             self._variance += ((beyond - self._drift) ** 2 - self._variance) / _LATE
             self._drift += (beyond - self._drift) / _LATE
