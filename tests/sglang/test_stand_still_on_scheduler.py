@@ -303,6 +303,20 @@ def test_where_memory_is_full_everybody_is_served(server, kind, decoding):
     assert any(asked) and not all(asked) and sum(req.retraction_count for req in one.requests.values())
 
 
+def test_a_pause_is_no_time_of_the_steps_before_it(server):
+    one = server()
+    submit_some(one)
+    assert one.submit("long", [9] * 2500, max_new_tokens=1)
+    while one.ran[-1][0] == "decode":
+        one.step()
+    meters = one.feather.meters
+    assert meters.fit._added.any()  # its time is known when the next decode step has ended
+    meters.resumed()
+    assert not meters.fit._added.any()
+    one.drain()
+    one.assert_nothing_left()
+
+
 def test_the_readings_are_the_first_ranks(server, monkeypatch):
     """Another rank, whose own figures say nothing, does what they say."""
     one = server()
@@ -312,8 +326,8 @@ def test_the_readings_are_the_first_ranks(server, monkeypatch):
     stood, told = 0.0, []
 
     def readings(now, *measured):
-        told.append(measured[-4:])
-        return now, *measured[:-4], TOKEN, stood, DECODE, DECODE
+        told.append(measured)
+        return now, *measured[:-8], FIXED, TOKEN, 0.0, 0.0, CHUNK, stood, DECODE, DECODE
 
     monkeypatch.setattr(one.feather.meters.agreement, "readings", readings)
     one.feather.meters.still.restart()

@@ -4,7 +4,7 @@ import math
 from collections import deque
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from feather_sglang.scheduling.admission.stand_still import FIRST_TOKENS, FLOOR_TOKENS, StandStill, chunk_tokens
@@ -90,16 +90,21 @@ turns = st.lists(
     decode_seconds=st.floats(1e-4, 0.5),
     late=st.sampled_from([0, 1]),
 )
+@example(
+    prices=PrefillPrices(1 / 64, 1e-6, 0.0), turns=[(0, 0, 1.0, 1.0)] * 2 + [(9**6, 0, 1.0, 1.0), (0, 0, 1.0, 1.5)],
+    bound=0.5, decode_seconds=0.5, late=0,
+)  # fmt: skip
 def test_the_bound_is_exceeded_by_no_more_than_what_the_last_step_was_longer_than_said(
     prices, turns, bound, decode_seconds, late
 ):
-    """Where a step of the floor and a decode step fit into it; else a single prefill step of the floor."""
+    """Where a step of the floor and a decode step fit into it; else a single prefill step: the floor's, or one whose
+    tokens take the time that any step takes."""
     machine = Machine(bound, 512, prices, late, decode_seconds)
     for turn in turns:
         if (ended := machine.turn(*turn)) is None:
             continue
         gap, missed, steps = ended
-        slowest = 1.5 * (prices.fixed + prices.seconds(512, 60_000) + decode_seconds)
+        slowest = 1.5 * (prices.fixed + max(prices.fixed, prices.seconds(512, 60_000)) + decode_seconds)
         assert gap <= (bound + missed if steps > 1 else max(bound + missed, slowest)) + 1e-9
 
 
@@ -165,6 +170,17 @@ def test_decode_steps_that_never_ran_or_were_not_announced_do_no_harm():
     assert still.seconds == 0.0 and not math.isnan(still.room(0.0, None))
     still.result(9.0, False)
     assert still.decode_seconds == pytest.approx(0.2)  # no time over the pause
+
+
+def test_what_a_step_took_that_ended_before_its_time_is_never_known():
+    still = StandStill(0.25)
+    for now in (1.0, 1.1):
+        still.launch(None)
+        still.result(now, True)
+    still.launch(0.1)
+    still.result(1.11, False)
+    assert still.result(1.19, True) is None  # both took less than a decode step alone
+    assert still.result(1.29, True) == 0.0
 
 
 def test_nobody_stands_still_for_prefill_that_ran_while_nobody_decoded():
@@ -286,6 +302,27 @@ def test_chunks_are_nearly_as_large_as_the_bound_allows_however_long_a_launch_ta
     late, gaps = server.chunks[len(server.chunks) // 2 :], sorted(server.gaps[len(server.gaps) // 4 :])
     assert 0.8 * best <= sum(late) / len(late)
     assert gaps[int(0.99 * len(gaps))] <= 1.1 * bound
+
+
+@pytest.mark.parametrize("overlaps", [0, 1])
+@pytest.mark.parametrize("launch", [0.001, 0.018])
+def test_a_batch_that_has_become_small_while_prefill_goes_on_leaves_its_time_to_prefill(overlaps, launch):
+    """No two decode steps follow each other then, and what one took beside a large batch says nothing any more."""
+    bound, server = 0.1, Server(0.1, launch, overlaps, 0)
+    server.DECODE = 0.08
+    for _ in range(20):
+        server.decode()
+    for _ in range(100):
+        server.turn(short=False)
+    server.DECODE = Server.DECODE
+    for _ in range(200):
+        server.turn(short=False)
+    late, gaps = server.chunks[-50:], sorted(server.gaps[-50:])
+    assert 0.8 * largest_chunk(bound, launch, overlaps, 0) <= sum(late) / len(late)
+    assert gaps[-1] <= 1.1 * bound
+    for _ in range(3):  # nobody waits: what is charged to the next step is its own
+        server.decode()
+    assert not server.fit._added.any()
 
 
 @pytest.mark.parametrize("overlaps", [0, 1])

@@ -90,9 +90,7 @@ class Meters:
                 self.fit.add(sum(lens), pairs, sum(batch.prefix_lens or ()))
             took = self.still.result(now, is_decode, self._looked)
             if took is None and not self.still.decodes:
-                took = seconds
-                if took is None:
-                    self.fit.drop()
+                took = seconds or 0.0
             if took is not None:
                 self.fit.took(took)
         # SGLang drops what has finished from the running batch when it forms the next one.
@@ -129,6 +127,7 @@ class Meters:
         self.fit.drop()
         if self.still is not None:
             self.still.restart()
+            self.fit.drop()
 
     def readings(self) -> Readings:
         """Rank 0's, on every rank."""

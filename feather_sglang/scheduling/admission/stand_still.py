@@ -88,8 +88,8 @@ class StandStill:
         looked : when the engine began to wait for it, after it had launched the next step; None: not known.
 
         Returns the seconds that the prefill steps since the last decode step took, once the next has ended: what lies
-        between the two beyond a decode step. A prefill step's own result does not tell: an engine that overlaps looks
-        for the result of a step after it has launched the next one.
+        between the two beyond a decode step; 0 where that will not be known. A prefill step's own result does not tell:
+        an engine that overlaps looks for the result of a step after it has launched the next one.
         """
         fresh = is_decode
         self._decodes += is_decode
@@ -115,17 +115,17 @@ class StandStill:
             under_way = any(seconds is not None for seconds in self._launched)
             if not self._between and not under_way:
                 self._alone = _follow(self._alone, gap)
-                self._beyond = 0.0
+                took = self._beyond = 0.0
             elif self.decode_seconds is not None:
-                took = self._charge(gap - self.decode_seconds, looked if under_way else None)
+                took = self._charge(self.decode_seconds, gap - self.decode_seconds, looked if under_way else None)
         if self.decode_seconds is not None:
             self.least_decode_seconds = min(self.decode_seconds, self.least_decode_seconds or self.decode_seconds)
         self._decoded, self._between = now, False
         return took
 
-    def _charge(self, beyond: float, looked: float | None) -> float | None:
-        """Charge what a decode step took beyond itself to the prefill steps before it, less what launching one after it
-        took, until the engine ``looked`` (None: none is under way).
+    def _charge(self, decode: float, beyond: float, looked: float | None) -> float | None:
+        """Charge what a step of ``decode`` seconds took beyond them to the prefill steps before it, less what launching
+        one after it took, until the engine ``looked`` (None: none is under way).
         """
         launching = 0.0
         if looked is not None and self._launches is not None:
@@ -134,6 +134,8 @@ class StandStill:
         took = None
         if self._between and self._beyond > 0:
             took, self._beyond = self._beyond, 0.0
+        elif self._beyond < -decode:  # the batch is smaller than when steps were last timed alone, which may not return
+            self._alone, took, self._beyond = None, 0.0, 0.0
         self._beyond += launching
         return took
 
