@@ -16,6 +16,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,10 @@ def model_name(config: dict[str, Any]) -> str:
 
 
 def values(flags: Sequence[str]) -> dict[str, str]:
-    """What these flags say, the last of each."""
+    """What these flags say, the last of each; "on" of one that is named alone."""
     words = [word for flag in flags for word in flag.split("=", 1)]
-    return {flag: words[place + 1] for place, flag in enumerate(words[:-1]) if flag.startswith("--")}
+    named = ((flag, value) for flag, value in pairwise([*words, "--"]) if flag.startswith("--"))
+    return {flag: "on" if value.startswith("--") else value for flag, value in named}
 
 
 def backend(flags: Mapping[str, str]) -> str | None:

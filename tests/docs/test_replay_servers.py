@@ -61,7 +61,8 @@ def test_prefill_graphs_are_those_of_the_server(command: str, start: dict[str, s
 @pytest.mark.parametrize(
     ("flags", "packed"),
     [([], {}), (["--feather-pat-prefill", "off"], {}), (["--feather-pat-prefill=auto"], {"pat_prefill": "auto"}),
-     (["--feather-pat-prefill", "on"], {"pat_prefill": "on"})],
+     (["--feather-pat-prefill", "on"], {"pat_prefill": "on"}), (["--feather-pat-prefill"], {"pat_prefill": "on"}),
+     (["--feather-pat-prefill", "--enable-metrics"], {"pat_prefill": "on"})],
 )  # fmt: skip
 def test_prefill_is_packed_as_on_the_server(flags: list[str], packed: dict[str, str]) -> None:
     servers = content("bench_server.py")  # without prefill graphs
