@@ -6,7 +6,8 @@ from __future__ import annotations
 PLAN_S, PLAN_TOKEN_S = 170e-6, 0.2e-6
 SHARE = 0.125  # of the last plan in the mean
 HICCUP = 2.0  # times the mean, and its inverse: further off no plan counts
-SLOWEST = 4.0  # a pace at which nothing is planned any more would never change again
+SLOWEST = 4.0  # pace
+DOUBT = 1 / 4096  # of a slow pace, for a step that was not planned: where none is, no plan tells that the host is free
 
 
 class PlanTime:
@@ -35,3 +36,7 @@ class PlanTime:
         """A plan of so many new tokens took so long."""
         ratio = min(max(seconds / self.seconds(tokens), 1 / HICCUP), HICCUP)
         self.pace = min(self.pace * (1 + SHARE * (ratio - 1)), SLOWEST)
+
+    def declined(self) -> None:
+        """A step was not planned, as it would not have paid."""
+        self.pace = max(min(self.pace, 1.0), self.pace * (1 - DOUBT))

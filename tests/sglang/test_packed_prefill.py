@@ -166,6 +166,10 @@ def test_auto_packs_what_it_predicts_to_gain_by(server, packed, monkeypatch, cap
         assert_same(serve(one), expected)
     assert declined.get() - was > 3 and not (counts() - before).any()
     assert pace_of(one) == 1 and "packs a first prefill step" not in caplog.text
+    plan_time(one).pace = 2.0
+    assert one.submit("more", [5] * 40, max_new_tokens=1)
+    one.drain()
+    assert 1.99 < pace_of(one) < 2  # who plans nothing learns nothing of its host
     monkeypatch.setattr(PrefillGain, "may_pay", lambda *lengths: True)
     monkeypatch.setattr(PrefillGain, "pays", lambda gain, forest, counts: forest.n_nodes > 0)
     was, one = declined.get(), packed(chosen="auto")
@@ -175,9 +179,13 @@ def test_auto_packs_what_it_predicts_to_gain_by(server, packed, monkeypatch, cap
     assert pace_of(one) != 1 and caplog.text.count("packs a first prefill step") == 1
 
 
-def pace_of(server):  # noqa: F811
+def plan_time(server):  # noqa: F811
     """What plans took on this host, as it was learned."""
-    return runner_of(server).feather_pat.packed_prefill._gain.plan_time.pace
+    return runner_of(server).feather_pat.packed_prefill._gain.plan_time
+
+
+def pace_of(server):  # noqa: F811
+    return plan_time(server).pace
 
 
 # What is left to SGLang -------------------------------------------------------------------------------------------

@@ -31,3 +31,16 @@ def test_a_host_that_stood_still_is_believed_again():
     for _ in range(60):
         learned.learn(8192, PlanTime(1).seconds(8192))
     assert learned.pace == pytest.approx(1, rel=0.01)
+
+
+@pytest.mark.parametrize("pace", [0.3, 1.0, SLOWEST])
+def test_a_host_that_was_too_slow_for_any_plan_is_tried_again_some_time(pace):
+    """Without plans there is nothing to learn from; that it was fast, or as the one that was measured, holds."""
+    learned = PlanTime(1)
+    learned.pace = pace
+    for _ in range(10):
+        learned.declined()
+    assert learned.pace == pytest.approx(pace, rel=0.01)  # a mean of many plans does not go at once
+    for _ in range(10_000):
+        learned.declined()
+    assert learned.pace == min(pace, 1.0)

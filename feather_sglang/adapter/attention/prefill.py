@@ -166,10 +166,14 @@ class PackedPrefill(AroundBackend):
 
     def _worth_packing(self, batch: Any, committed: np.ndarray, counts: np.ndarray) -> Forest | None:
         """The forest of what the requests have committed; None where packing gains nothing."""
-        if self._gain is not None and not self._gain.may_pay(committed, counts):  # before anything is looked up
-            return None
-        shared = self._shared(batch, committed)
-        return shared if self._gain is None or self._gain.pays(shared, counts) else None
+        if self._gain is None:
+            return self._shared(batch, committed)
+        if self._gain.may_pay(committed, counts):  # before anything is looked up
+            shared = self._shared(batch, committed)
+            if self._gain.pays(shared, counts):
+                return shared
+        self._gain.plan_time.declined()
+        return None
 
     def _shared(self, batch: Any, committed: np.ndarray) -> Forest:
         """The forest of what the requests have committed."""
