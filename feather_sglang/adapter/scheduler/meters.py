@@ -127,7 +127,6 @@ class Meters:
         self.fit.drop()
         if self.still is not None:
             self.still.restart()
-            self.fit.drop()
 
     def readings(self) -> Readings:
         """Rank 0's, on every rank."""
