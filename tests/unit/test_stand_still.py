@@ -1,6 +1,7 @@
 """How long running requests stand still for prefill: a machine whose steps take other times than was said."""
 
 import math
+import random
 from collections import deque
 
 import pytest
@@ -323,6 +324,34 @@ def test_a_batch_that_has_become_small_while_prefill_goes_on_leaves_its_time_to_
     for _ in range(3):  # nobody waits: what is charged to the next step is its own
         server.decode()
     assert not server.fit._added.any()
+
+
+class HeldUp(Server):
+    """Decode steps vary by a fifth, and once in a hundred steps something else holds the host up for 0.1 s."""
+
+    def __init__(self, *arguments):
+        self.random = random.Random(5)
+        super().__init__(*arguments)
+
+    @property
+    def DECODE(self):
+        return 0.02 * self.random.lognormvariate(0, 0.2)
+
+    @property
+    def PROCESS(self):
+        return 0.003 + 0.1 * (self.random.random() < 0.01)
+
+
+@pytest.mark.parametrize("overlaps", [0, 1])
+@pytest.mark.parametrize("bound", [0.06, 0.15])
+def test_steps_that_end_while_the_host_is_held_up_do_not_loosen_the_bound(overlaps, bound):
+    server = HeldUp(bound, 0.001, overlaps, 0)
+    for _ in range(20):
+        server.decode()
+    for _ in range(1000):
+        server.turn(short=False)
+    gaps = sorted(server.gaps[len(server.gaps) // 4 :])
+    assert 0.7 * bound <= gaps[len(gaps) // 2] and gaps[int(0.95 * len(gaps))] <= 1.1 * bound
 
 
 @pytest.mark.parametrize("overlaps", [0, 1])
