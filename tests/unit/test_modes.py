@@ -88,6 +88,15 @@ def test_a_relative_promise_follows_what_was_measured_and_an_absolute_one_does_n
     assert fixed.gap() == pytest.approx(0.05)
 
 
+@pytest.mark.parametrize(("token", "counted"), [(1e-4, (1e-4, 0.03)), (0.0, (2e-4, 0.01)), (None, (2e-4, 0.01))])
+def test_a_step_is_counted_once_whether_or_not_tokens_have_a_price(token, counted):
+    promise = Promise(parse("mooncake"))
+    choice = builder(promise=promise, mode_policy=OneMode(Mode())).mode_choice
+    start = None if token is None else 0.03
+    choice.choose(Readings(1.0, prefill_seconds=2e-4, fixed_seconds=0.01, start_seconds=start, token_seconds=token))
+    assert (promise.token_seconds, promise.fixed_seconds) == counted
+
+
 @pytest.mark.parametrize("text", ["ttft=2", "tbt=50", "tpot=20"])
 def test_a_promise_has_both_bounds(text):
     with pytest.raises(FeatherError, match="give both bounds"):

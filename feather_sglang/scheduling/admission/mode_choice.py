@@ -42,8 +42,10 @@ class ModeChoice:
     def choose(self, readings: Readings) -> Mode:
         """Return the mode of the round that opens with these readings."""
         promise = self.promise
-        promise.token_seconds = readings.token_seconds or readings.prefill_seconds or 0.0
-        promise.fixed_seconds = readings.start_seconds or readings.fixed_seconds or 0.0
+        token, fixed = readings.token_seconds, readings.start_seconds
+        if not token:  # else what steps take by their number, or their context, would count again in each token
+            token, fixed = readings.prefill_seconds, readings.fixed_seconds
+        promise.token_seconds, promise.fixed_seconds = token or 0.0, fixed or 0.0
         promise.idle_decode_seconds = readings.least_decode_seconds
         mode = self.policy.decide(self._load(readings) if self.policy.table else None)
         if self.trials is None:
