@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import unpinned
 from harness import CONFIG, OverlapServer, Server, spread_weights
+from sglang.srt import server_args
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers import dp_attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -52,6 +53,8 @@ def install(patch):
             target[first:last].copy_(source[: last - first])
 
     unpinned.install(patch)
+    # Else the second rank waits for the port of the ranks' own meeting, which the first has taken by then.
+    patch.setattr(server_args, "wait_port_available", lambda *_, **__: True)
     patch.setattr(GroupCoordinator, "all_gather_into_tensor", gather)
     patch.setattr(GroupCoordinator, "reduce_scatter_tensor", scatter)
     patch.setattr(dp_attention, "memcpy_func" if hasattr(dp_attention, "memcpy_func") else "memcpy_triton", copy)
