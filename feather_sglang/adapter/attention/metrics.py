@@ -65,7 +65,7 @@ def _metrics() -> PatMetrics:
         Counter("feather_pat_read_tokens", "KV tokens that their plans read, shared ones once a row tile."),
         Counter("feather_pat_prefills", "Prefill steps that were packed (`--feather-pat-prefill`)."),
         Counter("feather_pat_prefills_left", "Prefill steps that SGLang's backend computed for want of memory."),
-        Counter("feather_pat_prefills_declined", "Prefill steps that `auto` left to SGLang's backend, as about as fast."),
+        Counter("feather_pat_prefills_declined", "Prefill steps that `auto` left to SGLang for want of a gain."),
         Counter("feather_pat_prefill_attended_tokens", "KV tokens that the new tokens of packed prefill attended to."),
         Counter("feather_pat_prefill_read_tokens", "KV tokens that the plans of packed prefill read."),
     )
