@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from feather_sglang.scheduling.meters.moving_mean import follow
 from feather_sglang.scheduling.meters.prefill_prices import PrefillPrices
 
 FLOOR_TOKENS = 256  # of a step: below, its own costs outweigh what it computes
@@ -108,13 +109,13 @@ class StandStill:
     def _time_decode(self, now: float, looked: float) -> float | None:
         """Time a decode step, or the prefill steps before it."""
         if self._between and self._latest is not None and now > self._latest:
-            self._after_prefill = _follow(self._after_prefill, now - self._latest)
+            self._after_prefill = follow(self._after_prefill, now - self._latest, _WINDOW)
         took = None
         if self._decoded is not None and now > self._decoded:
             gap = now - self._decoded
             under_way = any(seconds is not None for seconds in self._launched)
             if not self._between and not under_way:
-                self._alone = _follow(self._alone, gap)
+                self._alone = follow(self._alone, gap, _WINDOW)
                 took = self._beyond = 0.0
             elif self.decode_seconds is not None:
                 took = self._charge(self.decode_seconds, gap - self.decode_seconds, looked if under_way else None)
@@ -216,7 +217,3 @@ def chunk_tokens(room: float, stood: float, prices: PrefillPrices | None, contex
     if prices is None or room > 0:
         return floor
     return max(floor, math.floor(min(prices.tokens(prices.fixed, context), prices.trusted)))
-
-
-def _follow(mean: float | None, measured: float) -> float:
-    return measured if mean is None else mean + (measured - mean) / _WINDOW

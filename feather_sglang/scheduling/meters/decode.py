@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from feather_sglang.scheduling.meters.moving_mean import follow
+
 _WINDOW = 64  # steps that the mean follows
 
 
@@ -41,8 +43,7 @@ class DecodeMeter:
         if is_decode and self._previous is not None and now >= self._previous:
             seconds = now - self._previous
             self._seconds += seconds
-            mean = self.step_seconds
-            self.step_seconds = seconds if mean is None else mean + (seconds - mean) / _WINDOW
+            self.step_seconds = follow(self.step_seconds, seconds, _WINDOW)
             self._tokens += decode_tokens
         self._previous = now if is_decode else None
 

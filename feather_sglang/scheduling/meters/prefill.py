@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from feather_sglang.scheduling.meters.moving_mean import follow
+
 LEAST_TOKENS = 1024  # of a step from which on its length says what a token takes; or half a chunk, where that is less
 _WINDOW = 64  # steps that the means follow
 _LEAST_SPREAD = 1e-3  # below, all steps look alike and do not tell what is the context's part
@@ -53,11 +55,11 @@ class PrefillMeter:
         if prompt_tokens > 0 and self._previous is not None and now > self._previous:
             seconds = now - self._previous
             if prompt_tokens >= self._least_tokens:
-                self.seconds_per_token = _follow(self.seconds_per_token, seconds / prompt_tokens)
+                self.seconds_per_token = follow(self.seconds_per_token, seconds / prompt_tokens, _WINDOW)
                 self._fit(seconds, prompt_tokens, pairs)
             elif self.seconds_per_token is not None:
                 beyond = max(0.0, seconds - prompt_tokens * self.seconds_per_token)
-                self.fixed_seconds = _follow(self.fixed_seconds, beyond)
+                self.fixed_seconds = follow(self.fixed_seconds, beyond, _WINDOW)
         self._previous = now
         return seconds
 
@@ -76,7 +78,3 @@ class PrefillMeter:
     def idle(self) -> None:
         """Nothing runs any more: the time until the next step says nothing."""
         self._previous = None
-
-
-def _follow(mean: float | None, measured: float) -> float:
-    return measured if mean is None else mean + (measured - mean) / _WINDOW
