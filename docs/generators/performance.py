@@ -74,7 +74,7 @@ def readme_block(folder: Path) -> str:
                            for name in ("TTFT mean", "TTFT p99", "longest wait"))  # fmt: skip
     seen_mean, seen_late = perf_replay.on_server(folder, "ttft_mean"), perf_replay.on_server(folder, "ttft_p99")
     apart = [perf_replay.distance(found, figure) for figure in ("output_tok_s", "ttft_mean")]
-    bounded = perf_promise.together(folder)
+    bounded = perf_promise.measured(folder)
     named = (perf_promise.PROMISE, "feather", perf_promise.best_stock(bounded))
     promised, alone, stock = (perf_promise.share(bounded, name) for name in named)
     lines = [

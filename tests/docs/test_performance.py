@@ -48,7 +48,7 @@ def test_the_page_is_short_and_every_figure_of_it_is_there() -> None:
 
 
 def test_the_guide_on_goodput_has_the_figures_of_the_result_files() -> None:
-    results = perf_promise.together(MEASURED)
+    results = perf_promise.measured(MEASURED)
     shares = (perf_promise.PROMISE, "feather", perf_promise.best_stock(results))
     guide = " ".join((DOCS / "guide" / "goodput.md").read_text().split())
     assert all(f"{perf_promise.share(results, name):.0%}" in guide for name in shares)
@@ -304,11 +304,9 @@ def files() -> dict[str, Any]:
         "server": [{"policy": name, **figures} for name in ("fcfs", "feather")],
         "replay": {name: figures for name in ("fcfs", "feather")},
     }  # fmt: skip
-    facts = {name: 0 if name == "seed" else name for name in perf_promise.SAME}
     bounded = {**figures, "tbt_p99_ms": 20.0, "slo_share": 0.5, "goodput": 1.0}
-    served = {name: bounded for name in perf_promise.SHOWN if name != perf_promise.PROMISE}
-    made[perf_promise.SUITE] = {**facts, "cases": {"a": {"policies": served}, "b": {"policies": served}}}
-    made[perf_promise.MODES] = {**facts, "cases": {name: {"learnt": {**bounded, "slo_share": 0.8}} for name in "ab"}}
+    served = {"policies": dict.fromkeys(perf_promise.SHOWN, bounded)}
+    made[perf_promise.SUITE] = {"slo": "mooncake", "attention": "pat", "cases": {"a": served, "b": served}}
     made[perf_replay.TAIL] = {"a": {"rate_scale": 1.0, "fcfs": figures, "hrrn": figures, "feather": figures}}
     return json.loads(json.dumps(made))  # nothing in it is the same object twice
 
@@ -398,7 +396,8 @@ def test_a_losing_policy_is_shown(files: dict[str, Any], tmp_path: Path) -> None
 
 def test_what_a_promise_brings_stands_beside_the_policies(files: dict[str, Any], tmp_path: Path) -> None:
     for name, share, rate in (("a", 0.9, 55.0), ("b", 0.7, 220.0)):
-        files[perf_promise.MODES]["cases"][name]["learnt"] |= {"slo_share": share, "output_tok_s": rate}
+        promised = files[perf_promise.SUITE]["cases"][name]["policies"][perf_promise.PROMISE]
+        promised |= {"slo_share": share, "output_tok_s": rate}
     files[perf_promise.SUITE]["cases"]["a"]["policies"]["hrrn"]["slo_share"] = 0.6
     folder = written(files, tmp_path)
     page = performance.page(folder)
@@ -444,9 +443,7 @@ def test_a_replay_that_is_far_off_is_shown(files: dict[str, Any], tmp_path: Path
         ("replays.json", lambda content: content["runs"].pop(0), "W1 pat fcfs"),
         ("tail_h200.json", lambda content: content["replay"].clear(), "replay.fcfs"),
         ("tail.json", lambda content: content["a"].pop("hrrn"), "hrrn"),
-        ("modes.json", lambda content: content["cases"].pop("a"), "cases are not those of suite.json"),
-        ("modes.json", lambda content: content["cases"]["b"].pop("learnt"), "modes.json, b: no learnt"),
-        ("modes.json", lambda content: content.update(slo="ttft=9"), "slo is 'ttft=9', suite.json has 'slo'"),
+        ("suite.json", lambda content: content["cases"]["b"]["policies"].pop("feather+slo"), "b: no feather+slo"),
     ],
 )
 def test_what_is_missing_is_said_in_one_line(
