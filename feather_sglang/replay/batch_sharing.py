@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from feather_sglang.replay.prompt_nodes import nodes_of
+
 
 @dataclass(frozen=True)
 class BatchSharing:
@@ -45,7 +47,6 @@ class BatchSharing:
         block_size : tokens in a block.
         lengths : tokens of each row, prompt alone or with what it has generated.
         """
-        nodes: dict[tuple[int, int], int] = {}  # (parent node, hash id) -> node
         last_row: list[int] = []  # node -> latest row through it
         longest: list[int] = []  # node -> longest row through it
         start: list[int] = []  # node -> tokens before it
@@ -54,18 +55,16 @@ class BatchSharing:
         ends: list[int] = []  # row -> last node
         reuse: dict[int, int] = {}
         first_uses = 0
-        for row, (path, length) in enumerate(zip(paths, lengths, strict=True)):
-            node = -1
+        for row, (nodes, length) in enumerate(zip(nodes_of(paths), lengths, strict=True)):
+            parent = -1
             done = 0
-            for hash_id in path:
+            for node in nodes:
                 end = min(done + block_size, length)
-                key = (node, hash_id)
-                node = nodes.setdefault(key, len(last_row))
                 if node == len(last_row):
                     last_row.append(row)
                     longest.append(end)
                     start.append(done)
-                    above.append(key[0])
+                    above.append(parent)
                     rows_of.append(1)
                     first_uses += end - done
                 else:
@@ -76,8 +75,8 @@ class BatchSharing:
                     last_row[node] = row
                     longest[node] = max(longest[node], end)
                     rows_of[node] += 1
-                done = end
-            ends.append(node)
+                done, parent = end, node
+            ends.append(parent)
             first_uses += max(length - done, 0)
         return cls(
             rows=len(paths),

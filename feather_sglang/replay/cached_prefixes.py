@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from feather_kernels.forest import Forest
+from feather_sglang.replay.prompt_nodes import nodes_of
 
 
 def cached_forest(paths: Sequence[tuple[int, ...]], block_size: int, committed: Sequence[int]) -> Forest:
@@ -18,17 +20,10 @@ def cached_forest(paths: Sequence[tuple[int, ...]], block_size: int, committed: 
     block_size : tokens in a block.
     committed : tokens of each request in the cache.
     """
-    nodes: dict[tuple[int, int], int] = {}  # (parent node, hash id) -> node
-    parents: list[int] = []
-    deepest: list[int] = []
-    for path, most in zip(paths, committed, strict=True):
-        node = -1
-        for hash_id in path[: int(most) // block_size]:
-            above, node = node, nodes.setdefault((node, hash_id), len(parents))
-            if node == len(parents):
-                parents.append(above)
-        deepest.append(node)
+    cached = nodes_of(path[: int(most) // block_size] for path, most in zip(paths, committed, strict=True))
+    parents = {node: above for nodes in cached for above, node in pairwise((-1, *nodes))}  # in order
     return Forest(
-        np.array(parents, np.int32), np.full(len(parents), block_size, np.int32), np.array(deepest, np.int32),
-        np.asarray(committed, np.int32), np.zeros(len(deepest), np.int64),
+        np.array(list(parents.values()), np.int32), np.full(len(parents), block_size, np.int32),
+        np.array([nodes[-1] if nodes else -1 for nodes in cached], np.int32),
+        np.asarray(committed, np.int32), np.zeros(len(cached), np.int64),
     )  # fmt: skip

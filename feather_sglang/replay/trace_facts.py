@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from feather_sglang.replay.batch_sharing import BatchSharing
+from feather_sglang.replay.prompt_nodes import nodes_of
 from feather_sglang.replay.traces import Trace
 
 
@@ -94,17 +97,7 @@ def _lengths(values: Sequence[int]) -> Lengths:
 
 def _levels(paths: Sequence[tuple[int, ...]]) -> list[int]:
     """Count, for each path, the groups of at least two paths that it runs with on its way."""
-    nodes: dict[tuple[int, int], int] = {}
-    users: list[int] = []
-    walks = []
-    for path in paths:
-        node, walk = -1, []
-        for hash_id in path:
-            node = nodes.setdefault((node, hash_id), len(users))
-            if node == len(users):
-                users.append(0)
-            users[node] += 1
-            walk.append(node)
-        walks.append(walk)
+    walks = nodes_of(paths)
+    users = Counter(chain.from_iterable(walks))
     # Users only drop along a path; each number above one is another group that shares so far.
     return [len({users[node] for node in walk if users[node] > 1}) for walk in walks]
