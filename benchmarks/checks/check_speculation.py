@@ -42,7 +42,7 @@ from pat_churn import Churn
 from pat_compare import Answers, Tolerance
 from sending import body
 
-from feather_sglang.compare.server.cases import Case, parse_case
+from feather_sglang.compare.server.cases import Case, Misfit, TooManyRequests, check_fit, parse_case
 from feather_sglang.compare.server.client import allow_open_files, call
 from feather_sglang.compare.server.config import ServerConfig
 from feather_sglang.compare.server.measure import measure
@@ -127,14 +127,14 @@ def room(options: argparse.Namespace) -> tuple[int | None, int | None]:
 
 
 def misfit_of(case: Case, drafts: int, kv_tokens: int | None, running: int | None) -> str:
-    """Why the case's batch could never be complete; empty if it could."""
-    needed = case.kv_tokens + 2 * drafts * case.batch  # SGLang has room for two steps' drafts of each request
-    if kv_tokens is not None and needed > kv_tokens:
-        return (
-            f'it needs {needed:,} KV tokens, the servers have {kv_tokens:,}: give --flags "--max-total-tokens {needed}"'
-        )
-    if running is not None and case.batch > running:
-        return f"it has {case.batch} requests, the servers run {running}: give --running {case.batch}"
+    """Why the case's batch could never be complete, and the flag with which it could; empty if it could as it is."""
+    drafted = 2 * drafts * case.batch  # SGLang has room for two steps' drafts of each request
+    try:
+        check_fit(case, kv_tokens, running, drafted)
+    except TooManyRequests as problem:
+        return f"{problem}: give --running {case.batch}"
+    except Misfit as problem:
+        return f'{problem}: give --flags "--max-total-tokens {case.kv_tokens + drafted}"'
     return ""
 
 

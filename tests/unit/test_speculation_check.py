@@ -110,10 +110,10 @@ STEADY, LARGE = "decode:40,4,1000,100", "decode:500,5,5000,200"
     [
         (
             ["--shape", "qwen3-8b", "--case", LARGE],
-            r'it needs 139,000 .* have 76,000: give --flags "--max-total-tokens 139000"',
+            r'needs 139,000 .* has 76,000: give --flags "--max-total-tokens 139000"',
         ),
-        (["--case", "decode:80,5,100,20"], "it has 80 requests, the servers run 64: give --running 80"),
-        (["--case", STEADY, "--flags", "--max-total-tokens 9119"], "it needs 9,120 KV tokens, the servers have 9,119"),
+        (["--case", "decode:80,5,100,20"], "80 requests, the server runs 64: give --running 80"),
+        (["--case", STEADY, "--flags", "--max-total-tokens 9119"], "needs 9,120 KV tokens, the server has 9,119"),
         (["--case", "W1"], "W1: give a decode case"),
         (["--case", "decode:1"], "decode:1: give 3 to 4 whole numbers"),
     ],
@@ -141,7 +141,7 @@ class Pool(FakeServer):
 @pytest.mark.parametrize(
     ("kv_tokens", "steady", "says"),
     [
-        (9_000, {"tok_s": 5.0}, "it needs 9,120 KV tokens, the servers have 9,000: give --flags"),
+        (9_000, {"tok_s": 5.0}, "does not fit: needs 9,120 KV tokens, the server has 9,000: give --flags"),
         (76_000, None, "33 of 40 requests ran at once at most, 7 were retracted, 2 had no whole answer; 76000 KV"),
         (76_000, {"tok_s": 5.0}, ""),
     ],
