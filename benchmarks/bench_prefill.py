@@ -306,28 +306,12 @@ def modelled_us(batch: Batch, plan: PackPlan, **options: Any) -> float:
 def measured(batch: Batch, names: Sequence[str], rounds: int, flush: Any) -> dict[str, Any]:
     """Microseconds of each system, or why there are none."""
     import torch
-    from decode_timing import Captured, measure_in_turn
+    from decode_timing import check_and_measure
 
     given = tensors(batch, torch.bfloat16)
     picked = np.unique(np.linspace(0, batch.rows - 1, CHECKED).astype(int)).tolist()
-    exact = reference(batch, given, picked)
-    captured, results = {}, {}
-    for name in names:
-        try:
-            one = Captured(SYSTEMS[name](batch, given))
-        except Exception as problem:  # whatever a peer lacks here
-            results[name] = {"error": f"{type(problem).__name__}: {' '.join(str(problem).split())}"[:200]}
-            continue
-        out = one.poisoned_run().view_as(given.q)
-        error = float((out[picked].float() - exact).norm() / exact.norm())
-        results[name] = {"relative_error": error}
-        if error <= TOLERANCE and bool(out.isfinite().all()):
-            captured[name] = one
-        else:
-            results[name]["error"] = f"wrong: relative error {error:.1e}, at most {TOLERANCE:g} is right"
-    for name, times in measure_in_turn(captured, rounds, flush).items():
-        results[name] |= times.summary()
-    return results
+    systems = {name: partial(SYSTEMS[name], batch, given) for name in names}
+    return check_and_measure(systems, reference(batch, given, picked), picked, TOLERANCE, rounds, flush)
 
 
 def table_of(record: dict[str, Any]) -> str:

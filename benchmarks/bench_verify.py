@@ -17,6 +17,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,29 +169,13 @@ SYSTEMS = {"pat": packed, "fa3": fa3, "flashinfer": flashinfer}
 def measured(batch: Batch, names: Sequence[str], rounds: int) -> dict[str, Any]:
     """Microseconds of each system, or why there are none."""
     import torch
-    from decode_timing import Captured, measure_in_turn
+    from decode_timing import check_and_measure
 
     given = tensors(batch, torch.bfloat16)
     picked = np.linspace(0, batch.forest.n_requests - 1, CHECKED).astype(int).tolist()
-    exact = reference(batch, given, picked)
-    rows = torch.cat([torch.arange(batch.drafts) + request * batch.drafts for request in picked]).cuda()
-    captured, results = {}, {}
-    for name in names:
-        try:
-            one = Captured(SYSTEMS[name](batch, given))
-        except Exception as problem:  # whatever a peer lacks here
-            results[name] = {"error": f"{type(problem).__name__}: {' '.join(str(problem).split())}"[:200]}
-            continue
-        out = one.poisoned_run().view_as(given.q)
-        error = float((out[rows].float() - exact).norm() / exact.norm())
-        results[name] = {"relative_error": error}
-        if error <= TOLERANCE:  # which NaN is not
-            captured[name] = one
-        else:
-            results[name]["error"] = f"wrong: relative error {error:.1e}, at most {TOLERANCE:g} is right"
-    for name, times in measure_in_turn(captured, rounds, None).items():
-        results[name] |= times.summary()
-    return results
+    rows = [request * batch.drafts + draft for request in picked for draft in range(batch.drafts)]
+    systems = {name: partial(SYSTEMS[name], batch, given) for name in names}
+    return check_and_measure(systems, reference(batch, given, picked), rows, TOLERANCE, rounds, None)
 
 
 def table(results: dict[str, Any], floor: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -154,6 +154,41 @@ def measure_in_turn(systems: dict[str, Captured], rounds: int, flush: Flush | No
             if flushed is not None:
                 times[name].flushed.append(elapsed_us(flushed))
     return times
+
+
+def check_and_measure(
+    systems: dict[str, Callable[[], Callable[[], torch.Tensor]]],
+    exact: torch.Tensor,
+    rows: Sequence[int],
+    tolerance: float,
+    rounds: int,
+    flush: Flush | None,
+) -> dict[str, dict[str, Any]]:
+    """Microseconds of each system, or why there are none: only what is right is timed.
+
+    Parameters
+    ----------
+    systems : of each what sets it up and returns its call.
+    exact : float32 [len(rows), heads, dim], what these rows of its output must be.
+    tolerance : of |out - exact| / |exact|.
+    """
+    captured, results = {}, {}
+    for name, set_up in systems.items():
+        try:
+            one = Captured(set_up())
+        except Exception as problem:  # whatever a peer lacks here
+            results[name] = {"error": f"{type(problem).__name__}: {' '.join(str(problem).split())}"[:200]}
+            continue
+        out = one.poisoned_run().view(-1, *exact.shape[1:])
+        error = float((out[rows].float() - exact).norm() / exact.norm())
+        results[name] = {"relative_error": error}
+        if error <= tolerance and bool(out.isfinite().all()):
+            captured[name] = one
+        else:
+            results[name]["error"] = f"wrong: relative error {error:.1e}, at most {tolerance:g} is right"
+    for name, times in measure_in_turn(captured, rounds, flush).items():
+        results[name] |= times.summary()
+    return results
 
 
 def copy_bandwidth(gigabytes: float = 4.0, rounds: int = 10, device: str = "cuda") -> float:
