@@ -19,6 +19,7 @@ from feather_sglang.replay.workloads import no_sharing, shared_prefix
 
 KV_TOKENS = 200_000  # what a 48 GB card has left for Qwen3-8B
 CONVERSATION, SYNTHETIC = "mooncake_conversation.jsonl", "mooncake_synthetic_first1800.jsonl"
+SLICES = "slices of public traces"
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,10 @@ def _sweep(name: str, short: int = 0, **figures: int) -> Case:
     return Case(name, "the paper's sweeps", partial(shared_prefix, **figures), short=short)
 
 
-def _slice(kind: str, first: int, count: int, load: float, kv_tokens: int, short: int = 0) -> Case:
-    file = CONVERSATION if kind == "conversation" else SYNTHETIC
-    name = f"{kind} {first}, load {load:g}, {kv_tokens // 1000}K"
-    return Case(name, "slices of public traces", None, kv_tokens, short, load, file, first, count)
+def _slice(trace: str, first: int, count: int, load: float, kv_tokens: int, short: int = 0, kind: str = SLICES) -> Case:
+    file = CONVERSATION if trace == "conversation" else SYNTHETIC
+    name = f"{trace} {first}, load {load:g}, {kv_tokens // 1000}K"
+    return Case(name, kind, None, kv_tokens, short, load, file, first, count)
 
 
 _LOADS, _POOLS = (0.5, 0.8, 1.0, 1.2), (200_000, 500_000, 824_000)
@@ -117,8 +118,8 @@ CASES: tuple[Case, ...] = (
     _sweep("levels 2", prefix_tokens=4000, levels=2),
     _sweep("levels 4", 500, prefix_tokens=4000, levels=4),
     *(
-        _slice(kind, first, count, load, pool, 200 if (kind, load, pool) in _SHORT else 0)
-        for kind, first, count in (("conversation", 7000, 500), ("synthetic", 800, 400))
+        _slice(trace, first, count, load, pool, 200 if (trace, load, pool) in _SHORT else 0)
+        for trace, first, count in (("conversation", 7000, 500), ("synthetic", 800, 400))
         for load in _LOADS
         for pool in _POOLS
     ),
@@ -144,11 +145,8 @@ _MADE = (
 def _parts(conversation: int, synthetic: int) -> tuple[Case, ...]:
     """Of both traces, from these requests on."""
     return tuple(
-        Case(f"{kind} {first}, load {load:g}, {pool // 1000}K", LEARNT, None, pool, 0, load, file, first, count)
-        for kind, file, first, count in (
-            ("conversation", CONVERSATION, conversation, 160),
-            ("synthetic", SYNTHETIC, synthetic, 120),
-        )
+        _slice(trace, first, count, load, pool, kind=LEARNT)
+        for trace, first, count in (("conversation", conversation, 160), ("synthetic", synthetic, 120))
         for load, pool in ((0.8, 500_000), (1.0, 824_000), (1.2, 200_000))
     )
 
