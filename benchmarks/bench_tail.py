@@ -85,11 +85,10 @@ TUNE = (
 
 def cut(trace: Trace, part: Slice) -> Trace:
     """The slice's requests, from time 0."""
-    requests = trace.requests[part.first : part.first + part.count]
-    if len(requests) < part.count:
+    kept = trace.part(part.first, part.count)
+    if len(kept.requests) < part.count:
         raise FeatherError(f"{part.name}: the trace ends after {len(trace.requests)} requests")
-    start = requests[0].arrival_s
-    return Trace(part.name, trace.block_size, [r._replace(arrival_s=r.arrival_s - start) for r in requests])
+    return Trace(part.name, kept.block_size, kept.requests)
 
 
 def read(path: Path) -> Any:
