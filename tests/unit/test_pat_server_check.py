@@ -162,6 +162,14 @@ def test_churn_finds_wrong_and_lost_requests(monkeypatch, generate, words):
     assert any(words in problem for problem in churn(monkeypatch, generate).problems)
 
 
+@pytest.mark.parametrize(("reason", "fate", "right"), [("abort", "abort", True), ("length", "finish", False)])
+def test_drafts_that_were_accepted_beyond_what_was_asked_for_count_for_those_given_up_only(reason, fate, right):
+    one = pat_churn.Churn(None, {}, {"a": answer(range(8))}, tolerance(), most_jobs=1, pace=0.001)
+    job = pat_churn.Job(0.0, "a", 8, fate, 0.0)
+    said = one._outcome(job, {"output_ids": list(range(10)), "meta_info": {"finish_reason": {"type": reason}}})
+    assert said == ("aborted" if right else "wrong") and bool(one.problems) is not right
+
+
 def test_churn_accepts_near_ties(monkeypatch):
     one = churn(monkeypatch, lambda prompt, count: ([*right(prompt, count)[0][:-1], 99], "length"))
     assert not one.problems and one.fates["near tie"] > 10 and not one.fates["equal"]
