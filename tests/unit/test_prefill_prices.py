@@ -1,5 +1,7 @@
 """What prefill takes, found again from steps that were timed."""
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -52,6 +54,31 @@ def test_of_steps_that_are_all_alike_a_larger_one_is_said_to_take_the_most_that_
 def test_of_steps_that_differ_no_more_is_assumed_than_they_tell(true):
     found = fitted(VARIED * 3, true)
     assert found[:4] == pytest.approx(true[:4], rel=1e-3, abs=1e-9)
+
+
+def test_where_a_launch_fills_short_steps_a_long_one_is_said_to_take_no_less_than_the_fastest_did():
+    """Hundreds of short steps take what a launch takes, and the fit finds that their tokens cost nothing."""
+    draw, fit, launch, token = random.Random(0), PrefillFit(), 0.028, 2.6e-5
+    for tokens in (8192, 8192, 1024):
+        fit.add(tokens, 0.0, 0)
+        fit.took(max(launch, token * tokens))
+    seemed = 0
+    for _ in range(1000):
+        tokens = draw.choice((64, 256, 300))
+        fit.add(tokens, 0.0, 0)
+        fit.took(launch * draw.lognormvariate(0, 0.15))
+        found = fit.prices
+        seemed = max(seemed, found.tokens(0.04 - found.fixed, 0))
+        assert found.most(0.04) <= 1.3 * 0.04 / token
+    assert seemed > 8192  # what the prices alone would have let run
+
+
+def test_a_step_that_was_seen_too_early_does_not_set_the_pace():
+    fit = PrefillFit()
+    for number in range(40):
+        fit.add(1000, 0.0, 0)
+        fit.took(1e-5 if number == 20 else 0.03)
+    assert fit.prices.pace == pytest.approx(3e-5)
 
 
 def test_where_no_token_takes_time_all_fit():

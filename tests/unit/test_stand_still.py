@@ -18,6 +18,7 @@ prices_of_a_machine = st.builds(
     pair=st.one_of(st.just(0.0), st.floats(1e-10, 1e-7)),
     prefix=st.one_of(st.just(0.0), st.floats(1e-9, 1e-6)),
     trusted=st.just(math.inf),
+    pace=st.just(0.0),
 )
 
 
@@ -145,6 +146,13 @@ def test_chunks_are_as_large_as_fit():
     room = still.room(still.seconds, still.decode_seconds)
     assert chunk_tokens(room, still.seconds, prices, 0, 512) == pytest.approx(1000, abs=1)
     assert chunk_tokens(room, still.seconds, prices, 0, 1024) == 0  # too few for a step: decode
+
+
+@given(prices=prices_of_a_machine, pace=st.floats(1e-6, 1e-3), room=st.floats(-1, 1), context=st.integers(0, 60_000))
+def test_no_step_has_more_tokens_than_any_was_seen_to_compute_in_its_time(prices, pace, room, context):
+    tokens = chunk_tokens(room, 0.0, prices._replace(pace=pace), context, 256)
+    assert tokens <= max(256, max(room, prices.fixed) / pace)
+    assert tokens <= chunk_tokens(room, 0.0, prices, context, 256)
 
 
 def test_before_anything_was_timed_a_small_step_runs_and_then_a_decode_step():

@@ -144,4 +144,4 @@ def prices_of(readings: Readings) -> PrefillPrices | None:
         return None
     start, token = readings.start_seconds or 0.0, readings.token_seconds or 0.0
     pair, prefix = readings.pair_seconds or 0.0, readings.prefix_seconds or 0.0
-    return PrefillPrices(start, token, pair, prefix, readings.trusted_tokens)
+    return PrefillPrices(start, token, pair, prefix, readings.trusted_tokens, readings.pace_seconds or 0.0)

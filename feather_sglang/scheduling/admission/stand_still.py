@@ -207,7 +207,7 @@ def chunk_tokens(room: float, stood: float, prices: PrefillPrices | None, contex
     """
     tokens = 0
     if prices is not None:
-        tokens = math.floor(min(prices.tokens(room - prices.fixed, context), max(floor, prices.trusted)))
+        tokens = math.floor(min(prices.tokens(room - prices.fixed, context), prices.most(room)))
     elif not stood:
         tokens = FIRST_TOKENS
     if tokens >= floor:
@@ -216,4 +216,4 @@ def chunk_tokens(room: float, stood: float, prices: PrefillPrices | None, contex
         return 0
     if prices is None or room > 0:
         return floor
-    return max(floor, math.floor(min(prices.tokens(prices.fixed, context), prices.trusted)))
+    return max(floor, math.floor(min(prices.tokens(prices.fixed, context), prices.most(prices.fixed))))

@@ -3,6 +3,9 @@
     seconds = fixed + token x new tokens + pair x (a new token and one before it) + prefix x tokens found in the cache
 
 The fixed part is the launch of a step; what is found in the cache costs the host time, which looks it up and copies it.
+No step is said to take less a token than the fastest of its size or longer ones did, whatever the fit says: where a
+launch takes longer than the tokens of short steps, these seem to cost nothing.
+
 Errors count relative to a step's length, so that short steps, of which a bounded engine has most, are fitted as well as
 long ones, and one that an engine saw too late not better than all others; old steps fade.
 """
@@ -10,6 +13,7 @@ long ones, and one that an engine saw too late not better than all others; old s
 from __future__ import annotations
 
 import math
+from collections import deque
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -25,6 +29,8 @@ _UNBOUNDED = 2**31  # tokens, where none is known to take time
 _AS_GOOD = 1.1  # times the squares that the best fit leaves
 _SHORTEST = 0.5  # of what a step is said to take: its error counts relative to no less
 _ROUNDING = 1e-4  # of a square: steps are timed to 1%
+_PER_SIZE = 16  # steps of each size, in powers of two, whose pace is remembered
+_FASTEST = 0.25  # share of them that are faster than what counts: some were mistimed
 _FIXED, _TOKEN, _PAIR, _PREFIX = range(4)
 _SETS = ((_TOKEN,), *(terms for size in range(1, 5) for terms in combinations(range(4), size) if terms != (_TOKEN,)))
 
@@ -39,6 +45,7 @@ class PrefillPrices(NamedTuple):
     pair : of attention from one token to one before it.
     prefix : of a token that a prompt has in the cache.
     trusted : the most new tokens of a step for which this holds.
+    pace : that no step was below, for each of its tokens.
     """
 
     fixed: float
@@ -46,6 +53,7 @@ class PrefillPrices(NamedTuple):
     pair: float
     prefix: float = 0.0
     trusted: float = math.inf
+    pace: float = 0.0
 
     def seconds(self, tokens: float, context: float) -> float:
         """Of so many ``tokens`` of one prompt, after ``context`` earlier ones."""
@@ -60,6 +68,11 @@ class PrefillPrices(NamedTuple):
         if seconds <= 0:
             return 0
         return math.floor(2 * seconds / (first + math.sqrt(first * first + 2 * self.pair * seconds)))
+
+    def most(self, seconds: float) -> float:
+        """Tokens of a whole step of so many seconds, however cheap a token seems."""
+        most = max(0.0, seconds) / self.pace if self.pace else math.inf
+        return min(most, self.trusted)
 
 
 class PrefillFit:
@@ -78,6 +91,7 @@ class PrefillFit:
         self._weight = 0.0  # of the seconds
         self._timed = 0  # times that were taken
         self._longest = 0.0  # tokens, fading
+        self._paces: dict[int, deque[float]] = {}  # by size: seconds for a token
         self._fitted = np.zeros(4)  # the terms' prices
         self._drift = 0.0  # seconds that steps take beyond that of late, in the mean
         self._variance = 0.0  # of them
@@ -89,7 +103,8 @@ class PrefillFit:
             return None
         fixed, token, pair, prefix = map(float, self._fitted)
         fixed = max(fixed / 2, fixed + self._drift) + _SURE * math.sqrt(self._variance)
-        return PrefillPrices(fixed, token, pair, prefix, _TRUSTED * self._longest)
+        pace = min(float(np.quantile(paces, _FASTEST)) for paces in self._paces.values())
+        return PrefillPrices(fixed, token, pair, prefix, _TRUSTED * self._longest, pace)
 
     def add(self, tokens: int, pairs: float, cached: int) -> None:
         """Note a step whose time is not known yet.
@@ -120,6 +135,8 @@ class PrefillFit:
         self._sums = keep * self._sums + share * terms
         self._weight = keep * self._weight + share * share
         self._timed += 1
+        size = int(self._added[_TOKEN] / self._added[_FIXED]).bit_length()
+        self._paces.setdefault(size, deque(maxlen=_PER_SIZE)).append(seconds / float(self._added[_TOKEN]))
         if self._timed > _LATE:
             beyond = min(max(seconds - said, -said), said) / self._added[_FIXED]
             self._variance += ((beyond - self._drift) ** 2 - self._variance) / _LATE

@@ -22,7 +22,7 @@ class Readings(NamedTuple):
         What attention from a new token to an earlier one and what a decode step takes, in tokens of prefill.
     judged, within
         Requests of which it is known whether they were within the promised bounds, and those that were (``Outcomes``).
-    start_seconds, token_seconds, pair_seconds, prefix_seconds, trusted_tokens
+    start_seconds, token_seconds, pair_seconds, prefix_seconds, trusted_tokens, pace_seconds
         What a prefill step takes, as fitted (``PrefillPrices``).
     stood_seconds, decode_seconds, least_decode_seconds
         How long running requests have stood still for prefill, what a decode step takes just now, and the least that it
@@ -42,6 +42,7 @@ class Readings(NamedTuple):
     pair_seconds: float | None = None
     prefix_seconds: float | None = None
     trusted_tokens: float | None = None
+    pace_seconds: float | None = None
     stood_seconds: float | None = None
     decode_seconds: float | None = None
     least_decode_seconds: float | None = None
