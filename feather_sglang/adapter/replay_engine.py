@@ -197,6 +197,8 @@ class Replay:
                     told = time.monotonic()
                     progress(len(outcome.served))
         progress(len(outcome.served))
+        if self.feather is not None and self.feather.failed:  # a server would go on, but these are fcfs's figures
+            raise RuntimeError(f"feather failed and went on as fcfs: {self.feather.guard.reason}")
         outcome.makespan = self.clock
         outcome.feather = self.feather.stats() if self.feather is not None else None
         self._turn(by_id)  # lets SGLang merge and drop the last batch

@@ -18,6 +18,7 @@ from feather_sglang.errors import FeatherError
 from feather_sglang.replay import arguments as replay_arguments
 from feather_sglang.replay import jobs as replay_jobs
 from feather_sglang.replay import train as replay_train
+from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 from feather_sglang.replay.traces import save_trace
 from feather_sglang.replay.workloads import shared_prefix
 from feather_sglang.scheduling.policy_names import SINCE, STOCK
@@ -406,6 +407,24 @@ def test_who_is_ended_early_leaves_no_temporary_files(tmp_path, monkeypatch):
         replay_jobs.run_jobs(jobs, 2, logs, Console(quiet=True), _dawdle)
     made = Path(str(error.value))
     assert made.parent.parent == tmp_path and not made.parent.exists()
+
+
+def _break(job, tell):
+    from feather_sglang.scheduling.admission.admission import Admission
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("broken on purpose")
+
+    Admission.open_round = broken
+    return replay_jobs.replay(job, tell)
+
+
+def test_a_policy_that_fails_has_no_figures(tmp_path):
+    """It goes on as fcfs, whose figures would stand under its name."""
+    model = StepTimeModel(load_profile("h200"), load_model("qwen3-8b"))
+    job = replay_jobs.Job("feather", shared_prefix(1, 40, output_tokens=2, requests=2), model, {"kv_tokens": 4000}, {})
+    with pytest.raises(FeatherError, match=r"^the replay under feather failed \(.*: RuntimeError\('broken on purpose'"):
+        replay_jobs.run_jobs([job], 1, tmp_path, Console(quiet=True), _break)
 
 
 IN_ONE_PROCESS = """

@@ -25,10 +25,13 @@ class Guard:
     ----------
     failed : bool
         Whether anything inside has failed: feather does nothing more.
+    reason : str
+        What failed first; empty if nothing did.
     """
 
     def __init__(self) -> None:
         self.failed = False
+        self.reason = ""
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
@@ -42,5 +45,6 @@ class Guard:
         """Log a failure, count it, and go on as fcfs; only the first one counts."""
         if not self.failed:
             self.failed = True
+            self.reason = f"{what}: {error!r}"
             failure_counter().inc()
             logger.error("feather: %s (%r); this scheduler goes on as fcfs", what, error, exc_info=error)
