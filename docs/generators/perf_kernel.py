@@ -9,6 +9,7 @@ from perf_results import PEERS, TreeTime, day, geometric_mean, get, load, trees
 from perf_text import Section, command, table
 
 PAT, H100, FP8 = "decode_h200.json", "decode_h100.json", "decode_h200_fp8.json"
+SGLANG = "decode_h200_sglang.json"
 SETS = {
     "PAT's 20 trees": PAT,
     "1-20 prompts,32-500 requests": "decode_h200_serving.json",
@@ -90,6 +91,19 @@ def with_fp8(folder: Path) -> str:
     return table(["/Triton (worst)", "/16-bit `pat`", "/floor", "rows"], [row])
 
 
+def of_sglang(folder: Path) -> str:
+    """Every decode backend of SGLang's that runs here, to the floor."""
+    records = get(load(folder, SGLANG), SGLANG, "records")
+    times: dict[str, list[float]] = {}
+    for record in records:
+        for name, figures in get(record, SGLANG, "systems").items():
+            if "warm_us" in figures:
+                times.setdefault(name, []).append(figures["warm_us"] / get(record, SGLANG, "floor_us"))
+    means = {name: geometric_mean(ratios) for name, ratios in times.items() if len(ratios) == len(records)}
+    cells = (f"{'pat' if name == 'feather' else name} {means[name]:.2f}" for name in sorted(means, key=means.__getitem__))
+    return f"SGLang's backends /floor, pages of 32: {', '.join(cells)}."
+
+
 def losses(folder: Path) -> tuple[str, int]:
     """The worst rows of all sets, and how many are behind."""
     behind = sorted(
@@ -115,17 +129,18 @@ def section(folder: Path) -> Section:
     )
     lost, count = losses(folder)
     body = [
-        "One layer's decode attention, L2 warm: time to the best of FlashAttention-3 (FA3), FlashInfer and its "
-        "cascade, and to the floor (bytes at copy bandwidth, FLOP at matrix rate). Geometric means, PAT's trees:",
+        "One layer, L2 warm: time to the best of FlashAttention-3 (FA3), FlashInfer, its cascade, and to the floor "
+        "(bytes/copy bandwidth, FLOP/matrix rate). Geometric means, PAT's trees:",
         by_heads(folder),
         "![Time over the floor by tree](performance/kernel.svg)",
         by_set(folder),
-        "With fp8 KV, PAT's trees, 32/8:",
+        "fp8 KV, 32/8:",
         with_fp8(folder),
+        of_sglang(folder),
     ]
     if lost:
         body += [f"Behind by >1% in {count} rows, the worst:", lost]
-    return Section("The kernel beside its peers", body, setup, [command(typed)], [*SETS.values(), H100, FP8])
+    return Section("The kernel beside its peers", body, setup, [command(typed)], [*SETS.values(), H100, FP8, SGLANG])
 
 
 def plotted(folder: Path) -> dict[str, list[tuple[int, float]]]:

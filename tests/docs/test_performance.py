@@ -171,12 +171,14 @@ def test_answers_with_drafts_are_right() -> None:
     """Greedy ones, and those of random requests some of which are given up; drafts by pat, too."""
     rows = json.loads((MEASURED / "speculation_answers_h200.json").read_text())["rows"]
     backends = {(row["drafter"], row["backend"]) for row in rows}
-    assert backends > {(name, "pat") for name in ("none", "standalone", "eagle")} | {("eagle", "pat, drafts too")}
+    drafters = ("none", "standalone", "eagle", "ngram")
+    assert backends > {(name, "pat") for name in drafters} | {("eagle", "pat, drafts too")}
     for row in rows:
         answers, fates = row["answers"], row["churn"]["fates"]
         assert not (row["problems"] or row["left_out"] or answers["wrong"] or row["churn"]["wrong"]), row["backend"]
         assert answers["spread"]["equal"] + answers["near_ties"] == answers["spread"]["answers"] == 24
-        assert fates["equal"] + fates["near tie"] > 100 and min(fates["aborted"], fates["hung up"]) > 20
+        if row["backend"] != "fa3":  # which it is compared with, and whose steps beside NGRAM's drafts are few
+            assert fates["equal"] + fates["near tie"] > 100 and min(fates["aborted"], fates["hung up"]) > 20
 
 
 # The generator, on made-up files.
@@ -280,6 +282,8 @@ def files() -> dict[str, Any]:
     made: dict[str, Any] = {name: kernel_file() for name in (*perf_kernel.SETS.values(), perf_kernel.H100)}
     on_fp8 = {name: {"warm_us": us} for name, us in (("feather", 10.0), ("feather-16bit", 16.0), ("triton", 40.0))}
     made[perf_kernel.FP8] = {"records": [{"systems": on_fp8, "floor_us": 8.0}]}
+    of_sglang = {name: {"warm_us": us} for name, us in (("feather", 12.0), ("trtllm_mha", 80.0))}
+    made[perf_kernel.SGLANG] = {"records": [{"systems": of_sglang | {"hpc_ops": {"error": "none"}}, "floor_us": 8.0}]}
     made |= {file: one_backend(name) for name, file in perf_servers.SERVERS.items()}
     made |= {file: server_file(steady, {"decode:500,5,5000,64": batch}) for file in perf_servers.DECODE}
     made |= {file: server_file(steady, {"W1": batch}) for file in (perf_servers.TWO_GPUS, perf_servers.LONG)}
@@ -290,8 +294,9 @@ def files() -> dict[str, Any]:
     made[perf_models.TWO_RANKS]["rows"][0]["flags"] = "--dp 2 --disable-custom-all-reduce --max-running-requests 9"
     made |= speculation_files()
     made[perf_prefill.PREFILL] = prefill_file()
-    gains = {"W1": {"off": 100.0, "auto": 120.0}, "W2": {"off": 100.0, "auto": 110.0}}
-    made[perf_prefill.SERVERS] = server_file(dict.fromkeys(("off", "auto"), flags_of("pat")), gains)
+    gains = {"W1": {"off": 100.0, "on": 120.0}, "W2": {"off": 100.0, "on": 110.0}}
+    made[perf_prefill.SERVERS] = server_file(dict.fromkeys(("off", "on"), flags_of("pat")), gains)
+    made[perf_prefill.TRACE] = {"runs": [{"server": "off", "output_tok_s": 90.0}, {"server": "on", "output_tok_s": 99.0}]}
     figures = {"output_tok_s": 110.0, "ttft_mean": 2.0, "ttft_p99": 4.0, "e2e_mean": 8.0, "max_wait": 5.0}
     made[perf_replay.REPLAYS] = {
         "command": "c", "sglang": "0.5.23", "profile": "h200",
@@ -343,7 +348,7 @@ def test_a_losing_backend_is_shown(files: dict[str, Any], tmp_path: Path) -> Non
 def test_packed_prefill_that_loses_on_a_server_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
     assert "1.10-1.20x, a gain" in performance.page(written(files, tmp_path / "won"))
     files[perf_prefill.SERVERS]["records"][1]["overall"]["tok_s"] = 80.0
-    assert "0.80-1.10x, no sure gain" in performance.page(written(files, tmp_path / "lost"))
+    assert "0.80-1.10x, no gain" in performance.page(written(files, tmp_path / "lost"))
 
 
 def test_a_model_has_its_row_with_what_was_cut_and_the_best_other_backend(
@@ -413,6 +418,12 @@ def test_a_cache_of_8_bits_is_beside_triton_and_16_bits(files: dict[str, Any], t
     assert "|0.50 (1.00)|1.25 (2.50)|2.50|2|" in performance.page(written(files, tmp_path))
 
 
+def test_sglangs_backends_that_ran_are_named_with_the_nearest_to_the_floor_first(
+    files: dict[str, Any], tmp_path: Path
+) -> None:
+    assert "pages of 32: pat 1.50, trtllm_mha 10.00." in performance.page(written(files, tmp_path))
+
+
 def test_a_replay_that_is_far_off_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
     files[perf_replay.REPLAYS]["runs"][0]["replay"] = {
         "output_tok_s": 500.0, "ttft_mean": 2.0, "ttft_p99": 4.0, "e2e_mean": 8.0}  # fmt: skip
@@ -431,7 +442,7 @@ def test_a_replay_that_is_far_off_is_shown(files: dict[str, Any], tmp_path: Path
         ("server_h200_tp2.json", lambda content: content.pop("when"), "when"),
         ("verify_h200.json", lambda content: content["records"][0]["systems"].pop("fa3"), "systems.fa3"),
         ("prefill_h200.json", lambda content: content["records"][1]["systems"].pop("pat"), "systems.pat"),
-        ("prefill_server_h200.json", lambda content: content["records"].clear(), "under both auto and off"),
+        ("prefill_server_h200.json", lambda content: content["records"].append({"case": "W1", "server": "on"}), "overall"),
         ("speculation_h200.json", lambda content: content["rows"].pop(), "no rows of pat and fa3"),
         ("models_h200.json", lambda content: content.pop("when"), "when"),
         ("models_h200.json", lambda content: content["rows"].clear(), "rows is empty"),
