@@ -3,7 +3,7 @@
     seconds = fixed + token x new tokens + pair x (a new token and one before it) + prefix x tokens found in the cache
 
 The fixed part is the launch of a step; what is found in the cache costs the host time, which looks it up and copies it.
-No step is said to take less a token than the fastest of its size or longer ones did, whatever the fit says: where a
+Whatever the fit says, a step may have no more tokens than the fastest steps computed in its time (``most``): where a
 launch takes longer than the tokens of short steps, these seem to cost nothing.
 
 Errors count relative to a step's length, so that short steps, of which a bounded engine has most, are fitted as well as
