@@ -58,6 +58,7 @@ COMMON = (
     f"--stream-interval 8 {NO_PREFILL_GRAPHS}"
 )
 PAT = "pat"
+DECODES_ONLY = (PAT, "trtllm_mha", "hpc_ops")  # on Hopper
 TOP = 8  # most likely tokens that the reference names at each position
 FLOOR = 0.01  # accepted of a logprob in any case: a spread may be small by chance
 SHARES = 0.6  # of the KV tokens that the shared case attends to, at most, are read
@@ -162,10 +163,12 @@ class ShapeCheck:
             server.stop()
 
     def launch(self, backend: str, folder: Path) -> Server:
-        """Start a server; pat prefills with the first stock backend."""
-        chosen = self.shape.stock[0] if backend == PAT else backend
-        flags = [*shlex.split(COMMON), *shlex.split(self.shape.flags), "--attention-backend", chosen]
-        flags += ["--decode-attention-backend", PAT] if backend == PAT else []
+        """Start a server; one that only decodes prefills with the first stock backend."""
+        flags = [*shlex.split(COMMON), *shlex.split(self.shape.flags)]
+        if backend in DECODES_ONLY:
+            flags += ["--attention-backend", self.shape.stock[0], "--decode-attention-backend", backend]
+        else:
+            flags += ["--attention-backend", backend]
         flags += shlex.split(self.options.flags)
         command = [sys.executable, str(HERE / "spread_weights.py"), "--model-path", str(folder)]
         log = self.logs / f"{self.name}-{backend}.log"

@@ -37,6 +37,9 @@ def test_prompts_share_prefixes_of_two_lengths():
     assert {0, 701, 1002} <= shared and len({tuple(prompt) for prompt in made}) == 24
 
 
+BACKEND_FLAGS = ("--attention-backend", "--decode-attention-backend")
+
+
 class Servers(check.ShapeCheck):
     """Servers that answer and decode as they are told."""
 
@@ -180,3 +183,18 @@ def test_a_model_of_short_steps_decodes_for_longer_than_its_servers_pause(monkey
         for name, shape in check.SHAPES.items()
     }
     assert tokens.pop("llama-3.2-1b") == {1200} and all(found == {192} for found in tokens.values())
+
+
+def test_a_backend_that_only_decodes_prefills_as_pat_does(monkeypatch, tmp_path):
+    monkeypatch.setattr(check, "Server", lambda configuration, *arguments, **others: configuration.flags)
+    options = check.arguments(["--shapes", "qwen2.5-7b", "--stock", "fa3,triton,trtllm_mha,hpc_ops"])
+    one = check.ShapeCheck("qwen2.5-7b", check.shape_of(options, "qwen2.5-7b"), options, tmp_path, 9.0)
+    one.start()
+    backends = {
+        name: [flags[flags.index(flag) + 1] if flag in flags else None for flag in BACKEND_FLAGS]
+        for name, flags in one.servers.items()
+    }
+    assert backends == {
+        "fa3": ["fa3", None], "triton": ["triton", None],
+        **{name: ["fa3", name] for name in ("trtllm_mha", "hpc_ops", "pat")},
+    }  # fmt: skip
