@@ -182,7 +182,9 @@ def check_and_measure(
         out = one.poisoned_run().view(-1, *exact.shape[1:])
         error = float((out[rows].float() - exact).norm() / exact.norm())
         results[name] = {"relative_error": error}
-        if error <= tolerance and bool(out.isfinite().all()):
+        if not bool(out.isfinite().all()):
+            results[name]["error"] = "wrong: not all of its output is finite"
+        elif error <= tolerance:
             captured[name] = one
         else:
             results[name]["error"] = f"wrong: relative error {error:.1e}, at most {tolerance:g} is right"

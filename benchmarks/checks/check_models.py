@@ -87,6 +87,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.names = [name for name in options.shapes.split(",") if name]
     if unknown := [name for name in options.names if name not in SHAPES]:
         parser.error(f"--shapes: {', '.join(unknown)} is not among {', '.join(SHAPES)}")
+    if options.stock and not set(options.stock.split(",")) - set(DECODES_ONLY):
+        parser.error(f"--stock {options.stock}: name one that prefills, too")
     try:
         if not all(case.steady for shape in SHAPES.values() for case in cases_of(options, shape).values()):
             parser.error("--shared and --private: give cases named decode:...")
@@ -163,10 +165,11 @@ class ShapeCheck:
             server.stop()
 
     def launch(self, backend: str, folder: Path) -> Server:
-        """Start a server; one that only decodes prefills with the first stock backend."""
+        """Start a server; one that only decodes prefills with the first stock backend that can."""
         flags = [*shlex.split(COMMON), *shlex.split(self.shape.flags)]
         if backend in DECODES_ONLY:
-            flags += ["--attention-backend", self.shape.stock[0], "--decode-attention-backend", backend]
+            prefills = next(name for name in self.shape.stock if name not in DECODES_ONLY)
+            flags += ["--attention-backend", prefills, "--decode-attention-backend", backend]
         else:
             flags += ["--attention-backend", backend]
         flags += shlex.split(self.options.flags)

@@ -100,7 +100,9 @@ def of_sglang(folder: Path) -> str:
             if "warm_us" in figures:
                 times.setdefault(name, []).append(figures["warm_us"] / get(record, SGLANG, "floor_us"))
     means = {name: geometric_mean(ratios) for name, ratios in times.items() if len(ratios) == len(records)}
-    cells = (f"{'pat' if name == 'feather' else name} {means[name]:.2f}" for name in sorted(means, key=means.__getitem__))
+    cells = (
+        f"{'pat' if name == 'feather' else name} {means[name]:.2f}" for name in sorted(means, key=means.__getitem__)
+    )
     return f"SGLang's backends /floor, pages of 32: {', '.join(cells)}."
 
 

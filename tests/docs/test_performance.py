@@ -296,7 +296,9 @@ def files() -> dict[str, Any]:
     made[perf_prefill.PREFILL] = prefill_file()
     gains = {"W1": {"off": 100.0, "on": 120.0}, "W2": {"off": 100.0, "on": 110.0}}
     made[perf_prefill.SERVERS] = server_file(dict.fromkeys(("off", "on"), flags_of("pat")), gains)
-    made[perf_prefill.TRACE] = {"runs": [{"server": "off", "output_tok_s": 90.0}, {"server": "on", "output_tok_s": 99.0}]}
+    made[perf_prefill.TRACE] = {
+        "runs": [{"server": "off", "output_tok_s": 90.0}, {"server": "on", "output_tok_s": 99.0}]
+    }
     figures = {"output_tok_s": 110.0, "ttft_mean": 2.0, "ttft_p99": 4.0, "e2e_mean": 8.0, "max_wait": 5.0}
     made[perf_replay.REPLAYS] = {
         "command": "c", "sglang": "0.5.23", "profile": "h200",
@@ -442,7 +444,11 @@ def test_a_replay_that_is_far_off_is_shown(files: dict[str, Any], tmp_path: Path
         ("server_h200_tp2.json", lambda content: content.pop("when"), "when"),
         ("verify_h200.json", lambda content: content["records"][0]["systems"].pop("fa3"), "systems.fa3"),
         ("prefill_h200.json", lambda content: content["records"][1]["systems"].pop("pat"), "systems.pat"),
-        ("prefill_server_h200.json", lambda content: content["records"].append({"case": "W1", "server": "on"}), "overall"),
+        (
+            "prefill_server_h200.json",
+            lambda content: content["records"].append({"case": "W1", "server": "on"}),
+            "overall",
+        ),
         ("speculation_h200.json", lambda content: content["rows"].pop(), "no rows of pat and fa3"),
         ("models_h200.json", lambda content: content.pop("when"), "when"),
         ("models_h200.json", lambda content: content["rows"].clear(), "rows is empty"),

@@ -185,9 +185,11 @@ def test_a_model_of_short_steps_decodes_for_longer_than_its_servers_pause(monkey
     assert tokens.pop("llama-3.2-1b") == {1200} and all(found == {192} for found in tokens.values())
 
 
-def test_a_backend_that_only_decodes_prefills_as_pat_does(monkeypatch, tmp_path):
+@pytest.mark.parametrize("stock", ["fa3,triton,trtllm_mha,hpc_ops", "hpc_ops,fa3,trtllm_mha,triton"])
+def test_a_backend_that_only_decodes_prefills_as_pat_does(monkeypatch, tmp_path, stock):
     monkeypatch.setattr(check, "Server", lambda configuration, *arguments, **others: configuration.flags)
-    options = check.arguments(["--shapes", "qwen2.5-7b", "--stock", "fa3,triton,trtllm_mha,hpc_ops"])
+    monkeypatch.setattr(check.metadata, "entry_points", lambda group: [type("Point", (), {"name": "feather"})])
+    options = check.arguments(["--shapes", "qwen2.5-7b", "--stock", stock])
     one = check.ShapeCheck("qwen2.5-7b", check.shape_of(options, "qwen2.5-7b"), options, tmp_path, 9.0)
     one.start()
     backends = {
@@ -198,3 +200,9 @@ def test_a_backend_that_only_decodes_prefills_as_pat_does(monkeypatch, tmp_path)
         "fa3": ["fa3", None], "triton": ["triton", None],
         **{name: ["fa3", name] for name in ("trtllm_mha", "hpc_ops", "pat")},
     }  # fmt: skip
+
+
+def test_somebody_must_prefill(capsys):
+    with pytest.raises(SystemExit):
+        check.arguments(["--stock", "trtllm_mha,hpc_ops"])
+    assert "--stock trtllm_mha,hpc_ops: name one that prefills, too" in capsys.readouterr().err
