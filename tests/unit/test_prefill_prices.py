@@ -59,7 +59,7 @@ def test_of_steps_that_differ_no_more_is_assumed_than_they_tell(true):
 def test_where_a_launch_fills_short_steps_a_long_one_is_said_to_take_no_less_than_the_fastest_did():
     """Hundreds of short steps take what a launch takes, and the fit finds that their tokens cost nothing."""
     draw, fit, launch, token = random.Random(0), PrefillFit(), 0.028, 2.6e-5
-    for tokens in (8192, 8192, 1024):
+    for tokens in (8192, 8192, 1024, 1024):
         fit.add(tokens, 0.0, 0)
         fit.took(max(launch, token * tokens))
     seemed = 0
@@ -69,16 +69,25 @@ def test_where_a_launch_fills_short_steps_a_long_one_is_said_to_take_no_less_tha
         fit.took(launch * draw.lognormvariate(0, 0.15))
         found = fit.prices
         seemed = max(seemed, found.tokens(0.04 - found.fixed, 0))
-        assert found.most(0.04) <= 1.3 * 0.04 / token
+        assert found.most(0.04) <= 1.3 * 0.04 / token and found.step(0.0, 8192) >= 0.7 * 8192 * token
     assert seemed > 8192  # what the prices alone would have let run
 
 
 def test_a_step_that_was_seen_too_early_does_not_set_the_pace():
     fit = PrefillFit()
-    for number in range(40):
-        fit.add(1000, 0.0, 0)
-        fit.took(1e-5 if number == 20 else 0.03)
-    assert fit.prices.pace == pytest.approx(3e-5)
+    for tokens, seconds in [(1500, 0.045)] * 20 + [(1500, 1e-5), (8192, 1e-5), (8192, 0.246)]:
+        fit.add(tokens, 0.0, 0)
+        fit.took(seconds)
+        assert fit.prices.pace in (0.0, pytest.approx(3e-5, rel=0.01))
+
+
+def test_short_steps_tell_no_pace_as_they_may_take_what_a_launch_takes():
+    """Else where only they were seen, nobody would find out that longer ones take no more time."""
+    fit = PrefillFit()
+    for _ in range(40):
+        fit.add(256, 0.0, 0)
+        fit.took(0.03)
+    assert fit.prices.pace == 0 and fit.prices.most(0.03) == fit.prices.trusted == 512
 
 
 def test_where_no_token_takes_time_all_fit():

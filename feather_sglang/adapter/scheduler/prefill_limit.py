@@ -41,7 +41,7 @@ class PrefillLimit:
         self._stands = False  # somebody decodes, and stands still during this round's prefill step
         self._prices: PrefillPrices | None = None  # None: the step is not limited by time
         self._room = 0.0  # seconds for this round's prefill tokens
-        self._spent = 0.0  # of them, by those who are in the batch
+        self._spent, self._tokens = 0.0, 0  # of them, by those who are in the batch; and their new tokens
         self._adder: Any = None
         self._left = 0  # the adder's tokens before the request that it is asked about
         self._withheld = 0  # tokens that this request may not have, and others may
@@ -98,7 +98,7 @@ class PrefillLimit:
         """Note the round's adder, which may hold the next chunk of a prompt by now."""
         self._adder, chunked = adder, self.scheduler.chunked_req
         if self._prices is not None and adder.can_run_list:
-            tokens = self.scheduler.chunked_prefill_size - adder.rem_chunk_tokens
+            self._tokens = tokens = self.scheduler.chunked_prefill_size - adder.rem_chunk_tokens
             first = chunked if chunked is not None else adder.can_run_list[0]
             self._spent = self._prices.seconds(tokens, cached_tokens(first))
 
@@ -119,7 +119,9 @@ class PrefillLimit:
         """Count what a request takes that is in the batch now."""
         adder = self._adder
         if self._prices is not None and adder is not None:
-            self._spent += self._prices.seconds(self._left - adder.rem_chunk_tokens, cached_tokens(req))
+            tokens = self._left - adder.rem_chunk_tokens
+            self._spent += self._prices.seconds(tokens, cached_tokens(req))
+            self._tokens += tokens
             if adder.new_chunked_req is None:  # else nobody may follow: SGLang knows one such request at a time
                 adder.rem_chunk_tokens += self._withheld
 
@@ -128,7 +130,8 @@ class PrefillLimit:
         if new_batch is None:
             self.still.launch(None)
         elif self._stands:
-            self.still.launch(self._spent + (self._prices.fixed if self._prices is not None else 0.0), self._opened)
+            said = 0.0 if self._prices is None else self._prices.step(self._spent, self._tokens)
+            self.still.launch(said, self._opened)
         else:
             self.still.launch(None)
         self._forget_round()

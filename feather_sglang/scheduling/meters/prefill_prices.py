@@ -3,8 +3,8 @@
     seconds = fixed + token x new tokens + pair x (a new token and one before it) + prefix x tokens found in the cache
 
 The fixed part is the launch of a step; what is found in the cache costs the host time, which looks it up and copies it.
-Whatever the fit says, a step may have no more tokens than the fastest steps computed in its time (``most``): where a
-launch takes longer than the tokens of short steps, these seem to cost nothing.
+Whatever the fit says, a step takes no less than its tokens at the pace of the fastest long steps: where a launch takes
+longer than the tokens of short steps, these seem to cost nothing.
 
 Errors count relative to a step's length, so that short steps, of which a bounded engine has most, are fitted as well as
 long ones, and one that an engine saw too late not better than all others; old steps fade.
@@ -29,8 +29,9 @@ _UNBOUNDED = 2**31  # tokens, where none is known to take time
 _AS_GOOD = 1.1  # times the squares that the best fit leaves
 _SHORTEST = 0.5  # of what a step is said to take: its error counts relative to no less
 _ROUNDING = 1e-4  # of a square: steps are timed to 1%
-_PER_SIZE = 16  # steps of each size, in powers of two, whose pace is remembered
-_FASTEST = 0.25  # share of them that are faster than what counts: some were mistimed
+_LONG = 1024  # tokens of a step that tells the pace: a shorter one may take what its launch takes
+_PER_SIZE = 16  # long steps of each size, in powers of two, whose pace is remembered
+_FASTEST = 4  # of how many one is faster than what counts, and one at the least: it may be mistimed
 _FIXED, _TOKEN, _PAIR, _PREFIX = range(4)
 _SETS = ((_TOKEN,), *(terms for size in range(1, 5) for terms in combinations(range(4), size) if terms != (_TOKEN,)))
 
@@ -45,7 +46,7 @@ class PrefillPrices(NamedTuple):
     pair : of attention from one token to one before it.
     prefix : of a token that a prompt has in the cache.
     trusted : the most new tokens of a step for which this holds.
-    pace : that no step was below, for each of its tokens.
+    pace : of the fastest long steps, for each of their tokens; 0 where none is known.
     """
 
     fixed: float
@@ -69,6 +70,10 @@ class PrefillPrices(NamedTuple):
             return 0
         return math.floor(2 * seconds / (first + math.sqrt(first * first + 2 * self.pair * seconds)))
 
+    def step(self, seconds: float, tokens: float) -> float:
+        """Of a step whose prompts take ``seconds``, and have so many tokens."""
+        return max(self.fixed + seconds, self.pace * tokens)
+
     def most(self, seconds: float) -> float:
         """Tokens of a whole step of so many seconds, however cheap a token seems."""
         most = max(0.0, seconds) / self.pace if self.pace else math.inf
@@ -91,7 +96,8 @@ class PrefillFit:
         self._weight = 0.0  # of the seconds
         self._timed = 0  # times that were taken
         self._longest = 0.0  # tokens, fading
-        self._paces: dict[int, deque[float]] = {}  # by size: seconds for a token
+        self._paces: dict[int, deque[float]] = {}  # by size of long steps: seconds for a token
+        self._pace = 0.0  # of the fastest
         self._fitted = np.zeros(4)  # the terms' prices
         self._drift = 0.0  # seconds that steps take beyond that of late, in the mean
         self._variance = 0.0  # of them
@@ -103,8 +109,7 @@ class PrefillFit:
             return None
         fixed, token, pair, prefix = map(float, self._fitted)
         fixed = max(fixed / 2, fixed + self._drift) + _SURE * math.sqrt(self._variance)
-        pace = min(float(np.quantile(paces, _FASTEST)) for paces in self._paces.values())
-        return PrefillPrices(fixed, token, pair, prefix, _TRUSTED * self._longest, pace)
+        return PrefillPrices(fixed, token, pair, prefix, _TRUSTED * self._longest, self._pace)
 
     def add(self, tokens: int, pairs: float, cached: int) -> None:
         """Note a step whose time is not known yet.
@@ -135,8 +140,7 @@ class PrefillFit:
         self._sums = keep * self._sums + share * terms
         self._weight = keep * self._weight + share * share
         self._timed += 1
-        size = int(self._added[_TOKEN] / self._added[_FIXED]).bit_length()
-        self._paces.setdefault(size, deque(maxlen=_PER_SIZE)).append(seconds / float(self._added[_TOKEN]))
+        self._note_pace(float(self._added[_TOKEN]), seconds, float(self._added[_FIXED]))
         if self._timed > _LATE:
             beyond = min(max(seconds - said, -said), said) / self._added[_FIXED]
             self._variance += ((beyond - self._drift) ** 2 - self._variance) / _LATE
@@ -144,6 +148,14 @@ class PrefillFit:
         if self._timed < _SOON or not self._timed % _REFIT:
             self._fitted = self._fit()
         self.drop()
+
+    def _note_pace(self, tokens: float, seconds: float, steps: float) -> None:
+        if tokens < _LONG * steps:
+            return
+        size = int(tokens / steps).bit_length()
+        self._paces.setdefault(size, deque(maxlen=_PER_SIZE)).append(seconds / tokens)
+        known = (sorted(paces)[max(1, len(paces) // _FASTEST)] for paces in self._paces.values() if len(paces) > 1)
+        self._pace = min(known, default=0.0)
 
     def _fit(self) -> Any:
         """Prices of the smallest set of terms that fits nearly as well as the best."""
