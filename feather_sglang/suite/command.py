@@ -112,11 +112,12 @@ def read(path: Path) -> dict[str, Any]:
     """The results of an earlier run."""
     try:
         results = json.loads(path.read_bytes())
-        version = results["version"]
+        version, cases = results["version"], results.get("cases")
     except OSError as error:
         raise FeatherError(f"--show {path}: cannot read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError):
         raise FeatherError(f"--show {path}: no results of feather suite") from None
-    if version != VERSION or "cases" not in results:
+    of_suite = isinstance(cases, dict) and all("policies" in case for case in cases.values())  # not of feather learn
+    if version != VERSION or not of_suite:
         raise FeatherError(f"--show {path}: no results of feather suite in version {VERSION}")
     return dict(results)
