@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from queue import Empty
 from typing import Any, NamedTuple
@@ -137,12 +139,23 @@ class Event(NamedTuple):
     value: Any = None
 
 
+def _start_fork_server() -> None:
+    """Start what replays are forked from. Ctrl-C in a terminal is told to every process; this one ends the others."""
+    resource_tracker.ensure_running()  # which lets SIGINT through again when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as which it is inherited
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def events(
     jobs: Sequence[Job], at_a_time: int, logs: Path, work: Callable[[Any, Any], Any]
 ) -> Generator[Event, None, None]:
     """Run ``work`` on the jobs in child processes; whoever stops listening ends those that run."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["feather_sglang.adapter.preload"])
+    _start_fork_server()
     queue = context.Queue()
     waiting = list(jobs)
     running: dict[str, Any] = {}

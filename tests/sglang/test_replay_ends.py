@@ -70,3 +70,26 @@ def test_a_signal_ends_the_command_and_its_replays(number, status, line, tmp_pat
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
         assert os.listdir(folder) == []
+
+
+def test_ctrl_c_while_it_starts_is_one_line(tmp_path):
+    """A terminal tells all processes, and what replays are forked from imports SGLang for seconds."""
+    mark = secrets.token_hex(16)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "feather_sglang.cli", "ab", *WORK, "--out", str(tmp_path / "out")],
+        env={**os.environ, "REPLAY_MARK": mark, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+    )  # fmt: skip
+    deadline = time.monotonic() + PATIENCE
+    while len(processes(mark)) < 3:  # the command, who minds its semaphores, who forks
+        assert process.poll() is None and time.monotonic() < deadline, processes(mark)
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=PATIENCE)[1]
+    assert (process.returncode, said) == (130, "feather: interrupted\n")
+    deadline = time.monotonic() + 10
+    while left := processes(mark):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
