@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,8 @@ SMALL = (
     Case("b", "small ones", partial(no_sharing, 100, 4, requests=10)),
 )
 SLICE = Case("conversation 2, load 0.5, 200K", "slices", None, load=0.5, file="t.jsonl", first=2, count=5, short=3)
+
+MEASURED = Path(__file__).resolve().parents[2] / "docs" / "measured"
 
 
 def figures(job):
@@ -193,7 +196,7 @@ def test_a_case_that_is_made_has_its_requests():
         (["--profile", "h100"], "unknown hardware profile 'h100'"),
         (["--show", "/no/file"], "--show /no/file: cannot read: No such file"),
         (["--show", __file__], "no results of feather suite"),
-        (["--show", "docs/measured/modes.json"], "no results of feather suite"),
+        (["--show", str(MEASURED / "modes.json")], "no results of feather suite"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_long_starts(tmp_path, capsys, flags, says):
