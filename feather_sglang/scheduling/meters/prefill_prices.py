@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from feather_sglang.scheduling.meters.prefill import LEAST_TOKENS
+
 _WINDOW = 256  # steps that the fit follows
 _SOON, _REFIT = 32, 4  # so many times in, every fourth refits: 0.4 ms each
 _LATE = 8  # steps that the fixed part follows beyond the fit: what runs beside a step changes faster than its prices
@@ -29,7 +31,6 @@ _UNBOUNDED = 2**31  # tokens, where none is known to take time
 _AS_GOOD = 1.1  # times the squares that the best fit leaves
 _SHORTEST = 0.5  # of what a step is said to take: its error counts relative to no less
 _ROUNDING = 1e-4  # of a square: steps are timed to 1%
-_LONG = 1024  # tokens of a step that tells the pace: a shorter one may take what its launch takes
 _PER_SIZE = 16  # long steps of each size, in powers of two, whose pace is remembered
 _FASTEST = 4  # of how many one is faster than what counts, and one at the least: it may be mistimed
 _FIXED, _TOKEN, _PAIR, _PREFIX = range(4)
@@ -150,7 +151,7 @@ class PrefillFit:
         self.drop()
 
     def _note_pace(self, tokens: float, seconds: float, steps: float) -> None:
-        if tokens < _LONG * steps:
+        if tokens < LEAST_TOKENS * steps:  # it may take what its launch takes
             return
         size = int(tokens / steps).bit_length()
         self._paces.setdefault(size, deque(maxlen=_PER_SIZE)).append(seconds / tokens)
