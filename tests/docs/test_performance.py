@@ -167,6 +167,14 @@ def test_prefill_gains_where_many_share_a_long_prefix() -> None:
     assert all(us[case]["pat"] < 0.8 * us[case]["fa3"] for case in ("groups-5x5k", "groups-20x10k", "samples-1"))
 
 
+def test_a_server_keeps_a_bound_of_250_ms_between_tokens() -> None:
+    runs = json.loads((MEASURED / "bounded_conversation_h200.json").read_text())["runs"]
+    bounded, feather, fcfs = (runs[name] for name in ("feather --feather-tbt 250", "feather", "fcfs"))
+    assert bounded["tbt_p99_ms"] <= 300 < min(feather["tbt_p99_ms"], fcfs["tbt_p99_ms"])
+    assert bounded["output_tok_s"] >= 0.97 * feather["output_tok_s"]
+    assert bounded["goodput"] > max(feather["goodput"], fcfs["goodput"])
+
+
 def test_answers_with_drafts_are_right() -> None:
     """Greedy ones, and those of random requests some of which are given up; drafts by pat, too."""
     rows = json.loads((MEASURED / "speculation_answers_h200.json").read_text())["rows"]
