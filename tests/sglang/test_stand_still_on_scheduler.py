@@ -2,6 +2,7 @@
 
 import json
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 from harness import OverlapServer, Server
@@ -72,8 +73,8 @@ def run_on_clock(one):
                 tokened[req.rid] = one.now
         return result
 
-    def result_comes(batch):
-        comes(batch)
+    def result_comes(batch, result):
+        comes(batch, result)
         one.now = max(one.now, ends.popleft())
 
     comes, one.feather.meters.result_comes = one.feather.meters.result_comes, result_comes
@@ -315,6 +316,42 @@ def test_a_pause_is_no_time_of_the_steps_before_it(server):
     assert not meters.fit._added.any()
     one.drain()
     one.assert_nothing_left()
+
+
+@pytest.mark.parametrize("kind", [Server, OverlapServer])
+def test_decode_steps_are_timed_alone_while_prompts_are_computed(server, kind, monkeypatch):
+    monkeypatch.setattr(stand_still, "_ALONE_AGAIN", 4)
+    one = server(kind=kind)
+    fit = one.feather.meters.fit
+    waited = fit.waited
+    monkeypatch.setattr(fit, "waited", lambda seconds: waited(0.0))  # as if the host were the slower
+    ran = [step for step, _ in serve_long_prompts(one)]
+    steps = "".join("d" if step == "decode" else "p" for step in ran)
+    assert "pddp" in steps or "pdddp" in steps, steps  # else a prefill step follows each of them
+    assert one.feather.meters.still.decode_seconds == pytest.approx(DECODE, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", [Server, OverlapServer])
+def test_how_long_it_waits_for_a_gpu_is_measured(server, kind, monkeypatch):
+    one, told = server(kind=kind), []
+    monkeypatch.setattr(one.feather.meters.fit, "waited", told.append)
+    submit_some(one, outputs=3)
+    one.drain()
+    assert told and set(told) == {None}  # there is no GPU
+
+    class Copied:
+        def synchronize(self):
+            one.now += 0.02
+
+    def comes(decodes):
+        batch = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: decodes), reqs=[])
+        meters.Meters.result_comes(one.feather.meters, batch, SimpleNamespace(copy_done=Copied()))
+        return told[-1]
+
+    monkeypatch.setattr(one.scheduler, "server_args", SimpleNamespace(device="cuda"))
+    assert comes(False) == pytest.approx(0.02)
+    # Without overlap nothing else is launched while a decode step runs, so that it waits for each.
+    assert comes(True) == (pytest.approx(0.02) if kind is OverlapServer else 0.0)
 
 
 def test_the_readings_are_the_first_ranks(server, monkeypatch):

@@ -8,26 +8,41 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from feather_sglang.scheduling.admission.stand_still import FIRST_TOKENS, FLOOR_TOKENS, StandStill, chunk_tokens
-from feather_sglang.scheduling.meters.prefill_prices import PrefillFit, PrefillPrices
+from feather_sglang.scheduling.admission.stand_still import (
+    FIRST_TOKENS,
+    FLOOR_TOKENS,
+    StandStill,
+    chunk_tokens,
+    with_others,
+)
+from feather_sglang.scheduling.meters.prefill_prices import Load, PrefillFit, PrefillPrices, Prices
 
-prices_of_a_machine = st.builds(
-    PrefillPrices,
+prices_of_one = st.builds(
+    Prices,
     fixed=st.floats(0, 0.02),
     token=st.floats(1e-6, 1e-3),
     pair=st.one_of(st.just(0.0), st.floats(1e-10, 1e-7)),
     prefix=st.one_of(st.just(0.0), st.floats(1e-9, 1e-6)),
-    trusted=st.just(math.inf),
-    pace=st.just(0.0),
+)
+prices_of_a_machine = st.tuples(prices_of_one, st.one_of(st.just(Prices()), prices_of_one)).map(
+    lambda prices: PrefillPrices(*prices, launch=prices[1].fixed)
 )
 
 
-@given(prices=prices_of_a_machine, seconds=st.floats(-1, 10), context=st.integers(0, 200_000))
-def test_the_tokens_are_the_most_that_fit(prices, seconds, context):
-    tokens = prices.tokens(seconds, context)
+@given(
+    prices=prices_of_a_machine,
+    seconds=st.floats(-1, 10),
+    context=st.integers(0, 200_000),
+    others=st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 10_000)), max_size=3),
+)
+def test_the_tokens_are_the_most_that_fit(prices, seconds, context, others):
+    load = Load()
+    for other in others:
+        load = load.plus(*other)
+    tokens = prices.tokens(seconds, context, load)
     assert tokens >= 0
-    assert not tokens or prices.seconds(tokens, context) <= seconds * (1 + 1e-9)
-    assert prices.seconds(tokens + 1, context) > seconds * (1 - 1e-9)
+    assert not tokens or prices.step(load.plus(tokens, context)) <= seconds * (1 + 1e-9)
+    assert prices.step(load.plus(tokens + 1, context)) > seconds * (1 - 1e-9)
 
 
 class Machine:
@@ -58,10 +73,12 @@ class Machine:
         self.still.forget(self.late)
         stood = self.still.seconds
         room = self.still.room(stood, self.still.decode_seconds)
+        if wanted and self.still.times_alone(stood, self.prices):
+            wanted = 0
         tokens = min(wanted, chunk_tokens(room, stood, self.prices, context, self.floor)) if wanted else 0
         if tokens:
             self.expected.append(self.still.decode_seconds or 0.0)
-            said = self.prices.fixed + self.prices.seconds(tokens, context)
+            said = self.prices.step(Load().plus(tokens, context))
             self.run(False, said, said * prefill_factor)
             self.missed.append(said * (prefill_factor - 1))
             self.steps += 1
@@ -93,20 +110,22 @@ turns = st.lists(
     late=st.sampled_from([0, 1]),
 )
 @example(
-    prices=PrefillPrices(1 / 64, 1e-6, 0.0), turns=[(0, 0, 1.0, 1.0)] * 2 + [(9**6, 0, 1.0, 1.0), (0, 0, 1.0, 1.5)],
+    prices=PrefillPrices(Prices(1 / 64, 1e-6)), turns=[(0, 0, 1.0, 1.0)] * 2 + [(9**6, 0, 1.0, 1.0), (0, 0, 1.0, 1.5)],
     bound=0.5, decode_seconds=0.5, late=0,
 )  # fmt: skip
 def test_the_bound_is_exceeded_by_no_more_than_what_the_last_step_was_longer_than_said(
     prices, turns, bound, decode_seconds, late
 ):
-    """Where a step of the floor and a decode step fit into it; else a single prefill step: the floor's, or one whose
-    tokens take the time that any step takes."""
+    """Where a step of the floor and a decode step fit into it; else a single prefill step: the floor's, or one that
+    takes little more than any step takes."""
     machine = Machine(bound, 512, prices, late, decode_seconds)
     for turn in turns:
         if (ended := machine.turn(*turn)) is None:
             continue
         gap, missed, steps = ended
-        slowest = 1.5 * (prices.fixed + max(prices.fixed, prices.seconds(512, 60_000)) + decode_seconds)
+        floor = prices.step(Load().plus(512, 60_000))
+        fixed = max(prices.gpu.fixed, prices.host.fixed)
+        slowest = 1.5 * (max(2.1 * fixed, floor) + decode_seconds)
         assert gap <= (bound + missed if steps > 1 else max(bound + missed, slowest)) + 1e-9
 
 
@@ -120,17 +139,18 @@ def test_the_bound_is_exceeded_by_no_more_than_what_the_last_step_was_longer_tha
 )
 def test_prefill_is_never_starved_and_decode_neither(prices, bound, decode_seconds, late, context):
     machine = Machine(bound, 512, prices, late, decode_seconds)
-    since_decode = since_prefill = 0
+    since_decode = since_prefill = held_back = 0
     for _ in range(50):
         decoded = machine.turn(100_000, context, 1.0, 1.0) is not None
         since_decode, since_prefill = (0, since_prefill + 1) if decoded else (since_decode + 1, 0)
-        assert since_prefill <= 1
+        held_back += since_prefill > 1  # so that a decode step is timed
+        assert held_back <= 2
         # Each further prefill step has at least the floor's tokens, so not many fit.
-        assert since_decode <= 1 + bound / prices.seconds(512, context)
+        assert since_decode <= 1 + bound / prices.step(Load().plus(512, context))
 
 
 def test_chunks_are_as_large_as_fit():
-    prices = PrefillPrices(fixed=0.005, token=1e-4, pair=0.0)
+    prices = PrefillPrices(Prices(fixed=0.005, token=1e-4))
     still = StandStill(0.25)
     still.launch(None)
     still.result(1.0, True)
@@ -151,7 +171,7 @@ def test_chunks_are_as_large_as_fit():
 @given(prices=prices_of_a_machine, pace=st.floats(1e-6, 1e-3), room=st.floats(-1, 1), context=st.integers(0, 60_000))
 def test_no_step_has_more_tokens_than_any_was_seen_to_compute_in_its_time(prices, pace, room, context):
     tokens = chunk_tokens(room, 0.0, prices._replace(pace=pace), context, 256)
-    assert tokens <= max(256, max(room, prices.fixed) / pace)
+    assert tokens <= max(256, max(room, 1.1 * prices.launch, prices.gpu.fixed) / pace)
     assert tokens <= chunk_tokens(room, 0.0, prices, context, 256)
 
 
@@ -215,12 +235,14 @@ class Server:
     ----------
     launch : seconds of the host to launch a prefill step.
     overlaps : as SGLang's scheduler does by default.
+    tells : how long it waits for a result is known.
     """
 
     DECODE, DECODE_LAUNCH, PROCESS, STEP, TOKEN, PAIR = 0.010, 0.002, 0.003, 0.002, 25e-6, 1e-9
     LOOKED_UP = 1e-7  # seconds of the host for a token found in the cache
 
-    def __init__(self, bound, launch, overlaps, context):
+    def __init__(self, bound, launch, overlaps, context, tells=True):
+        self.tells = tells
         self.still, self.fit = StandStill(bound), PrefillFit()
         self.launch, self.overlaps, self.context = launch, overlaps, context
         self.now = self.gpu = self.fresh = 0.0
@@ -238,7 +260,8 @@ class Server:
         self.still.launch(said, self.now)
         begin = self.now
         self.now += self.launch + self.LOOKED_UP * sum(context for _, context in prompts)
-        computed = sum(new * (self.TOKEN + self.PAIR * (context + new / 2)) for new, context in prompts)
+        load = load_of(prompts)
+        computed = self.TOKEN * load.tokens + self.PAIR * load.pairs
         self.gpu = max(max(self.gpu, begin) + self.STEP + computed, self.now)
         self._process((False, prompts, self.gpu))
 
@@ -247,9 +270,10 @@ class Server:
         while len(self.pending) > self.overlaps:
             is_decode, prompts, end = self.pending.popleft()
             looked, self.now = self.now, max(self.now, end) + self.PROCESS
+            tells = 0.0 if is_decode and not self.overlaps else max(0.0, end - looked)
+            self.fit.waited(tells if self.tells else None)
             if prompts:
-                pairs = sum(new * (context + new / 2) for new, context in prompts)
-                self.fit.add(sum(new for new, _ in prompts), pairs, sum(context for _, context in prompts))
+                self.fit.add(load_of(prompts))
             if (took := self.still.result(self.now, is_decode, looked)) is not None:
                 self.fit.took(took)
             if is_decode:
@@ -261,25 +285,35 @@ class Server:
         stood, prices = self.still.seconds, self.fit.prices
         room = self.still.room(stood, self.still.decode_seconds)
         context = 0 if short else self.context
-        tokens = min(8192, chunk_tokens(room, stood, prices, context, floor))
+        alone = self.still.times_alone(stood, prices)
+        tokens = 0 if alone else min(8192, chunk_tokens(room, stood, prices, context, floor))
         if not tokens:
             return self.decode()
         if not short:
-            said = 0.0 if prices is None else prices.fixed + prices.seconds(tokens, context)
+            said = 0.0 if prices is None else prices.step(Load().plus(tokens, context))
             self.chunks.append(tokens)
             return self.prefill(said, [(tokens, context)])
+        prompts = [(20, 10_000)]
         if prices is None:
-            return self.prefill(0.0, [(20, 10_000)])
-        left, prompts = max(room - prices.fixed, prices.seconds(tokens, context)), 0
-        while 20 * (prompts + 1) <= tokens and (prices.tokens(left, 10_000) >= 20 or not prompts):
-            left, prompts = left - prices.seconds(20, 10_000), prompts + 1
-        self.together.append(prompts)
-        return self.prefill(prices.fixed + prompts * prices.seconds(20, 10_000), [(20, 10_000)] * prompts)
+            return self.prefill(0.0, prompts)
+        seconds = with_others(room, Load().plus(tokens, 0), prices)
+        while 20 * (len(prompts) + 1) <= tokens and prices.tokens(seconds, 10_000, load_of(prompts)) >= 20:
+            prompts.append((20, 10_000))
+        self.together.append(len(prompts))
+        return self.prefill(prices.step(load_of(prompts)), prompts)
 
 
-def serve(bound, launch, overlaps, context=0, turns=400, short=0):
+def load_of(prompts):
+    """A step with so many new tokens, after so many earlier ones, of each prompt."""
+    load = Load()
+    for prompt in prompts:
+        load = load.plus(*prompt)
+    return load
+
+
+def serve(bound, launch, overlaps, context=0, turns=400, short=0, tells=True):
     """Run so many steps, of each hundred the last `short` with short prompts only."""
-    server = Server(bound, launch, overlaps, context)
+    server = Server(bound, launch, overlaps, context, tells)
     for _ in range(20):
         server.decode()
     del server.gaps[:]
@@ -301,12 +335,15 @@ def largest_chunk(bound, launch, overlaps, context):
     return best
 
 
+@pytest.mark.parametrize("tells", [False, True])
 @pytest.mark.parametrize("overlaps", [0, 1])
 @pytest.mark.parametrize("launch", [0.001, 0.018])
 @pytest.mark.parametrize("bound", [0.05, 0.1, 0.25])
 @pytest.mark.parametrize("context", [0, 30_000])
-def test_chunks_are_nearly_as_large_as_the_bound_allows_however_long_a_launch_takes(overlaps, launch, bound, context):
-    server = serve(bound, launch, overlaps, context)
+def test_chunks_are_nearly_as_large_as_the_bound_allows_however_long_a_launch_takes(
+    overlaps, launch, bound, context, tells
+):
+    server = serve(bound, launch, overlaps, context, tells=tells)
     best = largest_chunk(bound, launch, overlaps, context)
     late, gaps = server.chunks[len(server.chunks) // 2 :], sorted(server.gaps[len(server.gaps) // 4 :])
     assert 0.8 * best <= sum(late) / len(late)
@@ -317,8 +354,26 @@ def test_chunks_are_nearly_as_large_as_the_bound_allows_however_long_a_launch_ta
 @pytest.mark.parametrize("launch", [0.001, 0.018])
 def test_a_batch_that_has_become_small_while_prefill_goes_on_leaves_its_time_to_prefill(overlaps, launch):
     """No two decode steps follow each other then, and what one took beside a large batch says nothing any more."""
-    bound, server = 0.1, Server(0.1, launch, overlaps, 0)
-    server.DECODE = 0.08
+    bound, server = 0.1, becomes_small(0.1, 0.08, launch, overlaps)
+    late, gaps = server.chunks[-50:], sorted(server.gaps[-50:])
+    assert 0.8 * largest_chunk(bound, launch, overlaps, 0) <= sum(late) / len(late)
+    assert gaps[-1] <= 1.1 * bound
+    for _ in range(3):  # nobody waits: what is charged to the next step is its own
+        server.decode()
+    assert not server.fit._added.any()
+
+
+def test_decode_steps_that_a_launch_hides_are_timed_again():
+    server = becomes_small(0.05, 0.03, launch=0.018, overlaps=0)
+    late = server.chunks[-50:]
+    assert 0.8 * largest_chunk(0.05, 0.018, 0, 0) <= sum(late) / len(late)
+    assert server.still.decode_seconds == pytest.approx(server.DECODE + server.PROCESS, rel=0.01)
+
+
+def becomes_small(bound, decode, launch, overlaps):
+    """A server whose decode steps took longer once."""
+    server = Server(bound, launch, overlaps, 0)
+    server.DECODE = decode
     for _ in range(20):
         server.decode()
     for _ in range(100):
@@ -326,12 +381,7 @@ def test_a_batch_that_has_become_small_while_prefill_goes_on_leaves_its_time_to_
     server.DECODE = Server.DECODE
     for _ in range(200):
         server.turn(short=False)
-    late, gaps = server.chunks[-50:], sorted(server.gaps[-50:])
-    assert 0.8 * largest_chunk(bound, launch, overlaps, 0) <= sum(late) / len(late)
-    assert gaps[-1] <= 1.1 * bound
-    for _ in range(3):  # nobody waits: what is charged to the next step is its own
-        server.decode()
-    assert not server.fit._added.any()
+    return server
 
 
 class HeldUp(Server):
@@ -363,19 +413,26 @@ def test_steps_that_end_while_the_host_is_held_up_do_not_loosen_the_bound(overla
 
 
 @pytest.mark.parametrize("overlaps", [0, 1])
-def test_where_decode_steps_exceed_the_bound_prefill_computes_as_long_as_its_launch_takes(overlaps):
-    """Else the smallest steps would fill the time with launches, and the bound would not hold either."""
+@pytest.mark.parametrize("bound", [0.005, 0.03, 0.04])
+def test_where_a_launch_leaves_no_room_prefill_computes_as_long_as_it_takes(bound, overlaps):
+    """Else the smallest steps would fill the time with launches, and gaps would hardly be shorter."""
     launch = 0.03
-    server = serve(0.009, launch, overlaps)
-    late = server.chunks[len(server.chunks) // 2 :]
+    server, least = serve(bound, launch, overlaps), Server(bound, launch, overlaps, 0)
+    for _ in range(50):
+        least.prefill(0.0, [(FLOOR_TOKENS, 0)])
+        least.decode()
+    late, gaps = server.chunks[len(server.chunks) // 2 :], sorted(server.gaps[len(server.gaps) // 4 :])
     worth = launch / Server.TOKEN
     assert 0.5 * worth <= sum(late) / len(late) <= 2 * worth
+    assert gaps[int(0.9 * len(gaps))] <= 1.15 * max(bound, sorted(least.gaps)[25])
 
 
 @pytest.mark.parametrize("overlaps", [0, 1])
-def test_short_prompts_go_together_though_each_costs_the_host_some_time(overlaps):
-    server = serve(0.06, 0.018, overlaps, short=50, turns=1000)
+@pytest.mark.parametrize(("bound", "launch", "longest"), [(0.06, 0.018, 1.15 * 0.06), (0.03, 0.03, 0.07)])
+def test_short_prompts_go_together_though_each_costs_the_host_some_time(bound, launch, longest, overlaps):
+    """Also where the bound does not leave what a launch takes, and each more adds to that."""
+    server = serve(bound, launch, overlaps, short=50, turns=1000)
     late = server.together[len(server.together) // 2 :]
-    assert sum(late) / len(late) >= 4  # 12 would compute as long as a launch takes
+    assert sum(late) / len(late) >= 4
     gaps = sorted(server.gaps[len(server.gaps) // 4 :])
-    assert gaps[int(0.95 * len(gaps))] <= 1.15 * 0.06
+    assert gaps[int(0.95 * len(gaps))] <= longest

@@ -145,11 +145,11 @@ class Hooks:
         self.feather.rows.order(batch)
         return original(*args, **kwargs)
 
-    def _process_batch_result(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self.feather.meters.result_comes(batch)
-        result = original(batch, *args, **kwargs)
+    def _process_batch_result(self, original: Callable[..., Any], batch: Any, result: Any, *args: Any) -> Any:
+        self.feather.meters.result_comes(batch, result)
+        processed = original(batch, result, *args)
         self.feather.meters.result_came(batch)
-        return result
+        return processed
 
     def _get_next_batch_to_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         plan = original(*args, **kwargs)

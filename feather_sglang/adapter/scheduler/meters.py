@@ -14,7 +14,7 @@ from feather_sglang.adapter.scheduler.guard import Guard
 from feather_sglang.scheduling.admission.stand_still import FLOOR_TOKENS, StandStill
 from feather_sglang.scheduling.meters.decode import DecodeMeter
 from feather_sglang.scheduling.meters.prefill import PrefillMeter
-from feather_sglang.scheduling.meters.prefill_prices import PrefillFit
+from feather_sglang.scheduling.meters.prefill_prices import Load, PrefillFit
 from feather_sglang.scheduling.meters.readings import Readings
 from feather_sglang.scheduling.modes.outcomes import Outcomes
 
@@ -61,14 +61,28 @@ class Meters:
         if self.outcomes is not None and not str(rid).startswith(HEALTH_CHECK_RID_PREFIX):
             self.outcomes.arrived(rid, self.clock())
 
-    def result_comes(self, batch: Any) -> None:
-        """A step's result is there and not processed yet: a request that has finished gets no token of it."""
+    def result_comes(self, batch: Any, result: Any) -> None:
+        """SGLang processes a step's result next: a request that has finished gets no token of it."""
         is_decode, tokens = batch.forward_mode.is_decode(), 0
         if is_decode:
             tokens = _made(batch) if self._drafts else sum(not req.finished() for req in batch.reqs)
         self._step = is_decode, tokens
         if self.still is not None:
             self._looked = self.clock()
+            self.fit.waited(self._wait(result, self._looked, is_decode))
+
+    def _wait(self, result: Any, looked: float, is_decode: bool) -> float | None:
+        """Wait for a step's result, as SGLang does as soon as it processes it; seconds of it that tell whether the GPU
+        was the slower, None where nobody knows.
+
+        Without a GPU the engine computes what it launches, and never waits; without overlap it waits for every decode
+        step.
+        """
+        done = getattr(result, "copy_done", None)
+        if done is None or self.scheduler.server_args.device != "cuda":
+            return None
+        done.synchronize()
+        return 0.0 if is_decode and not self.scheduler.enable_overlap else self.clock() - looked
 
     def result_came(self, batch: Any) -> None:
         """SGLang has processed a step's result."""
@@ -87,7 +101,7 @@ class Meters:
         seconds = self.prefill.step(now, sum(lens), pairs)
         if self.still is not None:
             if lens:
-                self.fit.add(sum(lens), pairs, sum(batch.prefix_lens or ()))
+                self.fit.add(Load(sum(lens), pairs, sum(batch.prefix_lens or ())))
             took = self.still.result(now, is_decode, self._looked)
             if took is None and not self.still.decodes:
                 took = seconds or 0.0

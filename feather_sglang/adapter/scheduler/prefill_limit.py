@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from feather_sglang.adapter.scheduler.life_cycle import cached_tokens, total_tokens
-from feather_sglang.scheduling.admission.stand_still import FLOOR_TOKENS, StandStill, chunk_tokens
-from feather_sglang.scheduling.meters.prefill_prices import PrefillPrices
+from feather_sglang.scheduling.admission.stand_still import FLOOR_TOKENS, StandStill, chunk_tokens, with_others
+from feather_sglang.scheduling.meters.prefill_prices import Load, PrefillPrices
 from feather_sglang.scheduling.meters.readings import Readings
 from feather_sglang.scheduling.modes.mode import Prefill
 
@@ -40,8 +40,8 @@ class PrefillLimit:
         self._opened: float | None = None  # when the round was
         self._stands = False  # somebody decodes, and stands still during this round's prefill step
         self._prices: PrefillPrices | None = None  # None: the step is not limited by time
-        self._room = 0.0  # seconds for this round's prefill tokens
-        self._spent, self._tokens = 0.0, 0  # of them, by those who are in the batch; and their new tokens
+        self._seconds = 0.0  # that the step may take
+        self._load = Load()  # of those who are in the batch
         self._adder: Any = None
         self._left = 0  # the adder's tokens before the request that it is asked about
         self._withheld = 0  # tokens that this request may not have, and others may
@@ -67,7 +67,8 @@ class PrefillLimit:
         context = 0 if chunked is None else cached_tokens(chunked)
         room = self.still.room(stood, readings.decode_seconds)
         prices = prices_of(readings)
-        tokens = chunk_tokens(room, stood, prices, context, self._floor)
+        alone = self.still.times_alone(stood, prices)
+        tokens = 0 if alone else chunk_tokens(room, stood, prices, context, self._floor)
         if not tokens and not self._must_go_on(running_batch):
             self.deferrals += 1
             self.restore()
@@ -76,7 +77,7 @@ class PrefillLimit:
         tokens = min(self._full, max(tokens, self._floor))
         if prices is not None:
             self._prices = prices
-            self._room = max(room - prices.fixed, prices.seconds(tokens, context))
+            self._seconds = with_others(room, Load().plus(tokens, context), prices)
         page = self.scheduler.page_size
         self.scheduler.chunked_prefill_size = tokens // page * page
         return True
@@ -98,16 +99,16 @@ class PrefillLimit:
         """Note the round's adder, which may hold the next chunk of a prompt by now."""
         self._adder, chunked = adder, self.scheduler.chunked_req
         if self._prices is not None and adder.can_run_list:
-            self._tokens = tokens = self.scheduler.chunked_prefill_size - adder.rem_chunk_tokens
             first = chunked if chunked is not None else adder.can_run_list[0]
-            self._spent = self._prices.seconds(tokens, cached_tokens(first))
+            tokens = self.scheduler.chunked_prefill_size - adder.rem_chunk_tokens
+            self._load = Load().plus(tokens, cached_tokens(first))
 
     def allow(self, req: Any) -> bool:
         """Lower what is left of the chunk to what a proposed request may have in time; False: nothing."""
         adder = self._adder
         if self._prices is None or adder is None:
             return True
-        tokens = self._prices.tokens(self._room - self._spent, cached_tokens(req))
+        tokens = self._prices.tokens(self._seconds, cached_tokens(req), self._load)
         if not adder.can_run_list:
             tokens = max(tokens, self._floor)
         page = self.scheduler.page_size
@@ -119,9 +120,7 @@ class PrefillLimit:
         """Count what a request takes that is in the batch now."""
         adder = self._adder
         if self._prices is not None and adder is not None:
-            tokens = self._left - adder.rem_chunk_tokens
-            self._spent += self._prices.seconds(tokens, cached_tokens(req))
-            self._tokens += tokens
+            self._load = self._load.plus(self._left - adder.rem_chunk_tokens, cached_tokens(req))
             if adder.new_chunked_req is None:  # else nobody may follow: SGLang knows one such request at a time
                 adder.rem_chunk_tokens += self._withheld
 
@@ -130,7 +129,7 @@ class PrefillLimit:
         if new_batch is None:
             self.still.launch(None)
         elif self._stands:
-            said = 0.0 if self._prices is None else self._prices.step(self._spent, self._tokens)
+            said = 0.0 if self._prices is None else self._prices.step(self._load)
             self.still.launch(said, self._opened)
         else:
             self.still.launch(None)
@@ -143,8 +142,6 @@ class PrefillLimit:
 
 def prices_of(readings: Readings) -> PrefillPrices | None:
     """What prefill takes by these readings; None: not known yet."""
-    if readings.trusted_tokens is None:
-        return None
-    start, token = readings.start_seconds or 0.0, readings.token_seconds or 0.0
-    pair, prefix = readings.pair_seconds or 0.0, readings.prefix_seconds or 0.0
-    return PrefillPrices(start, token, pair, prefix, readings.trusted_tokens, readings.pace_seconds or 0.0)
+    fields = Readings._fields
+    begin, end = fields.index("start_seconds"), fields.index("pace_seconds")
+    return PrefillPrices.of(readings[begin : end + 1])

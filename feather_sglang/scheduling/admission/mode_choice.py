@@ -42,7 +42,8 @@ class ModeChoice:
     def choose(self, readings: Readings) -> Mode:
         """Return the mode of the round that opens with these readings."""
         promise = self.promise
-        token, fixed = readings.token_seconds, readings.start_seconds
+        token = readings.token_seconds
+        fixed: float | None = max(readings.start_seconds or 0.0, readings.host_start_seconds or 0.0)
         if not token:  # else what steps take by their number, or their context, would count again in each token
             token, fixed = readings.prefill_seconds, readings.fixed_seconds
         promise.token_seconds, promise.fixed_seconds = token or 0.0, fixed or 0.0

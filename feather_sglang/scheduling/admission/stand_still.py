@@ -13,17 +13,20 @@ Ours. Sarathi-Serve (Agrawal et al., 2024) sets a token budget of mixed steps by
 
 from __future__ import annotations
 
-import math
 from collections import deque
 
 from feather_sglang.scheduling.meters.moving_mean import follow
-from feather_sglang.scheduling.meters.prefill_prices import PrefillPrices
+from feather_sglang.scheduling.meters.prefill_prices import Load, PrefillPrices, Prices
 
 FLOOR_TOKENS = 256  # of a step: below, its own costs outweigh what it computes
 FIRST_TOKENS = 1024  # of a step before any was timed
 SPACING = 128  # decode steps between two stops that are not bounded: one of a hundred gaps, and some
+_ALONE_AGAIN = 64  # decode steps after which one is timed alone again
+_ALONE = 2  # prefill steps that wait for that, so that none is launched beside it
 _WINDOW = 8  # decode steps that the mean follows: a batch grows by an admission, not slowly
+_MORE = 1.1  # times what a launch takes: whether the GPU computes more meanwhile is only known of what it was given
 _UNKNOWN_DECODE = 0.25  # of the bound, before a decode step was timed
+_NUMBERS = len(PrefillPrices(Prices()).numbers)
 
 
 class StandStill:
@@ -46,6 +49,9 @@ class StandStill:
         self.bound = bound
         self.least_decode_seconds: float | None = None
         self._alone: float | None = None  # of a decode step that follows another, a moving mean
+        self._timed_alone = 0  # decode steps when it last was
+        self._due = 0  # decode steps from which on it is to be, again
+        self._held_back = 0  # prefill steps, for that
         self._after_prefill: float | None = None  # of one that follows a prefill step, as results tell
         self._decoded: float | None = None  # when the latest decode step's result came
         self._between = False  # a prefill step's has come since
@@ -115,7 +121,7 @@ class StandStill:
             gap = now - self._decoded
             under_way = any(seconds is not None for seconds in self._launched)
             if not self._between and not under_way:
-                self._alone = follow(self._alone, gap, _WINDOW)
+                self._time_alone(gap)
                 took = self._beyond = 0.0
             elif self.decode_seconds is not None:
                 took = self._charge(self.decode_seconds, gap - self.decode_seconds, looked if under_way else None)
@@ -123,6 +129,15 @@ class StandStill:
             self.least_decode_seconds = min(self.decode_seconds, self.least_decode_seconds or self.decode_seconds)
         self._decoded, self._between = now, False
         return took
+
+    def _time_alone(self, seconds: float) -> None:
+        """A decode step took so long that followed another; of what is old a shorter time is believed at once."""
+        old = self._decodes - self._timed_alone > _WINDOW
+        if old and self._alone is not None and seconds < self._alone:
+            self._alone = seconds
+        else:
+            self._alone = follow(self._alone, seconds, 2 if old else _WINDOW)
+        self._timed_alone = self._decodes
 
     def _charge(self, decode: float, beyond: float, looked: float | None) -> float | None:
         """Charge what a step of ``decode`` seconds took beyond them to the prefill steps before it, less what launching
@@ -167,6 +182,20 @@ class StandStill:
             return seconds
         return seconds + max(0.0, self._latest - self._fresh)  # the clock may have been set back
 
+    def times_alone(self, stood: float, prices: PrefillPrices | None) -> bool:
+        """Whether a decode step runs next, as none was timed alone for long; ``stood`` as in ``may_stall``.
+
+        Where prefill steps lie between all decode steps, and launching those may take longer than a decode step, nobody
+        knows how long these take just now. All ranks say the same: what they measured themselves does not count.
+        """
+        if stood or prices is None or not prices.launch or self._decodes < self._due:
+            return False
+        self._held_back += 1
+        if self._held_back > _ALONE:
+            self._due, self._held_back = self._decodes + _ALONE_AGAIN, 0
+            return False
+        return True
+
     def may_stall(self, stood: float) -> bool:
         """Whether prefill may run without a bound: so few stops that 99% of a request's gaps are bounded all the same.
 
@@ -182,7 +211,7 @@ class StandStill:
 
     def readings(self, prices: PrefillPrices | None) -> tuple[float | None, ...]:
         """The last fields of ``Readings``."""
-        known = prices if prices is not None else (None,) * len(PrefillPrices._fields)
+        known = prices.numbers if prices is not None else (None,) * _NUMBERS
         return *known, self.seconds, self.decode_seconds, self.least_decode_seconds
 
     def room(self, stood: float, decode_seconds: float | None) -> float:
@@ -193,9 +222,9 @@ class StandStill:
 def chunk_tokens(room: float, stood: float, prices: PrefillPrices | None, context: int, floor: int) -> int:
     """Tokens that the next prefill step may have; 0: a decode step runs first.
 
-    A step that directly follows a decode step may always have ``floor`` tokens. Where a decode step alone exceeds the
-    bound it does not hold, and a step may have as many as take the time that any step takes: fewer would hardly be
-    shorter.
+    A step that directly follows a decode step may always have ``floor`` tokens, and as many as the GPU computes while
+    the host launches it: fewer would hardly be a shorter step. Where a decode step alone exceeds the bound, it may have
+    as many as take the time that any step takes.
 
     Parameters
     ----------
@@ -207,13 +236,21 @@ def chunk_tokens(room: float, stood: float, prices: PrefillPrices | None, contex
     """
     tokens = 0
     if prices is not None:
-        tokens = math.floor(min(prices.tokens(room - prices.fixed, context), prices.most(room)))
+        tokens = prices.tokens(room, context)
+        if not stood:
+            launch = _MORE * prices.launch if prices.launch or room > 0 else prices.gpu.fixed
+            tokens = max(tokens, prices.beside(launch, context))
     elif not stood:
         tokens = FIRST_TOKENS
     if tokens >= floor:
         return tokens
-    if stood > 0:
-        return 0
-    if prices is None or room > 0:
-        return floor
-    return max(floor, math.floor(min(prices.tokens(prices.fixed, context), prices.most(prices.fixed))))
+    return 0 if stood > 0 else floor
+
+
+def with_others(room: float, load: Load, prices: PrefillPrices) -> float:
+    """Seconds that a prefill step of ``load`` may take with further prompts.
+
+    Where it exceeds the bound by itself, half of what its launch takes is for them: one for each would be longer still.
+    """
+    step = prices.step(load)
+    return room if step <= room else step + prices.launch / 2
