@@ -170,7 +170,14 @@ class SpeculationCheck:
         self.servers: dict[str, Server] = {}
         drafts_too = [DRAFTS_TOO] if options.drafts_by_pat and "draft-model" in DRAFTERS[drafter] else []
         self.rows: dict[str, dict[str, Any]] = {
-            backend: {"drafter": drafter, "backend": backend, "problems": [], "left_out": "", "not_timed": ""}
+            backend: {
+                "drafter": drafter,
+                "backend": backend,
+                "case": options.case,
+                "problems": [],
+                "left_out": "",
+                "not_timed": "",
+            }
             for backend in (STOCK, PAT, *drafts_too)
         }
 

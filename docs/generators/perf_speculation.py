@@ -11,6 +11,7 @@ from perf_text import Section, command, number, table
 
 VERIFY, SERVER = "verify_h200.json", "speculation_h200.json"
 OURS, PEERS = "pat", ("fa3", "flashinfer")
+CASES = {"W1's batch": "decode:500,5,5000,200", "unshared": "decode:256,0,500,300"}
 
 
 def steps(folder: Path) -> str:
@@ -41,23 +42,23 @@ def _step(record: dict[str, Any]) -> list[str]:
 
 
 def server(folder: Path) -> str:
-    """Tokens a second of a server with drafts, pat to fa3."""
-    rows = {row["backend"]: row for row in get(load(folder, SERVER), SERVER, "rows")}
-    if not {OURS, "fa3"} <= rows.keys():
-        raise ResultError(f"{SERVER}: no rows of {OURS} and fa3")
-    ours, other = (get(rows[name], SERVER, "tok_s") for name in (OURS, "fa3"))
-    drafter, accepted = (get(rows[OURS], SERVER, key) for key in ("drafter", "accepted"))
-    return (
-        f"W1's batch on a server, {drafter.upper()}, {accepted:.1f} tokens a step simulated: {number(ours)} tokens/s, "
-        f"**{ours / other:.2f}** of fa3."
-    )
+    """Tokens a second of servers with drafts, pat to fa3: a batch that shares prefixes, and one that does not."""
+    rows = {(row["case"], row["backend"]): row for row in get(load(folder, SERVER), SERVER, "rows")}
+    found = []
+    for name, case in CASES.items():
+        if missing := [backend for backend in (OURS, "fa3") if (case, backend) not in rows]:
+            raise ResultError(f"{SERVER}: no {case} of {' and '.join(missing)}")
+        ours, other = (get(rows[case, backend], SERVER, "tok_s") for backend in (OURS, "fa3"))
+        found.append(f"{name} {number(ours)}, **{ours / other:.2f}**")
+    drafter, accepted = (get(rows[CASES["W1's batch"], OURS], SERVER, key) for key in ("drafter", "accepted"))
+    return f"{drafter.upper()}, {accepted:.1f} tokens a step simulated, tokens/s and to fa3: {'; '.join(found)}."
 
 
 def section(folder: Path) -> Section:
     """What speculation takes under pat."""
     return Section(
         "Speculation",
-        ["Attention of one layer, drafts verified:", steps(folder), server(folder)],
+        ["One layer's attention, drafts verified:", steps(folder), server(folder)],
         f"{setup(folder, SERVER)}.",
         [command(get(load(folder, VERIFY), VERIFY, "command"))],
         [VERIFY, SERVER],

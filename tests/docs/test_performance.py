@@ -256,8 +256,13 @@ def speculation_files() -> dict[str, dict[str, Any]]:
         "systems": {name: {"warm_us": us} for name, us in (("pat", 20.0), ("fa3", 80.0), ("flashinfer", 50.0))},
     }
     rows = [
-        {"drafter": "eagle", "backend": name, "tok_s": rate, "accepted": 2.5}
-        for name, rate in (("pat", 180.0), ("fa3", 100.0))
+        {"drafter": "eagle", "case": case, "backend": name, "tok_s": rate, "accepted": 2.5}
+        for case, name, rate in (
+            (perf_speculation.CASES["W1's batch"], "pat", 180.0),
+            (perf_speculation.CASES["W1's batch"], "fa3", 100.0),
+            (perf_speculation.CASES["unshared"], "fa3", 100.0),
+            (perf_speculation.CASES["unshared"], "pat", 90.0),
+        )
     ]
     return {perf_speculation.VERIFY: {"command": "bench_verify.py --json v.json", **about, "records": [verify]},
             perf_speculation.SERVER: {"command": "check_speculation.py", **about, "rows": rows}}  # fmt: skip
@@ -381,7 +386,7 @@ def test_drafts_have_their_row_and_their_server(files: dict[str, Any], tmp_path:
     files[perf_speculation.VERIFY]["records"][0]["systems"]["pat"]["warm_us"] = 60.0  # slower than one of both
     page = performance.page(written(files, tmp_path))
     assert rows_with(page, "|9|3|4|5,150|60|80|50|**1.20**|6.00|")
-    assert "2.5 tokens a step simulated: 180 tokens/s, **1.80** of fa3" in page
+    assert "W1's batch 180, **1.80**; unshared 90.0, **0.90**." in page
 
 
 def test_steps_that_lose_packed_are_shown_beside_those_that_gain(files: dict[str, Any], tmp_path: Path) -> None:
@@ -457,7 +462,7 @@ def test_a_replay_that_is_far_off_is_shown(files: dict[str, Any], tmp_path: Path
             lambda content: content["records"].append({"case": "W1", "server": "on"}),
             "overall",
         ),
-        ("speculation_h200.json", lambda content: content["rows"].pop(), "no rows of pat and fa3"),
+        ("speculation_h200.json", lambda content: content["rows"].pop(), "no decode:256,0,500,300 of pat"),
         ("models_h200.json", lambda content: content.pop("when"), "when"),
         ("models_h200.json", lambda content: content["rows"].clear(), "rows is empty"),
         ("data_parallel_h200.json", lambda content: content["rows"].clear(), "rows is empty"),
