@@ -175,6 +175,15 @@ def test_a_server_keeps_a_bound_of_250_ms_between_tokens() -> None:
     assert bounded["goodput"] > max(feather["goodput"], fcfs["goodput"])
 
 
+def test_a_bound_that_launches_exceed_shortens_gaps_all_the_same() -> None:
+    records = json.loads((MEASURED / "bounded_h200.json").read_text())["records"]
+    found = {(one["case"], one["server"]): one["overall"] for one in records}
+    for case, rate in (("W2", 0.95), ("W6", 0.75)):
+        plain, bounded = found[case, "plain"], found[case, "bounded"]
+        assert bounded["tbt_ms"]["p99"] < plain["tbt_ms"]["p99"] / 2
+        assert bounded["tok_s"] > rate * plain["tok_s"] and bounded["failed"] == bounded["unfinished"] == 0
+
+
 def test_answers_with_drafts_are_right() -> None:
     """Greedy ones, and those of random requests some of which are given up; drafts by pat, too."""
     rows = json.loads((MEASURED / "speculation_answers_h200.json").read_text())["rows"]
