@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``feather suite``."""
     parser.add_argument("--short", action="store_true", help="half an hour on two cores instead of many hours")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder with Mooncake's files, see the guide")
-    parser.add_argument("--cases", default="", metavar="NAMES", help="comma-separated, * fits all; default: every one")
+    parser.add_argument("--cases", default="*", metavar="NAMES", help="comma-separated, * fits all; default: every one")
     parser.add_argument("--policies", help="comma-separated; default: all that SGLang, feather and the replay have")
     add_slo(parser, "mooncake")
     parser.add_argument("--profile", default="h200", help="hardware profile (%(default)s)")
@@ -74,7 +74,10 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         raise FeatherError(f"--jobs {args.jobs}: must be at least 1")
     if args.traces is not None and not args.traces.is_dir():
         raise FeatherError(f"--traces {args.traces}: no such folder")
-    cases = chosen(args.short, [name.strip() for name in args.cases.split(",") if name.strip()])
+    names = [name.strip() for name in args.cases.split(",") if name.strip()]
+    if not names:
+        raise FeatherError(f"--cases {args.cases}: names none; * is every one")
+    cases = chosen(args.short, names)
     policies = policies_of(args.policies)
     terms = Terms(
         StepTimeModel(load_profile(args.profile), load_model(args.model), args.attention),

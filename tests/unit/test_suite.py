@@ -189,8 +189,10 @@ def test_a_case_that_is_made_has_its_requests():
     ("flags", "says"),
     [
         (["--cases", "W9"], "--cases W9: fits none of W1, W2"),
+        (["--cases", ","], "--cases ,: names none"),
         (["--policies", "fifo"], "--policies fifo: unknown ['fifo']; choose from"),
         (["--slo", "soon"], "--slo soon: expected ttft=SECONDS"),
+        (["--slo", ""], "--slo : expected ttft=SECONDS"),
         (["--jobs", "0"], "--jobs 0: must be at least 1"),
         (["--traces", "/no/folder"], "--traces /no/folder: no such folder"),
         (["--profile", "h100"], "unknown hardware profile 'h100'"),
