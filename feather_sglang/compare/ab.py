@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.jobs < 1:
         raise FeatherError(f"--jobs {args.jobs}: must be at least 1")
     version = check_sglang(policies)
-    slo = parse(args.slo) if args.slo else None
+    slo = None if args.slo is None else parse(args.slo)
     traces = sweep(args)
     trace = next(iter(traces.values()))
     model, settings = step_model(args)

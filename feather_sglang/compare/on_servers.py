@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = configurations(args, policies)
     peers = read_results(args.bench_serving) if args.bench_serving else []
     version = check_sglang(policies)
-    slo = parse(args.slo) if args.slo else None
+    slo = None if args.slo is None else parse(args.slo)
     traces = sweep(args)
     trace = next(iter(traces.values()))
     if args.kv_tokens:

@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         raise FeatherError(f"--out {args.out}: must be a .json file, the policy file to write")
     check_target(args.out, "policy file")
     check_sglang()
-    slo = parse(args.slo) if args.slo else None
+    slo = None if args.slo is None else parse(args.slo)
     first, rest = workload(args).split(args.split)
     if not first.requests or not rest.requests:
         raise FeatherError(f"{first.name}: too few requests to train on one part and report on another")

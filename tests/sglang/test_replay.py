@@ -281,6 +281,7 @@ def test_training_under_a_pace(tmp_path):
         (["--profile", "h100"], "unknown hardware profile 'h100'"),
         (["--requests", "0"], "--requests 0: must be at least 1"),
         (["--slo", "ttft=0"], "--slo ttft=0: expected ttft=SECONDS, tbt=MS"),
+        (["--slo", ""], "--slo : expected ttft=SECONDS, tbt=MS"),
         (["--rate-scale", "1,2,1"], "--rate-scale 1,2,1: a rate is given twice"),
         (["--rate-scale", "1,-2"], "rate scale -2: must be a positive number"),
         (["--feather-pace", "-1"], "--feather-pace -1: expected seconds, 0 or more"),
