@@ -175,6 +175,12 @@ def test_no_step_has_more_tokens_than_any_was_seen_to_compute_in_its_time(prices
     assert tokens <= chunk_tokens(room, 0.0, prices, context, 256)
 
 
+def test_no_chunk_is_longer_than_what_is_trusted_but_short_prompts_may_go_together():
+    prices = PrefillPrices(Prices(fixed=0.01), trusted=600.0)
+    assert chunk_tokens(0.1, 0.0, prices, 0, 256) == 600
+    assert prices._replace(trusted=60.0).tokens(0.1, 0, Load(80)) > 256
+
+
 def test_before_anything_was_timed_a_small_step_runs_and_then_a_decode_step():
     still = StandStill(0.25)
     room = still.room(0.0, still.decode_seconds)

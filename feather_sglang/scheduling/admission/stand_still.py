@@ -13,6 +13,7 @@ Ours. Sarathi-Serve (Agrawal et al., 2024) sets a token budget of mixed steps by
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from feather_sglang.scheduling.meters.moving_mean import follow
@@ -240,6 +241,7 @@ def chunk_tokens(room: float, stood: float, prices: PrefillPrices | None, contex
         if not stood:
             launch = _MORE * prices.launch if prices.launch or room > 0 else prices.gpu.fixed
             tokens = max(tokens, prices.beside(launch, context))
+        tokens = math.floor(min(tokens, prices.trusted))
     elif not stood:
         tokens = FIRST_TOKENS
     if tokens >= floor:

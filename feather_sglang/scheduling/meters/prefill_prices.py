@@ -144,17 +144,16 @@ class PrefillPrices(NamedTuple):
         context : tokens before them.
         """
         most = min(prices.tokens(seconds, context, load) for prices in (self.gpu, self.host))
-        return max(0, min(most, self._shown(seconds) - math.ceil(load.tokens)))
+        return max(0, min(most, self._paced(seconds) - math.ceil(load.tokens)))
 
     def beside(self, seconds: float, context: float) -> int:
         """The most tokens of one prompt that take so long, beyond what any step takes."""
         most = min(prices._replace(fixed=0.0).tokens(seconds, context, _NOTHING) for prices in (self.gpu, self.host))
-        return min(most, self._shown(seconds))
+        return min(most, self._paced(seconds))
 
-    def _shown(self, seconds: float) -> int:
+    def _paced(self, seconds: float) -> int:
         """Tokens that a step of so many seconds was seen to have, at the most."""
-        paced = max(0.0, seconds) / self.pace if self.pace else math.inf
-        return math.floor(min(paced, self.trusted, _UNBOUNDED))
+        return math.floor(min(max(0.0, seconds) / self.pace, _UNBOUNDED)) if self.pace else _UNBOUNDED
 
 
 class _Line:
