@@ -76,7 +76,7 @@ class Meters:
         was the slower, None where nobody knows.
 
         Without a GPU the engine computes what it launches, and never waits; without overlap it waits for every decode
-        step.
+        step, where it waits at all.
         """
         done = getattr(result, "copy_done", None)
         if done is None or self.scheduler.server_args.device != "cuda":

@@ -184,7 +184,7 @@ class StandStill:
         return seconds + max(0.0, self._latest - self._fresh)  # the clock may have been set back
 
     def times_alone(self, stood: float, prices: PrefillPrices | None) -> bool:
-        """Whether a decode step runs next, as none was timed alone for long; ``stood`` as in ``may_stall``.
+        """Whether a decode step runs next, so that now and then one is timed alone; ``stood`` as in ``may_stall``.
 
         Where prefill steps lie between all decode steps, and launching those may take longer than a decode step, nobody
         knows how long these take just now. All ranks say the same: what they measured themselves does not count.
