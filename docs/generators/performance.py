@@ -58,7 +58,7 @@ def span(values: Iterable[float], digits: int = 1) -> str:
 
 
 def readme_block(folder: Path) -> str:
-    """README's numbers: five, each with its hardware."""
+    """README's numbers: four, each with its hardware."""
     kernel = [row for row in trees(folder, perf_kernel.PAT) if row.heads == "32/8" and row.page_size == 1]
     of_kernel = geometric_mean(row.ratio for row in kernel)
     ours = [perf_servers.policies(folder, attention, file) for attention, file in perf_servers.SERVERS.items()]
@@ -73,10 +73,7 @@ def readme_block(folder: Path) -> str:
     mean, late, longest = (geometric_mean(one[f"{name} to fcfs's"] for one in ratios)
                            for name in ("TTFT mean", "TTFT p99", "longest wait"))  # fmt: skip
     seen_mean, seen_late = perf_replay.on_server(folder, "ttft_mean"), perf_replay.on_server(folder, "ttft_p99")
-    apart = [perf_replay.distance(found, figure) for figure in ("output_tok_s", "ttft_mean")]
-    bounded = perf_promise.measured(folder)
-    named = (perf_promise.PROMISE, "feather", perf_promise.best_stock(bounded))
-    promised, alone, stock = (perf_promise.share(bounded, name) for name in named)
+    apart = perf_replay.distance(found, "output_tok_s")
     lines = [
         "![Output tokens a second: SGLang at its best, with pat, with pat and feather](docs/readme_chart.svg)\n",
         f"- decode attention, PAT's 20 trees, 32/8 heads, H200: **{of_kernel:.2f}** of the best of FlashAttention-3's "
@@ -86,10 +83,8 @@ def readme_block(folder: Path) -> str:
         f"{span(t / fcfs for t, fcfs, _ in tight)} of fcfs",
         f"- nothing shared, H200 server: `pat` has {span(level, 2)} the throughput of the best other backend",
         f"- real traces, simulated H200: **{mean:.2f}x** fcfs's mean time to the first token, **{late:.2f}x** its "
-        f"p99, **{longest:.2f}x** its longest wait; on a server, one slice, {seen_mean:.2f}x and {seen_late:.2f}x",
-        f"- within 10x a lone request's first token and 5x its gaps, {len(bounded['cases'])} kinds of "
-        f"traffic, simulated H200: **{promised:.0%}** of requests with `--feather-slo`, {alone:.0%} without, "
-        f"{stock:.0%} under SGLang's best; the simulation is {apart[0]:.0%} from servers in throughput",
+        f"p99, **{longest:.2f}x** its longest wait; on a server, one slice, {seen_mean:.2f}x and {seen_late:.2f}x; the "
+        f"simulation is {apart:.0%} from servers in throughput",
     ]
     return "\n".join(lines)
 

@@ -37,26 +37,13 @@ def test_what_is_committed_is_what_the_generator_writes() -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_the_page_is_short_and_every_figure_of_it_is_there() -> None:
+def test_every_plot_of_the_page_is_there_and_readmes_numbers_are_few() -> None:
     page = (DOCS / "performance.md").read_text()
-    assert len(page.split()) <= 800
     plots = [line.split("](")[1].rstrip(")") for line in page.splitlines() if line.startswith("![")]
     assert len(plots) == 4 and all((DOCS / plot).is_file() for plot in plots)
     block = (ROOT / "README.md").read_text().split(performance.START)[1].split(performance.END)[0]
     numbers = [line for line in block.splitlines() if line.startswith("- ")]
     assert 1 <= len(numbers) <= 5 and all("H200" in line for line in numbers)
-
-
-def test_the_guide_on_goodput_has_the_figures_of_the_result_files() -> None:
-    results = perf_promise.measured(MEASURED)
-    shares = (perf_promise.PROMISE, "feather", perf_promise.best_stock(results))
-    guide = " ".join((DOCS / "guide" / "goodput.md").read_text().split())
-    assert all(f"{perf_promise.share(results, name):.0%}" in guide for name in shares)
-    rates = [
-        case["policies"][perf_promise.PROMISE]["output_tok_s"] / case["policies"]["feather"]["output_tok_s"]
-        for case in results["cases"].values()
-    ]
-    assert f"{geometric_mean(rates):.2f}x the throughput" in guide
 
 
 def test_plots_are_light_cards_that_need_no_font_and_no_date() -> None:
@@ -423,7 +410,7 @@ def test_a_losing_policy_is_shown(files: dict[str, Any], tmp_path: Path) -> None
     assert rows_with(page, "W3", "p99", "|400.000|4.000|100.00|")
 
 
-def test_what_a_promise_brings_stands_beside_the_policies(files: dict[str, Any], tmp_path: Path) -> None:
+def test_a_promise_that_no_server_has_kept_is_said_not_to_be_used(files: dict[str, Any], tmp_path: Path) -> None:
     for name, share, rate in (("a", 0.9, 55.0), ("b", 0.7, 220.0)):
         promised = files[perf_promise.SUITE]["cases"][name]["policies"][perf_promise.PROMISE]
         promised |= {"slo_share": share, "output_tok_s": rate}
@@ -431,9 +418,7 @@ def test_what_a_promise_brings_stands_beside_the_policies(files: dict[str, Any],
     folder = written(files, tmp_path)
     page = performance.page(folder)
     assert rows_with(page, "|`--feather-slo`|1.00x|", "|80%|") and rows_with(page, "|hrrn|", "|55%|")
-    assert "**80%** of requests with `--feather-slo`, 50% without, 55% under SGLang's best" in performance.readme_block(
-        folder
-    )
+    assert "189 tok/s" in page and "--feather-slo" not in performance.readme_block(folder)
 
 
 def test_a_cache_of_8_bits_is_beside_triton_and_16_bits(files: dict[str, Any], tmp_path: Path) -> None:
