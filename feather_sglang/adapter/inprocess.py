@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 from feather_sglang.adapter.ports import free_port
+from feather_sglang.adapter.server_flags import read_flags, starting_with
 
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -35,13 +37,16 @@ _MODEL = {
 }
 
 
-def build_scheduler(folder: Path, policy: str, context_length: int, **arguments: Any) -> Any:
+def build_scheduler(
+    folder: Path, policy: str, context_length: int, server_flags: Sequence[str] = (), **arguments: Any
+) -> Any:
     """Return a scheduler started with ``--schedule-policy policy``.
 
     Parameters
     ----------
     folder : where the model's configuration is written.
     context_length : longest prompt plus output, in tokens.
+    server_flags : flags of SGLang's, a word each; they overrule what is set here.
     arguments : further ``ServerArgs``.
     """
     logging.getLogger("sglang").setLevel(logging.ERROR)
@@ -54,18 +59,18 @@ def build_scheduler(folder: Path, policy: str, context_length: int, **arguments:
         device="cpu",
         attention_backend="torch_native",
         disable_cuda_graph=True,
-        disable_overlap_schedule=True,
         mem_fraction_static=0.3,
         context_length=context_length,
         schedule_policy=policy,
-        random_seed=0,
         nccl_port=free_port(),
         log_level="error",
-        **arguments,
+        **{"disable_overlap_schedule": True, "random_seed": 0, **arguments, **read_flags(server_flags)},
     )
     ports = PortArgs.init_new(args)
     try:
-        scheduler = start_scheduler(args, ports)
+        with starting_with(server_flags):
+            scheduler = start_scheduler(args, ports)
+            args.check_server_args()
     finally:  # the files that SGLang makes for its sockets and leaves; nobody connects to them
         for address in astuple(ports):
             if str(address).startswith("ipc://"):

@@ -45,6 +45,7 @@ class ReplaySettings:
     chunked_prefill: int = 8192
     page_size: int = 1
     charge_scheduler: bool = True
+    server_flags: tuple[str, ...] = ()
 
 
 @dataclass
@@ -84,6 +85,7 @@ class Replay:
             folder,
             {K_LPM: "lpm", ORACLE: "feather"}.get(policy, policy),
             longest + 8,
+            settings.server_flags,
             max_total_tokens=settings.kv_tokens,
             max_running_requests=settings.max_running,
             chunked_prefill_size=settings.chunked_prefill,

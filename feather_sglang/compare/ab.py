@@ -18,6 +18,7 @@ from feather_sglang.compare.rates import goodput_facts, labels_of, shares_of
 from feather_sglang.compare.results import check_overwrite
 from feather_sglang.compare.server.arguments import SERVER_ONLY, add_server_arguments
 from feather_sglang.errors import FeatherError
+from feather_sglang.replay import server_flags
 from feather_sglang.replay.arguments import (
     REPLAY_ONLY,
     add_workload_arguments,
@@ -76,13 +77,15 @@ def run(args: argparse.Namespace) -> int:
     slo = None if args.slo is None else parse(args.slo)
     traces = sweep(args)
     trace = next(iter(traces.values()))
+    flags = server_flags.take(args, add_arguments)
     model, settings = step_model(args)
+    settings |= flags.settings()
     check_fits(trace, settings["kv_tokens"], args.page_size)
     by_policy = options_of(args, policies)
     check_overwrite(args, args.out / "results.json")
     out = make_folder(args.out, "results.json", "throughput.png", "batch_size.png", "latency.png")
     console = Console()
-    for notice in trace.notices:
+    for notice in (*trace.notices, *flags.notices()):
         console.print(f"[yellow]notice:[/yellow] {escape(notice)}")
     title = f"{trace.name}: {len(trace.requests):,} requests, {args.profile}, {settings['kv_tokens']:,} KV tokens"
     console.print(f"feather {__version__}, sglang {version}, {escape(title)}")

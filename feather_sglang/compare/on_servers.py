@@ -28,6 +28,7 @@ from feather_sglang.compare.server.process import Server
 from feather_sglang.compare.server.result import RunResult, judged, notes, together
 from feather_sglang.compare.vocabulary import vocabulary_of
 from feather_sglang.errors import FeatherError
+from feather_sglang.replay import server_flags
 from feather_sglang.replay.arguments import check_fits, check_sglang, check_sizes, sweep
 from feather_sglang.replay.jobs import RESULTS_VERSION, make_folder, write_json
 from feather_sglang.replay.traces import Trace
@@ -75,10 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 def configurations(args: argparse.Namespace, policies: Sequence[str]) -> list[ServerConfig]:
     """One per attention backend and policy; flags that the user gave come last, so they overrule."""
-    try:
-        given = shlex.split(args.server_flags)
-    except ValueError as error:
-        raise FeatherError(f"--server-flags {args.server_flags}: {error}") from None
+    given = server_flags.split(args.server_flags)
     for flag, instead in (
         ("--schedule-policy", "--policies"),
         ("--model-path", "--model"),

@@ -83,6 +83,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         default=REPLAY_ONLY["feather_pat_prefill"],
         help="prefill packed by pat (%(default)s)",
     )
+    add_server_flags(server)
     server.add_argument("--seed", type=int, default=0, help="of the generated workload and of exploration")
     server.add_argument(
         "--scheduler-cost",
@@ -144,6 +145,17 @@ def add_slo(parser: argparse.ArgumentParser, default: str | None = None) -> None
     """Add ``--slo``."""
     text = f"ttft=SECONDS,tbt=MS or {', '.join(NAMED)}: report what is served within them, see the guide on goodput"
     parser.add_argument("--slo", metavar="BOUNDS", default=default, help=text)
+
+
+def add_server_flags(parser: argparse._ActionsContainer) -> None:
+    """Add ``--server-flags``."""
+    parser.add_argument(
+        "--server-flags",
+        default="",
+        metavar="FLAGS",
+        help="flags of your server, as you start SGLang with them, in quotes; real servers of `feather ab` take any, "
+        "a replay those that decide what runs when",
+    )
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from queue import Empty
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from rich.console import Console
@@ -106,7 +106,7 @@ def result_of(policy: str, outcome: Any, idle: IdleServer | None = None, slo: SL
     return ReplayResult(summary, outcome.prefills, outcome.batches[::every], latencies, feather)
 
 
-def _child(work: Callable[[Job, Any], Any], job: Job, log: Path, scratch: str, queue: Any) -> None:
+def _child(work: Callable[[Any, Any], Any], job: Named, log: Path, scratch: str, queue: Any) -> None:
     """Entry point of a child process; everything it prints goes to its log, temporary files into a folder."""
     tempfile.tempdir = scratch
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -131,6 +131,14 @@ def _child(work: Callable[[Job, Any], Any], job: Job, log: Path, scratch: str, q
     os._exit(0)  # nothing of SGLang's interpreter shutdown is of use here
 
 
+class Named(Protocol):
+    """What ``events`` asks of a job."""
+
+    @property
+    def name(self) -> str:
+        """Names its events and its log."""
+
+
 class Event(NamedTuple):
     """What a job's process does: it is a "start", "progress", "done", a user's "mistake" or a "crash"."""
 
@@ -150,7 +158,7 @@ def _start_fork_server() -> None:
 
 
 def events(
-    jobs: Sequence[Job], at_a_time: int, logs: Path, work: Callable[[Any, Any], Any]
+    jobs: Sequence[Named], at_a_time: int, logs: Path, work: Callable[[Any, Any], Any]
 ) -> Generator[Event, None, None]:
     """Run ``work`` on the jobs in child processes; whoever stops listening ends those that run."""
     context = multiprocessing.get_context("forkserver")

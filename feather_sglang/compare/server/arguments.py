@@ -9,7 +9,7 @@ from typing import Any
 
 # Each with its default, by which a replay sees that it was given.
 SERVER_ONLY: dict[str, Any] = {
-    "server_flags": "", "repeat": 1, "time_limit": math.inf, "start_timeout": 300.0, "stream_interval": 16,
+    "repeat": 1, "time_limit": math.inf, "start_timeout": 300.0, "stream_interval": 16,
     "json": None, "bench_serving": None, "one_server": False,
 }  # fmt: skip
 
@@ -25,7 +25,6 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, **settings: Any) -> None:
         group.add_argument(f"--{name.replace('_', '-')}", default=SERVER_ONLY[name], **settings)
 
-    add("server_flags", metavar="FLAGS", help='flags of all servers, which overrule ours: --server-flags="--tp 2"')
     add("repeat", type=int, metavar="N", help="rounds, every other one backwards: 2 gives A B B A (%(default)s)")
     add("one_server", action="store_true", help="switch the policy of a running server between runs; starts are few")
     add("time_limit", type=float, metavar="SECONDS", help="for everything; what is missing then is named (none)")
