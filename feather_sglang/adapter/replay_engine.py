@@ -24,6 +24,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from feather_sglang.adapter.inprocess import build_scheduler
 from feather_sglang.adapter.scheduler.k_lpm import KLpm
+from feather_sglang.adapter.server_flags import estimates_output
+from feather_sglang.adapter.virtual_time import delay_prefill_by
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.policy_names import K_LPM, ORACLE
@@ -94,6 +96,7 @@ class Replay:
         if policy == K_LPM:
             self.scheduler.policy.calc_priority = KLpm(self.scheduler.policy)
         self.scheduler.tp_worker.forward_batch_generation = self._forward
+        delay_prefill_by(lambda: self.clock)
         self.feather = getattr(self.scheduler, "feather", None)
         if self.feather is not None:
             self.feather.clock = lambda: self.clock
@@ -139,7 +142,8 @@ class Replay:
 
     def _submit(self, trace: Trace, request: TraceRequest) -> None:
         rid = str(request.request_id)
-        params = SamplingParams(max_new_tokens=request.output_length, temperature=0.0, ignore_eos=True)
+        ignore_eos = not estimates_output(self.settings.server_flags)  # no token ends an answer, either way
+        params = SamplingParams(max_new_tokens=request.output_length, temperature=0.0, ignore_eos=ignore_eos)
         params.normalize(None)
         wanted = {
             "rid": rid,

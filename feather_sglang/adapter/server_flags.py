@@ -15,7 +15,8 @@ from feather_sglang.adapter.hooks import installed_version
 from feather_sglang.adapter.options import VARIABLE
 from feather_sglang.errors import FeatherError
 
-_NO_MODEL = "none"  # SGLang's parser insists on a model
+_MODEL = ["--model-path", "none"]  # SGLang's parser insists on one
+_CONSERVATIVENESS = "schedule_conservativeness"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -30,6 +31,8 @@ class _Parser(argparse.ArgumentParser):
 
 def read_flags(words: Sequence[str]) -> dict[str, Any]:
     """What these words change: values by field of ``ServerArgs``, without those that are SGLang's defaults anyway.
+
+    The default of ``--schedule-conservativeness`` counts as a change (`estimates_output`).
 
     Raises
     ------
@@ -46,17 +49,24 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
         load_plugins()
         parser = _Parser()
         ServerArgs.add_cli_args(parser)
-        found, unknown = parser.parse_known_args([f"--model-path={_NO_MODEL}", *words])
+        parser.set_defaults(**{_CONSERVATIVENESS: None})  # SGLang's default of it says something as well
+        usual = vars(parser.parse_args(_MODEL))
+        found, unknown = parser.parse_known_args([*_MODEL, *words])
     finally:
         os.environ.pop(VARIABLE, None)
         if before is not None:
             os.environ[VARIABLE] = before
     if unknown:
         raise FeatherError(f"--server-flags: sglang {installed_version()} does not know {unknown[0]}")
-    changed = {name: value for name, value in vars(found).items() if value != parser.get_default(name)}
-    if changed["model_path"] == _NO_MODEL:
-        del changed["model_path"]
-    return changed
+    return {name: value for name, value in vars(found).items() if name not in usual or value != usual[name]}
+
+
+def estimates_output(words: Sequence[str]) -> bool:
+    """Whether SGLang is to estimate how much requests will generate, as it does for those that may end early.
+
+    For requests that ignore the end of a sequence it reserves all that they may generate, whatever the flag says.
+    """
+    return any(word.startswith(f"--{_CONSERVATIVENESS.replace('_', '-')}") for word in words)
 
 
 @contextlib.contextmanager
