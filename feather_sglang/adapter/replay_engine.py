@@ -11,7 +11,7 @@ import gc
 import inspect
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,7 @@ class ReplaySettings:
     chunked_prefill: int = 8192
     page_size: int = 1
     charge_scheduler: bool = True
-    server_flags: tuple[str, ...] = ()
+    server_flags: Sequence[str] = ()
 
 
 @dataclass

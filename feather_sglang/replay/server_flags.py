@@ -35,7 +35,7 @@ class ServerFlags:
 
     def settings(self) -> dict[str, Any]:
         """What of them belongs to the settings of a replayed server."""
-        return {"server_flags": self.handed} if self.handed else {}
+        return {"server_flags": list(self.handed)} if self.handed else {}
 
     def notices(self) -> list[str]:
         """Lines for the user."""
@@ -52,12 +52,15 @@ def split(text: str) -> list[str]:
         raise FeatherError(f"--server-flags {text}: {error}") from None
 
 
-def take(args: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None]) -> ServerFlags:
+def take(
+    args: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None], others: Sequence[str] = ()
+) -> ServerFlags:
     """Read ``args.server_flags``, and put what the replay has flags of its own for into ``args``.
 
     Parameters
     ----------
     add_arguments : adds the command's own flags: where one is not at its default, it was given.
+    others : what the command has no flag for, but uses from ``own``.
     """
     words = split(args.server_flags)
     flags = sort_flags(_read(words)) if words else ServerFlags()
@@ -65,6 +68,8 @@ def take(args: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentPar
     add_arguments(parser)
     for name, value in flags.own.items():
         shown = f"--{name.replace('_', '-')}"
+        if name in others:
+            continue
         if not hasattr(args, name):
             raise FeatherError(f"--server-flags: {shown} cannot be set here; leave it out")
         now = getattr(args, name)

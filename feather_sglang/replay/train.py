@@ -16,6 +16,7 @@ from rich.table import Table
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import check_target
+from feather_sglang.replay import server_flags
 from feather_sglang.replay.arguments import (
     add_workload_arguments,
     check_fits,
@@ -123,14 +124,16 @@ def run(args: argparse.Namespace) -> int:
     first, rest = workload(args).split(args.split)
     if not first.requests or not rest.requests:
         raise FeatherError(f"{first.name}: too few requests to train on one part and report on another")
+    flags = server_flags.take(args, add_arguments)
     model, settings = step_model(args)
+    settings |= flags.settings()
     for part in (first, rest):
         check_fits(part, settings["kv_tokens"], args.page_size)
     options, out = common_options(args), str(args.out.absolute())
     folder = make_folder(args.out.parent / f"{args.out.stem}-training", "results.json", "learning_curve.png")
     name = f"feather-{args.policy}"
     console = Console()
-    for notice in first.notices:
+    for notice in (*first.notices, *flags.notices()):
         console.print(f"[yellow]notice:[/yellow] {escape(notice)}")
     console.print(f"training {name} on {len(first.requests):,} requests of {escape(f'{first.name}, {args.profile}')}")
     job = TrainJob(name, first, model, settings, options, "training", rounds=args.rounds, out=out)
@@ -166,6 +169,7 @@ def run(args: argparse.Namespace) -> int:
         {
             "version": RESULTS_VERSION,
             **({"slo": slo.text} if slo is not None else {}),
+            "settings": settings,
             "training": [asdict(one) for one in passes],
             "held_out": {label: r.summary.as_dict() for label, r in results.items()},
         },

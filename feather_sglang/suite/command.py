@@ -12,7 +12,8 @@ from rich.console import Console
 from feather_sglang.adapter.hooks import installed_version, lacks_policy
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import replace_text
-from feather_sglang.replay.arguments import add_slo, check_sglang
+from feather_sglang.replay import server_flags
+from feather_sglang.replay.arguments import add_server_flags, add_slo, check_pages, check_sglang
 from feather_sglang.replay.jobs import make_folder
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel, load_model
@@ -29,6 +30,8 @@ EVERY = (
     PROMISING,
 )  # feather is feather-bandit
 
+SERVED = ("max_running", "chunked_prefill", "page_size", "prefill_graphs")  # of all cases' servers, by --server-flags
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``feather suite``."""
@@ -40,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", default="h200", help="hardware profile (%(default)s)")
     parser.add_argument("--model", default="qwen3-8b", help="model whose steps are timed (%(default)s)")
     parser.add_argument("--attention", default="pat", help="decode kernel of the profile (%(default)s)")
+    add_server_flags(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the generated workload and of exploration")
     parser.add_argument(
         "--scheduler-cost",
@@ -79,20 +83,28 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         raise FeatherError(f"--cases {args.cases}: names none; * is every one")
     cases = chosen(args.short, names)
     policies = policies_of(args.policies)
+    slo, sglang = parse(args.slo), check_sglang(policies)
+    flags = server_flags.take(args, add_arguments, SERVED)
+    server = {name: flags.own[name] for name in SERVED if name in flags.own} | flags.settings()
+    check_pages(server.get("page_size", 1))
+    graphs = server.get("prefill_graphs") != "off"
     terms = Terms(
-        StepTimeModel(load_profile(args.profile), load_model(args.model), args.attention),
-        parse(args.slo),
-        check_sglang(policies),
+        StepTimeModel(load_profile(args.profile), load_model(args.model), args.attention, graphs),
+        slo,
+        sglang,
         args.traces,
         args.seed,
         args.short,
         args.scheduler_cost == "on",
+        server,
     )
     out = make_folder(args.out, "suite.json")
 
     def say(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
+    for notice in flags.notices():
+        say(notice)
     results = Suite(cases, policies, terms, out, say).run(args.jobs, console)
     replace_text(out / "suite.json", json.dumps(results, separators=(",", ":")) + "\n", "results")
     say(f"results are in {out / 'suite.json'}")

@@ -139,7 +139,7 @@ def page(results: Results, command: str) -> str:
         "",
         f"Replays of SGLang {results['sglang']}, {results['model']} on {results['profile']}, {results['attention']}; "
         f"{results['form']} form, scheduler cost {results['scheduler_cost']}. A load of 1 is "
-        "what fcfs serves when all come at once. To fcfs, geometric means:",
+        f"what fcfs serves when all come at once.{_server(results)} To fcfs, geometric means:",
         "",
         *_markdown(summary(results)),
     ]
@@ -161,6 +161,14 @@ def page(results: Results, command: str) -> str:
                 errors = {policy: one["error"] for policy, one in case["policies"].items() if "error" in one}
                 lines += [line for policy, error in errors.items() for line in ("", f"`{policy}`: {error}.")]
     return "\n".join([*lines, "", "```", command, "```"]) + "\n"
+
+
+def _server(results: Results) -> str:
+    """What the servers were started with, where that was said."""
+    server = dict(results.get("server", {}))
+    flags = server.pop("server_flags", [])
+    words = [*(f"--{name.replace('_', '-')}={value}" for name, value in server.items()), *flags]
+    return f" Servers: `{' '.join(words)}`." if words else ""
 
 
 def _markdown(rows: list[list[str]]) -> list[str]:

@@ -8,7 +8,7 @@ import platform
 import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class Terms:
     ----------
     folder : of the public traces; None: their slices are left out.
     charge : whether the measured processor time of scheduling counts; then no two runs agree to the last digit.
+    server : what a user's server is started with, beside the memory of a case.
     """
 
     model: StepTimeModel
@@ -55,6 +56,7 @@ class Terms:
     seed: int = 0
     short: bool = False
     charge: bool = False
+    server: dict[str, Any] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
         """What the results say of all cells."""
@@ -71,6 +73,7 @@ class Terms:
             "seed": self.seed,
             "form": "short" if self.short else "full",
             "scheduler_cost": "on" if self.charge else "off",
+            **({"server": self.server} if self.server else {}),
         }
 
 
@@ -90,7 +93,8 @@ class Cell:
         name = f"{case.served}, capacity" if capacity else f"{case.name}, {policy}"
         name = re.sub(r"[^a-z0-9.+]+", "-", name.lower())
         self.path = folder / f"{name}.json"
-        settings = {"kv_tokens": case.kv_tokens, "charge_scheduler": terms.charge and not capacity}
+        settings = {"kv_tokens": case.kv_tokens, "charge_scheduler": terms.charge and not capacity, **terms.server}
+        settings.pop("prefill_graphs", None)  # the model of step times knows
         told: dict[str, Any] = {"seed": terms.seed}
         if policy == PROMISING or modes is not None:
             policy, told["slo"] = FEATHER[0], terms.slo.text
@@ -160,7 +164,7 @@ class Suite:
             if trace is None:
                 self.skipped.append(case.name)
             else:
-                check_fits(trace, case.kv_tokens, 1)
+                check_fits(trace, case.kv_tokens, terms.server.get("page_size", 1))
                 self.traces[case.name] = trace
         self.cases = [case for case in cases if case.name in self.traces]
         if self.skipped:

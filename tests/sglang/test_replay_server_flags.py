@@ -198,6 +198,14 @@ def test_flags_that_sglang_refuses_together_are_one_line(tmp_path):
         assert says in str(error.value) and flags[0] in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_policy_is_trained_on_the_users_server(tmp_path):
+    small = ["--requests", "40", "--prefix-tokens", "400", "--output-tokens", "12", "--rounds", "2"]
+    flags = ["--server-flags=--prefill-max-requests 1 --max-total-tokens 9000", "--scheduler-cost", "off"]
+    assert main(["train", "--policy", "bandit", *small, *flags, "--out", str(tmp_path / "policy.json")]) == 0
+    settings = json.loads((tmp_path / "policy-training" / "results.json").read_text())["settings"]
+    assert settings["server_flags"] == ["--prefill-max-requests=1"] and settings["kv_tokens"] == 9000
+
+
 def test_ab_replays_the_users_server(tmp_path, capsys):
     small = [
         "--requests",

@@ -28,7 +28,7 @@ def test_what_shapes_scheduling_is_handed_on_in_one_spelling_and_order():
     for order in (list(values), list(reversed(values))):
         flags = sort_flags({name: values[name] for name in order})
         assert flags.handed == handed and not flags.notices()
-        assert flags.settings() == {"server_flags": handed}
+        assert flags.settings() == {"server_flags": list(handed)}
     assert ServerFlags().settings() == {}
 
 

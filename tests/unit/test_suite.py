@@ -13,6 +13,7 @@ from rich.console import Console
 
 from feather_sglang.cli import main
 from feather_sglang.errors import FeatherError
+from feather_sglang.replay import server_flags
 from feather_sglang.replay.jobs import Event
 from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 from feather_sglang.replay.traces import save_trace
@@ -89,6 +90,7 @@ def test_an_interrupted_suite_goes_on_and_ends_up_the_same(tmp_path, monkeypatch
     [
         {"slo": parse("ttft=1")}, {"seed": 1}, {"sglang": "0.5.17"}, {"charge": True}, {"short": True},
         {"model": StepTimeModel(load_profile("h200"), load_model("qwen3-8b"), "fa3")},
+        {"server": {"server_flags": ["--enable-mixed-chunk"]}},
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
@@ -99,6 +101,27 @@ def test_what_a_cell_depends_on_makes_it_run_again(tmp_path, monkeypatch, change
     cases = SMALL[:1] if "short" in change else SMALL
     run(tmp_path, cases=cases, terms=replace(TERMS, **change))
     assert len(other.ran) == 2 * len(cases)
+
+
+def test_the_servers_of_a_suite_are_started_with_the_users_flags(tmp_path, monkeypatch, capsys):
+    values = {"prefill_max_requests": 2, "max_running_requests": 64, "decode_attention_backend": "fa3", "host": "h"}
+    monkeypatch.setattr(server_flags, "_read", lambda words: {**values, "disable_prefill_cuda_graph": True})
+    monkeypatch.setattr(command, "check_sglang", lambda policies: "0.5.23")
+    words = ["suite", "--short", "--cases", "W4", "--policies", "feather", "--server-flags", "--one --two"]
+    for count in (2, 0):  # the second time they are kept
+        replays = Replays(monkeypatch)
+        assert main([*words, "--out", str(tmp_path / "out"), "--page", str(tmp_path / "page.md")]) == 0
+        assert len(replays.ran) == count
+        for job in replays.ran:
+            assert job.settings["server_flags"] == ["--prefill-max-requests=2"] and job.settings["max_running"] == 64
+            assert (
+                job.model.attention_name == "fa3" and job.model.prefill([9], [0]) >= job.model.profile.eager_prefill_s
+            )
+    assert "--host" in capsys.readouterr().out
+    assert "`--max-running=64 --prefill-graphs=off --prefill-max-requests=2`" in (tmp_path / "page.md").read_text()
+    values["max_total_tokens"] = 9000
+    assert main([*words, "--out", str(tmp_path / "no")]) == 2
+    assert "--kv-tokens cannot be set here" in capsys.readouterr().err and not (tmp_path / "no").exists()
 
 
 def test_a_cell_of_other_code_or_half_a_file_runs_again(tmp_path, monkeypatch):
