@@ -153,8 +153,7 @@ def add_server_flags(parser: argparse._ActionsContainer) -> None:
         "--server-flags",
         default="",
         metavar="FLAGS",
-        help="flags of your server, as you start SGLang with them, in quotes; real servers of `feather ab` take any, "
-        "a replay those that decide what runs when",
+        help='flags of SGLang, for all servers: --server-flags="--page-size 16"; a replay refuses some',
     )
 
 

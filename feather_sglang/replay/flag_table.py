@@ -20,17 +20,20 @@ class Group(NamedTuple):
 # Handed to the scheduler as they are: they decide which requests run in which step.
 HANDED = (
     Group("when a prefill step may follow another", ("prefill_decode_interval*", "min_free_slots_delay")),
-    Group("when prefill waits for more requests", ("enable_prefill_delayer", "prefill_delayer_[mqt]*")),
+    Group("when prefill waits for more requests", (
+        "enable_prefill_delayer", "prefill_delayer_max_*", "prefill_delayer_queue_*", "prefill_delayer_token_*")),
     Group("how much one prefill step takes", ("max_prefill_tokens", "prefill_max_requests", "enable_mixed_chunk")),
     Group("how much memory decoding is to be left", ("schedule_conservativeness",)),
     Group("who gives memory up", ("retraction_policy", "radix_eviction_policy*", "disable_radix_cache")),
     Group(
         "who goes first",
-        ("*_priority_*", "schedule_low_priority_values_first", "priority_scheduling_preemption_threshold"),
+        ("enable_priority_scheduling", "disable_priority_preemption", "default_priority_value",
+         "abort_on_priority_when_disabled", "schedule_low_priority_values_first",
+         "priority_scheduling_preemption_threshold"),
     ),
     Group("in which loop steps are planned", ("disable_overlap_schedule",)),
     Group("what the policy random draws", ("random_seed",)),
-)
+)  # fmt: skip
 
 # The replay's own flags. Those of feather are taken by their names.
 OWN = {
@@ -57,9 +60,9 @@ REFUSED = (
     Group("a replay reads no file of flags", ("config",), "give its flags themselves"),
     Group(
         "a replay has one GPU",
-        ("tp_size", "[dpe]p_size", "pp_async_batch_depth", "*_[dct]p_size", "nnodes", "node_rank", "dcp_size",
-         "enable_dp_attention", "enable_*prefill_cp", "enable_*context_parallel", "dwdp_size", "max_ep_size",
-         "elastic_ep_*", "ep_join_*"),
+        ("tp_size", "dp_size", "pp_size", "ep_size", "nnodes", "node_rank", "enable_dp_attention", "attn_?p_size",
+         "*_dp_size", "*_tp_size", "dcp_size", "dwdp_size", "max_ep_size", "pp_async_batch_depth",
+         "enable_*prefill_cp", "enable_*context_parallel", "elastic_ep_*", "ep_join_*"),
     ),
     Group(
         "a replay drafts no tokens",
