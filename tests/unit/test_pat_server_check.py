@@ -113,6 +113,21 @@ def test_prompts_share_what_the_shape_says():
     assert values[18] == values[18 + 24]
 
 
+def test_a_model_without_a_tokenizer_gets_random_tokens_of_its_vocabulary(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check.metadata, "entry_points", lambda group: [type("Point", (), {"name": "feather"})])
+    with pytest.raises(SystemExit):
+        check.arguments(["--model", str(tmp_path)])
+    assert "or one with a config.json alone, for random weights" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    assert check.arguments(["--model", str(tmp_path)]).random
+    made = pat_prompts.prompts(pat_prompts.encoder(tmp_path))
+    first = list(made.values())
+    assert {token for prompt in first for token in prompt} == set(range(pat_prompts.FIRST_TOKEN, 100))
+    assert pat_compare.common(first[0], first[5]) >= 603 and first[0] != first[5]
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert not check.arguments(["--model", str(tmp_path)]).random
+
+
 # The schedule -----------------------------------------------------------------------------------------------------
 
 
