@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Set up what a fresh clone needs, then do one job: ``python3 dev.py ab``, ``test``, ``versions`` or ``docs``.
+"""Set up what a fresh clone needs, then do one job: ``python3 dev.py ab``, ``test``, ``gpu``, ``versions`` or ``docs``.
 
 Needs nothing but Python's standard library. Everything goes into ``.venv`` beside this file: without a GPU the pinned
 packages of ``requirements/``, with one the SGLang that this Python already has, or else the newest supported release.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -38,10 +39,14 @@ NEWEST, OLDEST = (tuple(map(int, release.split("."))) for release in RELEASES)
 JOBS = {
     "ab": "compare scheduling policies (feather ab, with its arguments)",
     "test": f"run the tests ([{QUICK}] [{ONLY}A,B] and pytest's arguments)",
+    "gpu": "see whether a machine with a Hopper GPU serves as the performance page says (see gpu --help)",
     "versions": "try SGLang releases ([A,B]; all supported ones) and print what works on each",
     "docs": "serve the documentation site (mkdocs serve's arguments); --build: build it strictly into build/site",
     "setup": "set up only",
 }
+CHECKS = ROOT / "benchmarks" / "checks"
+# What the checks on a GPU import besides SGLang: a Python that has all of it needs no set-up and no network.
+GPU_MODULES = ("hypothesis", "numpy", "prometheus_client", "pytest", "rich", "torch", "tvm_ffi", "xxhash")
 FEATURES = ("policies", "switching", "pat")  # as `feather doctor` calls them
 # What one release is tried with: every hook against it, then its own scheduler under a policy of feather's and its own.
 # An SGLang that does not import ends the first with its own error.
@@ -245,6 +250,21 @@ def run_ab(arguments: list[str]) -> int:
     return subprocess.run([str(VENV / "bin" / "feather"), "ab", *arguments], env=environment()).returncode
 
 
+def has_all_for_gpu() -> bool:
+    """Whether the running Python has SGLang and whatever else the checks on a GPU import."""
+    return all(map(importlib.util.find_spec, GPU_MODULES)) and installed_sglang() is not None
+
+
+def run_gpu(arguments: list[str]) -> int:
+    """Check a Hopper GPU, with .venv's Python where the running one lacks something; without one the check refuses."""
+    program = sys.executable
+    found = subprocess.run([program, str(CHECKS / "gpu_found.py")], capture_output=True).returncode == 0
+    if found and not has_all_for_gpu():
+        set_up(RELEASES[:1])
+        program = str(python())
+    return subprocess.run([program, str(CHECKS / "check_gpu.py"), *arguments], env=environment()).returncode
+
+
 def pinned_releases() -> tuple[str, ...]:
     """The SGLang releases that have pins in ``requirements/``, oldest first."""
     found = (file.stem.removeprefix("cpu-") for file in REQUIREMENTS.glob("cpu-*.txt"))
@@ -424,7 +444,7 @@ def run_tests(arguments: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="dev.py", description="Set up .venv beside this file, then do one job.")
     parser.add_argument("job", choices=JOBS, help="; ".join(f"{name}: {text}" for name, text in JOBS.items()))
-    parser.add_argument("arguments", nargs="*", default=[], help="handed on to feather ab or pytest; releases")
+    parser.add_argument("arguments", nargs="*", default=[], help="handed on to the job")
     choice = parser.parse_args(sys.argv[1:2])
     arguments = sys.argv[2:]
     try:
@@ -436,7 +456,8 @@ def main() -> int:
             set_up(RELEASES)
             install_docs()
             return 0
-        return {"ab": run_ab, "test": run_tests, "versions": run_versions, "docs": run_docs}[choice.job](arguments)
+        jobs = {"ab": run_ab, "test": run_tests, "gpu": run_gpu, "versions": run_versions, "docs": run_docs}
+        return jobs[choice.job](arguments)
     except SetupError as error:
         print(f"dev.py: error: {error}", file=sys.stderr)
         return 2

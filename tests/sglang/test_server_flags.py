@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "checks"))
 
 import check_pat_server
 import check_ranks
+import gpu_parts
 
 FLAGS = {
     "bench_server": COMMON_FLAGS,
@@ -22,6 +23,7 @@ FLAGS = {
     **{f"check_pat_server, {device}": flags for device, flags in check_pat_server.DEVICES.items()},
     "check_pat_server, all": check_pat_server.COMMON.format(running=8),
     **{f"variant {name}": variant.flags for name, variant in check_pat_server.VARIANTS.items()},
+    "check_gpu, answers": gpu_parts.ANSWERS_FLAGS,
     **{f"check_ranks, {device}": flags for device, flags in check_ranks.DEVICES.items()},
 }
 

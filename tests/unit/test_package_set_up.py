@@ -117,6 +117,27 @@ else:
 """
 
 
+@pytest.mark.parametrize(
+    ("gpu", "has_all", "set_up", "program"),
+    [(True, True, [], "running"), (True, False, [1], "venv"), (False, False, [], "running")],
+)
+def test_a_gpu_is_checked_by_the_running_python_where_it_has_everything(
+    dev: ModuleType, monkeypatch: pytest.MonkeyPatch, gpu: bool, has_all: bool, set_up: list[int], program: str
+) -> None:
+    commands, done = [], []
+
+    def run(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0 if gpu else 2)
+
+    monkeypatch.setattr(dev.subprocess, "run", run)
+    monkeypatch.setattr(dev, "has_all_for_gpu", lambda: has_all)
+    monkeypatch.setattr(dev, "set_up", lambda releases: done.append(1))
+    assert dev.run_gpu(["--time-limit", "300"]) == (0 if gpu else 2) and done == set_up
+    checked = {"running": sys.executable, "venv": str(dev.python())}[program]
+    assert commands[-1] == [checked, str(dev.CHECKS / "check_gpu.py"), "--time-limit", "300"]
+
+
 @pytest.fixture
 def releases(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     """What a Python of each release says, with no SGLang: all is well until a test changes it."""
