@@ -52,6 +52,7 @@ class Meters:
         # Where chunks are cut, the smallest must tell what a token takes.
         self.prefill = PrefillMeter(chunk if still is None else min(chunk, 2 * FLOOR_TOKENS))
         self.fit = PrefillFit()  # where time is bounded
+        self.on_gpu = resolved(scheduler.server_args, "device") == "cuda"
         self._drafts = resolved(scheduler.server_args, "speculative_algorithm") is not None
         self._looked: float | None = None  # when SGLang began to wait for the step that ends
         self._step = False, 0  # whether the step that ends decodes, and its tokens; with drafts, those before it
@@ -79,7 +80,7 @@ class Meters:
         step, where it waits at all.
         """
         done = getattr(result, "copy_done", None)
-        if done is None or self.scheduler.server_args.device != "cuda":
+        if done is None or not self.on_gpu:
             return None
         done.synchronize()
         return 0.0 if is_decode and not self.scheduler.enable_overlap else self.clock() - looked
