@@ -18,6 +18,7 @@ from feather_sglang.adapter.attention.registration import construct, register_ba
 from feather_sglang.adapter.hooks import HOOKS, INIT, exists, extension_points, is_needed
 from feather_sglang.adapter.options import switch_allowed
 from feather_sglang.adapter.start_up import offer, refuse_arguments, start_policy, start_switch
+from feather_sglang.adapter.step_log import start_step_log
 from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policy_names import FEATHER
@@ -66,6 +67,7 @@ def start(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         start_switch(scheduler, functools.partial(original, scheduler, *args, **kwargs))
     if (scheduler.schedule_policy in FEATHER or switch_allowed()) and not extended:
         _watch_pauses(scheduler)
+    start_step_log(scheduler)
     return result
 
 
