@@ -112,9 +112,9 @@ def measure(parts: Sequence[Slice], policies: Sequence[str], args: argparse.Name
     slices = {part: cut(traces[part.trace], part) for part in parts}
     model = StepTimeModel(load_profile("h200"), load_model("qwen3-8b"), "pat")
 
-    def job(part: Slice, rate_scale: float, policy: str, label: str, charge: bool) -> Job:
+    def job(part: Slice, rate_scale: float, policy: str, label: str) -> Job:
         own = suited(policy, options) if policy.startswith("feather") else {}
-        settings = {"kv_tokens": part.kv_tokens, "charge_scheduler": charge}
+        settings = {"kv_tokens": part.kv_tokens, "scheduler_cost": "model"}
         return Job(policy, slices[part].scaled(rate_scale), model, settings, own, label)
 
     def run(jobs: list[Job]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def measure(parts: Sequence[Slice], policies: Sequence[str], args: argparse.Name
     for part, trace in slices.items():
         check_fits(trace, part.kv_tokens, 1)
     new = [part for part in parts if part.name not in rows]
-    for name, result in run([job(part, 1e6, "fcfs", part.name, False) for part in new]).items():
+    for name, result in run([job(part, 1e6, "fcfs", part.name) for part in new]).items():
         part = next(part for part in new if part.name == name)
         rows[name] = {"rate_scale": part.load * slices[part].requests[-1].arrival_s / result.summary.makespan}
     jobs = {
@@ -133,9 +133,7 @@ def measure(parts: Sequence[Slice], policies: Sequence[str], args: argparse.Name
         for policy in policies
         if policy not in rows[part.name]
     }
-    results = run(
-        [job(part, rows[part.name]["rate_scale"], policy, label, True) for label, (part, policy) in jobs.items()]
-    )
+    results = run([job(part, rows[part.name]["rate_scale"], policy, label) for label, (part, policy) in jobs.items()])
     for label, (part, policy) in jobs.items():
         summary = results[label].summary.as_dict()
         rows[part.name][policy] = {figure: round(summary[figure], 4) for figure in FIGURES}

@@ -21,6 +21,7 @@ from feather_sglang.adapter.hooks import (
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import workloads
+from feather_sglang.replay.clients import STREAM_INTERVAL
 from feather_sglang.replay.model_shape import DEFAULT_MODEL, MODELS, load_model
 from feather_sglang.replay.profiles import list_profiles, load_profile
 from feather_sglang.replay.step_time import StepTimeModel
@@ -35,7 +36,7 @@ REPLAY_ONLY = {
     "profile": "h200",
     "prefill_graphs": "on",
     "feather_pat_prefill": FeatherOptions.pat_prefill,
-    "scheduler_cost": "on",
+    "scheduler_cost": "model",
     "jobs": 2,
 }
 
@@ -72,10 +73,17 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--chunked-prefill", type=int, default=8192, metavar="TOKENS", help="prefill chunk (8192)")
     server.add_argument("--page-size", type=int, default=1, metavar="TOKENS", help="KV page size (1)")
     server.add_argument(
+        "--stream-interval",
+        type=int,
+        default=STREAM_INTERVAL,
+        metavar="TOKENS",
+        help="output tokens in a piece of an answer, after the first (%(default)s)",
+    )
+    server.add_argument(
         "--prefill-graphs",
         choices=("on", "off"),
         default=REPLAY_ONLY["prefill_graphs"],
-        help="off: no prefill step is shorter than the profile's without CUDA graphs (%(default)s)",
+        help="off: the host launches each kernel of a prefill step, which takes it longer (%(default)s)",
     )
     server.add_argument(
         "--feather-pat-prefill",
@@ -85,12 +93,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_server_flags(server)
     server.add_argument("--seed", type=int, default=0, help="of the generated workload and of exploration")
-    server.add_argument(
-        "--scheduler-cost",
-        choices=("on", "off"),
-        default=REPLAY_ONLY["scheduler_cost"],
-        help="charge the measured CPU time of scheduling to the clock; off: the same decisions and times in each run",
-    )
+    add_scheduler_cost(server)
     policy = parser.add_argument_group("feather policies")
     policy.add_argument(
         "--feather-chunk-size",
@@ -139,6 +142,17 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the requests within --feather-slo, that trials of other modes may lose (%(default)g)",
     )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for results and plots")
+
+
+def add_scheduler_cost(parser: argparse._ActionsContainer) -> None:
+    """Add ``--scheduler-cost``."""
+    parser.add_argument(
+        "--scheduler-cost",
+        choices=("model", "measured", "off"),
+        default=REPLAY_ONLY["scheduler_cost"],
+        help="what the host takes: as the profile's machine; the same, but for batches the CPU time that forming them "
+        "takes here, which differs from run to run; or nothing (%(default)s)",
+    )
 
 
 def add_slo(parser: argparse.ArgumentParser, default: str | None = None) -> None:
@@ -225,14 +239,15 @@ def step_model(args: argparse.Namespace) -> tuple[StepTimeModel, dict[str, Any]]
         "max_running": args.max_running,
         "chunked_prefill": args.chunked_prefill,
         "page_size": args.page_size,
-        "charge_scheduler": args.scheduler_cost == "on",
+        "stream_interval": args.stream_interval,
+        "scheduler_cost": args.scheduler_cost,
     }
     return model, settings
 
 
 def check_sizes(args: argparse.Namespace) -> None:
     """Raise ``FeatherError`` for a size of the server that cannot be."""
-    for name in ("kv_tokens", "max_running", "page_size"):
+    for name in ("kv_tokens", "max_running", "page_size", "stream_interval"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise FeatherError(f"--{name.replace('_', '-')} {value}: must be at least 1")

@@ -41,6 +41,7 @@ OWN = {
     "max_running_requests": "max_running",
     "chunked_prefill_size": "chunked_prefill",
     "page_size": "page_size",
+    "stream_interval": "stream_interval",
     "attention_backend": "attention",
     "decode_attention_backend": "attention",  # SGLang decodes with this one where both are given
 }
@@ -108,7 +109,8 @@ WITHOUT_EFFECT = (
          "skip_server_warmup", "warmups", "enable_http*", "http2_*", "ssl_*", "enable_ssl_refresh", "*api_key",
          "served_model_name", "*chat_template*", "completion_template", "file_storage_path", "return_*", "strip_*",
          "enable_strict_thinking", "tool_*", "sampling_defaults", "asr_*", "preferred_sampling_params",
-         "allow_auto_truncate", "stream_*", "incremental_streaming_output", "batch_notify_size", "*_session*",
+         "allow_auto_truncate", "stream_output", "stream_response_*",
+         "incremental_streaming_output", "batch_notify_size", "*_session*",
          "reasoning_parser", "enable_cache_report", "enable_return_*", "*tokenizer_batch*", "enable_dynamic_batch_*",
          "dynamic_batch_*", "enable_custom_logit_processor", "*watermark*", "enable_response_store", "constrained_*",
          "grammar_backend", "disable_outlines_disk_cache", "sampling_mask_max_tokens", "enable_mis", "smg_*"),

@@ -74,7 +74,7 @@ def replay(job: Job, tell: Any) -> ReplayResult:
 
     with tempfile.TemporaryDirectory() as folder:
         engine = Replay(Path(folder), job.policy, job.trace, job.model, ReplaySettings(**job.settings))
-        idle = IdleServer(job.model, job.trace, engine.settings.chunked_prefill)
+        idle = IdleServer(job.model, job.trace, engine.settings.chunked_prefill, engine.host)
         return result_of(job.name, engine.run(job.trace, tell), idle, job.slo)
 
 

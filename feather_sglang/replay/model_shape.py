@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from feather_sglang.errors import FeatherError
 
@@ -84,6 +86,20 @@ MODELS = {
     )
 }
 DEFAULT_MODEL = "llama3-8b"  # the paper's
+
+
+def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
+    """Return the shape of a dense decoder from its config.json; ``FeatherError`` for any other model."""
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    missing = [size for size in sizes if not isinstance(config.get(size), int)]
+    experts = [key for key in config if "experts" in key]
+    if missing or experts:
+        why = f"it has no {missing[0]}" if missing else f"it has {experts[0]}"
+        raise FeatherError(f"{name}: the step-time model knows dense decoders, and this is none: {why}")
+    layers, hidden, heads, feed_forward, vocabulary = (config[size] for size in sizes)
+    kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
+    tied = bool(config.get("tie_word_embeddings"))
+    return _shape(name, layers, hidden, heads, kv_heads, head_dim, feed_forward, vocabulary, tied)
 
 
 def load_model(name: str = DEFAULT_MODEL) -> ModelShape:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.attention_time import KINDS, AttentionTime
+from feather_sglang.replay.host_time import HostTime
 from feather_sglang.replay.model_shape import ModelShape
 
 FORMAT = "feather-profile"
 VERSION = 1
 
+_NOT_NUMBERS = ("name", "title", "attention", "host", "sources")
 _MAY_BE_ZERO = {
     "step_overhead_s",
     "elementwise_vectors",
@@ -26,7 +28,6 @@ _MAY_BE_ZERO = {
     "split_rows",
     "longest_share",
 }
-_MAY_BE_MISSING = {"eager_prefill_s"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class HardwareProfile:
     prefill_tile_keys : a tile takes as long to set up as this many keys.
     elementwise_vectors : hidden vectors that a token moves per layer outside products and attention.
     step_overhead_s : per step, whatever the batch.
-    eager_prefill_s : the least that a prefill step takes without CUDA graphs; None: not known, it may be left out.
+    host : processor times of the machine around it; None: not known, the profile has no "host".
     attention : decode attention kernels by name; the first is the default.
     sources : parameter -> where its value is from.
     """
@@ -63,7 +64,15 @@ class HardwareProfile:
     step_overhead_s: float
     attention: dict[str, AttentionTime]
     sources: dict[str, str]
-    eager_prefill_s: float | None = None
+    host: HostTime | None = None
+
+    def known_host(self) -> HostTime:
+        """Return the host times; ``FeatherError`` where the profile has none."""
+        if self.host is None:
+            raise FeatherError(
+                f"profile {self.name} has no host times: give --scheduler-cost off, or make one with feather calibrate"
+            )
+        return self.host
 
     def kv_tokens(self, model: ModelShape) -> int:
         """Return how many tokens of KV cache fit beside the weights, in whole thousands."""
@@ -98,6 +107,34 @@ def load_profile(name: str | os.PathLike[str]) -> HardwareProfile:
         raise FeatherError(f"hardware profile {text}: {str(error).splitlines()[0]}") from error
 
 
+def document_of(
+    base: HardwareProfile, fitted: HardwareProfile, host: HostTime, name: str, title: str, source: str
+) -> dict[str, Any]:
+    """The JSON of a profile that was fitted; what differs from its base has that `source`, the rest the base's."""
+
+    def entry(key: str, value: float, before: float) -> dict[str, Any]:
+        return {"value": float(f"{value:.4g}"), "source": base.sources[key] if value == before else source}
+
+    plain = [f.name for f in fields(HardwareProfile) if f.name not in _NOT_NUMBERS]
+    kinds = {kind: key for key, kind in KINDS.items()}
+    attention = {}
+    for kernel, times in fitted.attention.items():
+        before = base.attention[kernel]
+        names = [f.name for f in fields(times)]  # type: ignore[arg-type]
+        where = f"attention.{kernel}"
+        entries = {n: entry(f"{where}.{n}", getattr(times, n), getattr(before, n)) for n in names}
+        attention[kernel] = {"kind": kinds[type(times)], "parameters": entries}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": name,
+        "title": title,
+        "parameters": {n: entry(f"parameters.{n}", getattr(fitted, n), getattr(base, n)) for n in plain},
+        "attention": attention,
+        "host": {n: {"value": float(f"{value:.4g}"), "source": source} for n, value in asdict(host).items()},
+    }
+
+
 def _folder() -> Any:
     return resources.files("feather_sglang.replay") / "profiles"
 
@@ -108,7 +145,7 @@ def _parse(document: Any) -> HardwareProfile:
     if document.get("version") != VERSION:
         raise ValueError(f"version is {document.get('version')!r}, this release reads {VERSION}")
     sources: dict[str, str] = {}
-    plain = [f.name for f in fields(HardwareProfile) if f.name not in ("name", "title", "attention", "sources")]
+    plain = [f.name for f in fields(HardwareProfile) if f.name not in _NOT_NUMBERS]
     numbers = _numbers(document.get("parameters"), plain, "parameters", sources)
     kernels = document.get("attention")
     if not isinstance(kernels, dict) or not kernels:
@@ -121,14 +158,20 @@ def _parse(document: Any) -> HardwareProfile:
             raise ValueError(f"{where}.kind: must be one of {', '.join(KINDS)}, not {str(kind)[:40]!r}")
         names = [f.name for f in fields(KINDS[kind])]
         attention[kernel] = KINDS[kind](**_numbers(entry.get("parameters"), names, where, sources))
+    host = None
+    if "host" in document:
+        names = [f.name for f in fields(HostTime)]
+        host = HostTime(**_numbers(document["host"], names, "host", sources, may_be_zero=True))
     name, title = document.get("name"), document.get("title")
     if not isinstance(name, str) or not isinstance(title, str):
         raise ValueError("name and title must be strings")
-    return HardwareProfile(name=name, title=title, attention=attention, sources=sources, **numbers)
+    return HardwareProfile(name=name, title=title, attention=attention, sources=sources, host=host, **numbers)
 
 
-def _numbers(entries: Any, names: list[str], where: str, sources: dict[str, str]) -> dict[str, float]:
-    """Return the values called `names`, each {"value", "source"}, and enter their sources; some may be left out."""
+def _numbers(
+    entries: Any, names: list[str], where: str, sources: dict[str, str], may_be_zero: bool = False
+) -> dict[str, float]:
+    """Return the values called `names`, each {"value", "source"}, and enter their sources."""
     if not isinstance(entries, dict):
         raise ValueError(f"{where}: must be an object of parameters")
     unknown = sorted(set(entries) - set(names))
@@ -136,8 +179,6 @@ def _numbers(entries: Any, names: list[str], where: str, sources: dict[str, str]
         raise ValueError(f"{where}.{unknown[0]}: no such parameter; known are {', '.join(names)}")
     values = {}
     for name in names:
-        if name in _MAY_BE_MISSING and name not in entries:
-            continue
         key = f"{where}.{name}"
         entry = entries.get(name)
         if not isinstance(entry, dict):
@@ -145,8 +186,9 @@ def _numbers(entries: Any, names: list[str], where: str, sources: dict[str, str]
         value: Any = entry.get("value")
         source = entry.get("source")
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
-            least = "at least 0" if name in _MAY_BE_ZERO else "more than 0"
+        zero = may_be_zero or name in _MAY_BE_ZERO
+        if not number or value < 0 or (value == 0 and not zero):
+            least = "at least 0" if zero else "more than 0"
             raise ValueError(f"{key}.value: must be a finite number of {least}, not {str(value)[:40]!r}")
         if not isinstance(source, str) or not source.strip():
             raise ValueError(f"{key}.source: must say where the value is from")

@@ -37,8 +37,7 @@ class StepTimeModel:
     Parameters
     ----------
     attention : name of a decode kernel of the profile; None takes its first.
-    prefill_graphs : whether prefill runs in CUDA graphs; without, no step is shorter than the profile's
-    `eager_prefill_s`.
+    prefill_graphs : whether prefill runs in CUDA graphs; without, the host takes longer to launch a step (`HostTime`).
     packed_prefill : "on", "auto" or "off", as ``--feather-pat-prefill``: by the ratio that `PrefillGain` predicts.
     """
 
@@ -55,12 +54,7 @@ class StepTimeModel:
             raise FeatherError(
                 f"profile {profile.name} has no attention kernel {attention!r}: choose from {', '.join(kernels)}"
             )
-        if not prefill_graphs and profile.eager_prefill_s is None:
-            raise FeatherError(
-                f"profile {profile.name} does not say how long a prefill without CUDA graphs takes (eager_prefill_s): "
-                "leave --prefill-graphs on"
-            )
-        self._least_prefill_s = 0.0 if prefill_graphs else profile.eager_prefill_s or 0.0
+        self.prefill_graphs = prefill_graphs
         self.profile = profile
         self.model = model
         self.attention_name = attention if attention is not None else next(iter(kernels))
@@ -107,8 +101,7 @@ class StepTimeModel:
             attention = self._with_packing(
                 self._gain, attention, counts, committed, paths or [()] * len(new), block_size
             )
-        seconds = self.profile.step_overhead_s + self._products(tokens, len(new)) + attention
-        return max(seconds, self._least_prefill_s)
+        return self.profile.step_overhead_s + self._products(tokens, len(new)) + attention
 
     def _with_packing(
         self,

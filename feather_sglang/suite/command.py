@@ -13,7 +13,13 @@ from feather_sglang.adapter.hooks import installed_version, lacks_policy
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import replace_text
 from feather_sglang.replay import server_flags
-from feather_sglang.replay.arguments import add_server_flags, add_slo, check_pages, check_sglang
+from feather_sglang.replay.arguments import (
+    add_scheduler_cost,
+    add_server_flags,
+    add_slo,
+    check_pages,
+    check_sglang,
+)
 from feather_sglang.replay.jobs import make_folder
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel, load_model
@@ -30,7 +36,13 @@ EVERY = (
     PROMISING,
 )  # feather is feather-bandit
 
-SERVED = ("max_running", "chunked_prefill", "page_size", "prefill_graphs")  # of all cases' servers, by --server-flags
+SERVED = (
+    "max_running",
+    "chunked_prefill",
+    "page_size",
+    "stream_interval",
+    "prefill_graphs",
+)  # of all cases' servers, by --server-flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,12 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", default="pat", help="decode kernel of the profile (%(default)s)")
     add_server_flags(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the generated workload and of exploration")
-    parser.add_argument(
-        "--scheduler-cost",
-        choices=("on", "off"),
-        default="off",
-        help="on: charge the CPU time of scheduling, which differs from run to run (off)",
-    )
+    add_scheduler_cost(parser)
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="policies replayed at a time (%(default)s)")
     parser.add_argument(
         "--out", type=Path, default=Path("feather-suite"), help="folder of results; what fits is not run again"
@@ -95,7 +102,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         args.traces,
         args.seed,
         args.short,
-        args.scheduler_cost == "on",
+        args.scheduler_cost,
         server,
     )
     out = make_folder(args.out, "suite.json")

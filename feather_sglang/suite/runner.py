@@ -45,7 +45,7 @@ class Terms:
     Attributes
     ----------
     folder : of the public traces; None: their slices are left out.
-    charge : whether the measured processor time of scheduling counts; then no two runs agree to the last digit.
+    scheduler_cost : of a replay; where it is measured, no two runs agree to the last digit.
     server : what a user's server is started with, beside the memory of a case.
     """
 
@@ -55,7 +55,7 @@ class Terms:
     folder: Path | None = None
     seed: int = 0
     short: bool = False
-    charge: bool = False
+    scheduler_cost: str = "model"
     server: dict[str, Any] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Terms:
             "slo": self.slo.text,
             "seed": self.seed,
             "form": "short" if self.short else "full",
-            "scheduler_cost": "on" if self.charge else "off",
+            "scheduler_cost": self.scheduler_cost,
             **({"server": self.server} if self.server else {}),
         }
 
@@ -93,7 +93,7 @@ class Cell:
         name = f"{case.served}, capacity" if capacity else f"{case.name}, {policy}"
         name = re.sub(r"[^a-z0-9.+]+", "-", name.lower())
         self.path = folder / f"{name}.json"
-        settings = {"kv_tokens": case.kv_tokens, "charge_scheduler": terms.charge and not capacity, **terms.server}
+        settings = {"kv_tokens": case.kv_tokens, "scheduler_cost": terms.scheduler_cost, **terms.server}
         settings.pop("prefill_graphs", None)  # the model of step times knows
         told: dict[str, Any] = {"seed": terms.seed}
         if policy == PROMISING or modes is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 # Each with its default, by which a replay sees that it was given.
 SERVER_ONLY: dict[str, Any] = {
-    "repeat": 1, "time_limit": math.inf, "start_timeout": 300.0, "stream_interval": 16,
+    "repeat": 1, "time_limit": math.inf, "start_timeout": 300.0,
     "json": None, "bench_serving": None, "one_server": False,
 }  # fmt: skip
 
@@ -29,6 +29,5 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add("one_server", action="store_true", help="switch the policy of a running server between runs; starts are few")
     add("time_limit", type=float, metavar="SECONDS", help="for everything; what is missing then is named (none)")
     add("start_timeout", type=float, metavar="SECONDS", help="in which a server must be up (%(default)g)")
-    add("stream_interval", type=int, metavar="TOKENS", help="output tokens in a piece of the stream (%(default)s)")
     add("json", type=Path, metavar="FILE", help="results, written anew after each run (OUT/results.json)")
     add("bench_serving", type=Path, metavar="FILE", help="show this output of sglang.bench_serving beside them")
