@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--summary", action="store_true", help="print no single points")
     args = parser.parse_args()
     each = not args.summary
-    profile = load_profile(args.write or "h200")
+    profile = load_profile(args.write or DATA / "h200_base.json")
     steps = json.loads(args.steps.read_text())
 
     kernels: dict[str, AttentionTime] = {}

@@ -1,0 +1,147 @@
+"""``feather calibrate``: log servers' steps, fit, say how far the fit is from what it saw and did not see."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from feather_sglang import __version__
+from feather_sglang.calibrate.recording import FORMAT, Recording, Setting, record
+from feather_sglang.compare.server.config import BACKENDS
+from feather_sglang.compare.server.machine import machine
+from feather_sglang.compare.vocabulary import vocabulary_of
+from feather_sglang.errors import FeatherError
+from feather_sglang.file_writing import check_target, replace_text
+from feather_sglang.replay.arguments import check_sglang
+from feather_sglang.replay.jobs import make_folder
+from feather_sglang.replay.model_shape import shape_of
+from feather_sglang.replay.profiles import HardwareProfile, document_of, list_profiles, load_profile
+
+COMMON = (
+    *("--skip-tokenizer-init", "--load-format", "dummy", "--sampling-backend", "pytorch"),
+    *("--max-running-requests", "512", "--cuda-graph-max-bs-decode", "512"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``feather calibrate``."""
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="of the model, or of its config.json alone")
+    parser.add_argument("--out", type=Path, required=True, metavar="PROFILE.json", help="write the profile there")
+    parser.add_argument(
+        "--profile",
+        default="h200",
+        help=f"whose kernels are scaled to this GPU: {', '.join(list_profiles())} or a .json file (%(default)s)",
+    )
+    parser.add_argument("--name", help="of the profile (the file's name)")
+    parser.add_argument(
+        "--attention",
+        default="pat,fa3",
+        metavar="LIST",
+        help="decode kernels of the profile, a server each (%(default)s); prefill runs without CUDA graphs "
+        "under the first, and in them under the others",
+    )
+    parser.add_argument("--server-flags", default="", metavar="FLAGS", help="further flags of both servers, quoted")
+    parser.add_argument(
+        "--time-limit", type=float, default=480.0, metavar="SECONDS", help="of the measurement (%(default)g)"
+    )
+    parser.add_argument(
+        "--recording", type=Path, metavar="FILE", help="what was measured (beside the profile: .recording.json.gz)"
+    )
+    parser.add_argument(
+        "--from", dest="source", type=Path, nargs="+", metavar="FILE", help="fit recordings, measure nothing"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, fit, print how well it fits, write the profile."""
+    console = Console(highlight=False)
+    base = load_profile(args.profile)
+    check_target(args.out, "the profile")
+    make_folder(args.out.absolute().parent)
+    settings = settings_of(args.attention, base)
+    recording = Recording.load(args.source) if args.source else measured(args, settings, console)
+    from feather_sglang.calibrate.fit_gpu import batches, fit_gpu, fit_memory  # SciPy, where something is fitted
+    from feather_sglang.calibrate.fit_host import fit_host
+
+    shape = shape_of(recording.content["model"], args.model)
+    host, stages = fit_host(recording, shape.layers, base.host)
+    found = batches([one for one in recording.steps() if not one.held_out])
+    profile, steps = fit_gpu(fit_memory(base, shape, recording), shape, found)
+    name = args.name or args.out.stem
+    said = f"fit (feather calibrate) to steps of {recording.content['title']}"
+    document = document_of(base, profile, host, name, recording.content["title"], said)
+    replace_text(args.out, json.dumps(document, indent=1) + "\n", "the profile")
+    console.print(report(stages, steps), markup=False, soft_wrap=True)
+    console.print(f"host: {', '.join(f'{key} {value * 1e6:.4g}' for key, value in asdict(host).items())} (us)")
+    console.print(f"wrote {args.out}: feather ab --profile {args.out}", soft_wrap=True)
+    return 0
+
+
+def measured(args: argparse.Namespace, settings: Sequence[Setting], console: Console) -> Recording:
+    """Start the servers, send the loads, and keep what came of it."""
+    begun = time.monotonic()
+    vocabulary = vocabulary_of(args.model)
+    version = check_sglang()
+    config = json.loads((Path(args.model) / "config.json").read_text())
+    shape_of(config, args.model)  # refuses what the model of step times does not know
+    target = args.recording or args.out.with_suffix(".recording.json.gz")
+    check_target(target, "the recording")
+    logs = make_folder(args.out.absolute().parent / f"{args.out.stem}-logs")
+    facts = machine(sys.executable)
+    if facts["gpu"] is None:
+        raise FeatherError("feather calibrate measures a GPU, and nvidia-smi shows none; --from FILE fits a recording")
+
+    def say(text: str) -> None:
+        console.print(f"[{time.monotonic() - begun:5.0f} s] {text}", markup=False, soft_wrap=True)
+
+    common = [*COMMON, *shlex.split(args.server_flags)]
+    servers = record(args.model, settings, vocabulary, common, logs, begun + args.time_limit, say)
+    content = {
+        "format": FORMAT,
+        "command": shlex.join(["feather", *sys.argv[1:]]),
+        "feather": __version__,
+        "sglang": version,
+        "when": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "title": f"{Path(args.model).name} on {facts['gpu']}, SGLang {version}, {time.strftime('%d %b %Y')}",
+        "machine": facts,
+        "model": config,
+        "servers": servers,
+    }
+    recording = Recording(content)
+    recording.save(target)
+    say(f"measured; kept in {target}")
+    return recording
+
+
+def settings_of(names: str, base: HardwareProfile) -> list[Setting]:
+    """The servers for these decode kernels, which the base profile must have."""
+    chosen = [name.strip() for name in names.split(",")]
+    known = [name for name in BACKENDS if name in base.attention]
+    if not set(chosen) <= set(known) or len(set(chosen)) < len(chosen):
+        raise FeatherError(f"--attention {names}: each once, of those that profile {base.name} has: {', '.join(known)}")
+    return [Setting(name, prefill_graphs=place > 0) for place, name in enumerate(chosen)]
+
+
+def report(stages: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> str:
+    """How far the fit is from the host's stages and from the GPU's batches."""
+    lines = [f"{'stage of the host':34}{'steps':>8}{'measured':>12}{'fitted':>12}{'ratio':>8}"]
+    for row in stages:
+        name = f"{row['stage']} ({row['kind']})"
+        ratio = row["predicted"] / row["seconds"]
+        lines.append(
+            f"{name:34}{row['steps']:8d}{row['seconds'] * 1e3:9.3f} ms{row['predicted'] * 1e3:9.3f} ms{ratio:8.2f}"
+        )
+    lines.append(f"{'step of the GPU':54}{'measured':>12}{'fitted':>12}{'ratio':>8}")
+    for row in steps:
+        ratio = row["predicted"] / row["seconds"]
+        lines.append(f"{row['batch']:54}{row['seconds'] * 1e3:9.2f} ms{row['predicted'] * 1e3:9.2f} ms{ratio:8.2f}")
+    return "\n".join(lines)
