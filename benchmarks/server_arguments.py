@@ -40,6 +40,7 @@ def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.N
     parser.add_argument("--one-server", action="store_true", help="switch the policy instead of starting anew")
     parser.add_argument("--arrivals", choices=("poisson", "fixed"), default="poisson")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals")
+    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="of the files of trace:... cases")
     parser.add_argument("--stream-interval", type=int, default=16, help="tokens a piece (default: %(default)s)")
     parser.add_argument("--compare-tokens", action="store_true", help="compare the greedy tokens of fixed prompts")
     parser.add_argument("--json", type=Path, help="write everything here, anew after each measurement")
@@ -53,7 +54,9 @@ def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.N
         return options
     try:
         options.servers = [parse_server(text) for text in options.server]
-        options.cases = [parse_case(text, options.seed, options.arrivals) for group in options.case for text in group]
+        options.cases = [
+            parse_case(text, options.seed, options.arrivals, options.traces) for group in options.case for text in group
+        ]
         options.for_all = shlex.split(options.common) + shlex.split(options.flags)
     except (ValueError, FeatherError) as error:
         parser.error(str(error))

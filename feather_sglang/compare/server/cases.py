@@ -8,6 +8,9 @@ A case of the server benchmark is named on its command line:
 - ``decode:B,G,L[,N]``: a steady batch of B requests in G groups with L shared tokens (G = 0: L private tokens each) and
   20 tokens of their own, all at once after their prefixes were put into the cache.
 
+- ``trace:NAME,FIRST,COUNT,RATE``: COUNT requests of a trace from its request FIRST on, RATE a second in the mean with
+  the gaps of the trace; the file is NAME.jsonl in the folder of traces.
+
 N is the number of output tokens, 200 where nothing else is said. ``W2@7`` is another draw of prompts and arrivals, that
 of seed 7.
 """
@@ -19,11 +22,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay.traces import FIRST_TOKEN, VOCABULARY, Trace, TraceRequest
+from feather_sglang.replay.traces import FIRST_TOKEN, VOCABULARY, Trace, TraceRequest, load_trace
 from feather_sglang.replay.workloads import no_sharing, shared_prefix
 
 UNIQUE_TOKENS, OUTPUT_TOKENS = 20, 200
@@ -138,18 +142,21 @@ class Case:
         return made
 
 
-def parse_case(text: str, seed: int = 0, arrivals: str = "poisson") -> Case:
+def parse_case(text: str, seed: int = 0, arrivals: str = "poisson", traces: Path | None = None) -> Case:
     """Make the case of that name.
 
     Parameters
     ----------
     seed : of prompts and arrivals, where the name has none.
     arrivals : ``poisson``, or ``fixed`` for equal gaps at the same rate.
+    traces : folder of the files of traces.
 
     Raises ``ValueError`` with the reason if there is no such case.
     """
     name, at, draw = text.partition("@")
     kind, colon, rest = name.partition(":")
+    if kind == "trace":
+        return Case(text, _slice(text, rest, traces))
     if at:
         if kind == "decode" or not draw.isdecimal():
             raise ValueError(f"{text}: give a whole number after '@', and none to a decode case, which draws nothing")
@@ -172,8 +179,24 @@ def parse_case(text: str, seed: int = 0, arrivals: str = "poisson") -> Case:
         if not trace.requests:
             raise ValueError(f"{text}: give at least one request")
     else:
-        raise ValueError(f"{text}: no such case; {', '.join(WORKLOADS)}, open:..., or decode:...")
+        raise ValueError(f"{text}: no such case; {', '.join(WORKLOADS)}, open:..., decode:..., or trace:...")
     return Case(text, evenly_spaced(trace) if arrivals == "fixed" else trace)
+
+
+def _slice(text: str, rest: str, traces: Path | None) -> Trace:
+    """Requests of a trace's file, by name, place, number and rate."""
+    name, *numbers = rest.split(",")
+    try:
+        first, count, rate = int(numbers[0]), int(numbers[1]), float(numbers[2])
+    except (IndexError, ValueError):
+        raise ValueError(f"{text}: give NAME,FIRST,COUNT,RATE after ':'") from None
+    if traces is None:
+        raise ValueError(f"{text}: say where the file {name}.jsonl is: --traces FOLDER")
+    part = load_trace(traces / f"{name}.jsonl").part(first, count)
+    if first < 0 or len(part.requests) < max(count, 2) or not 0 < rate < math.inf:
+        raise ValueError(f"{text}: the trace has no such requests, or the rate is not above 0")
+    scaled = part.scaled(rate * part.requests[-1].arrival_s / count)
+    return Trace(text, scaled.block_size, scaled.requests)
 
 
 def check_fit(case: Case, kv_tokens: int | None, max_running: int | None, drafted: int = 0) -> None:
