@@ -1,10 +1,11 @@
 """What real servers were measured on, replayed: the same requests, policy, attention backend, KV pool and row limit.
 
-    python benchmarks/replay_servers.py docs/measured/servers_h200_*.json --json docs/measured/replays.json
+    python benchmarks/replay_servers.py docs/measured/servers_*.json --traces TRACES --json docs/measured/replays.json
 
-Takes files of `bench_server.py`. Each workload (W1 .. W7, ``open:...``) under each policy and backend is replayed once,
-with the scheduler's processor time left out, so that a second run writes the same. What a replay cannot be is named and
-left out: steady batches, several GPUs, a backend or model that the profile does not know.
+Takes files of `bench_server.py`. Each workload (W1 .. W7, ``open:...``, ``trace:...``) under each policy and backend is
+replayed once, by the calibrated model of the host, so that a second run writes the same; what the server showed is put
+beside it, the mean of its rounds. What a replay cannot be is named and left out: steady batches, several GPUs, a
+backend or model that the profile does not know, requests that the server was not given the time for.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from finished import read_finished
@@ -67,6 +69,21 @@ def packed_prefill(flags: Mapping[str, str]) -> dict[str, str]:
     return {} if chosen == "off" else {"pat_prefill": chosen}
 
 
+SEEN = {"output_tok_s": ("tok_s",), "ttft_mean": ("ttft_s", "mean"), "ttft_p99": ("ttft_s", "p99"),
+        "e2e_mean": ("e2e_s", "mean"), "tbt_p99_ms": ("tbt_ms", "p99")}  # fmt: skip
+
+
+def seen(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The figures of a run on a server, the mean of its rounds."""
+    figures = {}
+    for name, path in SEEN.items():
+        values: list[Any] = [record["overall"] for record in records]
+        for key in path:
+            values = [value[key] for value in values]
+        figures[name] = round(mean(values), 4)
+    return figures
+
+
 def runs_of(content: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     """What to replay of one server file, each case and server once, and what cannot be, with the reason."""
     runs: list[dict[str, Any]] = []
@@ -76,7 +93,10 @@ def runs_of(content: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     for name, server in content["servers"].items():
         started = server if "kv_tokens" in server else started
         of_server[name] = started
-    for case, name in dict.fromkeys((record["case"], record["server"]) for record in content["records"]):
+    records: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in content["records"]:
+        records.setdefault((record["case"], record["server"]), []).append(record)
+    for (case, name), rounds in records.items():
         start, flags = of_server[name], content["servers"][name]["flags"]
         configuration = ServerConfig(name, tuple(flags))
         words = words_of_start(content["command"], start)
@@ -84,6 +104,8 @@ def runs_of(content: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
         attention = backend(given)
         if case.startswith("decode:"):
             left_out[f"{case}: a steady batch"] = None
+        elif any("error" in record or record["overall"]["unfinished"] for record in rounds):
+            left_out[f"{case}, {name}: not to its end"] = None
         elif any(flag in words for flag in ("--tp", "--tp-size", "--tensor-parallel-size")):
             left_out[f"{name}: several GPUs"] = None
         elif attention not in load_profile("h200").attention:
@@ -99,21 +121,25 @@ def runs_of(content: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
                 "arrivals": content["arrivals"],
                 "kv_tokens": start["kv_tokens"],
                 "max_running": start["max_running"],
+                "stream_interval": content["stream_interval"],
                 "prefill_graphs": "off" if NO_PREFILL_GRAPHS in words else "on",
                 **packed_prefill(given),
+                "sglang": content["machine"]["versions"]["sglang"],
+                "gpu": content["machine"]["gpu"],
+                "server": seen(rounds),
             })  # fmt: skip
     return runs, list(left_out)
 
 
-def job_of(run: dict[str, Any], label: str) -> Job:
+def job_of(run: dict[str, Any], label: str, traces: Path | None = None) -> Job:
     """The replay of one run."""
-    trace = parse_case(run["case"], run["seed"], run["arrivals"]).trace
+    trace = parse_case(run["case"], run["seed"], run["arrivals"], traces).trace
     check_fits(trace, run["kv_tokens"], 1)
     model = StepTimeModel(
         load_profile("h200"), MODELS[run["model"]], run["attention"], run["prefill_graphs"] == "on",
         run.get("pat_prefill", "off"),
     )  # fmt: skip
-    settings = {"kv_tokens": run["kv_tokens"], "max_running": run["max_running"], "charge_scheduler": False}
+    settings = {name: run[name] for name in ("kv_tokens", "max_running", "stream_interval")}
     options: dict[str, Any] = {}
     if run["policy"].startswith("feather"):
         options = suited(run["policy"], {"seed": run["seed"], **run["options"]})
@@ -126,6 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Replays of what servers were measured on.")
     parser.add_argument("servers", type=Path, nargs="+", help="files of bench_server.py")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="write the replays there")
+    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="of the files of trace:... cases")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="replays at a time (2)")
     args = parser.parse_args(argv)
     console = Console(file=sys.stderr)
@@ -138,9 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not runs:
         raise FeatherError("nothing to replay in these files")
     version = check_sglang()
-    jobs = [
-        job_of(run, f"{number} {run['case']} {run['attention']} {run['policy']}") for number, run in enumerate(runs)
-    ]
+    jobs = [job_of(run, f"{number} {run['attention']} {run['policy']}", args.traces) for number, run in enumerate(runs)]
     with tempfile.TemporaryDirectory() as logs:
         results = run_jobs(jobs, args.jobs, Path(logs), console)
     for run, result in zip(runs, results.values(), strict=True):

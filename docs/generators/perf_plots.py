@@ -17,7 +17,7 @@ import perf_servers
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
-from perf_results import FIGURES, evicts
+from perf_results import evicts
 
 from feather_sglang.compare.server.cases import WORKLOADS
 
@@ -115,11 +115,15 @@ def policies(folder: Path) -> str:
     return svg(figure)
 
 
+DRAWN = ("output_tok_s", "ttft_mean", "ttft_p99", "tbt_p99_ms")
+UNITS = {"output_tok_s": "", "ttft_mean": ", s", "ttft_p99": ", s", "tbt_p99_ms": ", ms"}
+
+
 def agreement(folder: Path) -> str:
     """Replay against server, a panel a figure."""
     found = perf_replay.measured(folder)
     figure, panels = axes(4.8, rows=2, columns=2)
-    for axis, name in zip(panels.flat, FIGURES, strict=True):
+    for axis, name in zip(panels.flat, DRAWN, strict=True):
         for attention, colour in zip(("pat", "fa3", "flashinfer"), (OURS, *GREYS), strict=False):
             points = [(one.server[name], one.replay[name]) for one in found if one.attention == attention]
             axis.plot(
@@ -140,7 +144,7 @@ def agreement(folder: Path) -> str:
             scale.set_major_locator(LogLocator(subs=(1.0,) if ends[1] / ends[0] > 50 else (1.0, 3.0)))
             scale.set_major_formatter(lambda value, _: f"{value:,g}")
             scale.set_minor_formatter(NullFormatter())
-        axis.set_title(perf_replay.NAMES[name] + ("" if "tok" in name else ", s"), fontsize=9)
+        axis.set_title(perf_replay.NAMES[name] + UNITS[name], fontsize=9)
     figure.supxlabel("server, H200", fontsize=9)
     figure.supylabel("replay, no GPU (band: 10%)", fontsize=9)
     figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)

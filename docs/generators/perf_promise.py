@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import perf_replay
 from perf_results import get, load
 from perf_text import Section, table
 
@@ -13,11 +14,6 @@ from feather_sglang.suite.report import summary
 
 SUITE = "suite.json"
 PROMISE = "feather+slo"  # the suite's name of it
-ON_A_SERVER = (
-    "Do not use `--feather-slo` yet. An H200 server with `--feather-slo mooncake` (SGLang 0.5.23, 150 requests of real "
-    "prompt structure, 2.7 requests/s, 500,000 KV tokens) reached 189 tok/s where its replay has 379, and served 3% of "
-    "the requests within the bounds where the replay has 17%."
-)
 SHOWN = ("fcfs", "hrrn", "shortest-prefill-first", "feather", PROMISE)
 
 
@@ -35,6 +31,24 @@ def measured(folder: Path) -> dict[str, Any]:
     return results
 
 
+def on_a_server(folder: Path) -> str:
+    """What the promise cost where a server was measured with it and without."""
+    found = perf_replay.measured(folder)
+    kept = [one for one in found if "slo " in one.options]
+    plain = {one.bed: one for one in found if one.policy == "feather" and not one.options}
+    lines = ["Do not use `--feather-slo` yet."]
+    for one in kept:
+        without = plain[one.bed]
+        lost = 1 - one.server["output_tok_s"] / without.server["output_tok_s"]
+        lines.append(
+            f"An H200 server (SGLang {one.release}, `{one.case}`) had {one.server['output_tok_s']:.0f} tokens/s with "
+            f"it and {without.server['output_tok_s']:.0f} without, {lost:.0%} less; its mean TTFT was "
+            f"{one.server['ttft_mean']:.1f} s and {without.server['ttft_mean']:.1f} s, its TBT p99 "
+            f"{one.server['tbt_p99_ms']:.0f} ms and {without.server['tbt_p99_ms']:,.0f} ms."
+        )
+    return " ".join(lines)
+
+
 def section(folder: Path) -> Section:
     """The table of the page."""
     results = measured(folder)
@@ -43,6 +57,6 @@ def section(folder: Path) -> Section:
     body = [
         f"{len(results['cases'])} kinds of traffic, SLO {results['slo']}, replayed; to fcfs:",
         table(head[:-1], shown),
-        ON_A_SERVER,
+        on_a_server(folder),
     ]
     return Section("Within bounds", body, f"`{results['attention']}`.", ["feather suite --short --traces TRACES"])

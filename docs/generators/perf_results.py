@@ -16,7 +16,7 @@ from feather_sglang.compare.server.config import ServerConfig
 
 PEERS = ("fa3", "fa3-planned", "flashinfer", "cascade")  # FlashAttention-3, FlashInfer and its cascade
 STOCK_POLICIES = ("fcfs", "lpm", "dfs-weight", "hrrn")
-FIGURES = ("output_tok_s", "ttft_mean", "ttft_p99", "e2e_mean")
+FIGURES = ("output_tok_s", "ttft_mean", "ttft_p99", "e2e_mean", "tbt_p99_ms")
 
 
 class ResultError(ValueError):
@@ -196,6 +196,10 @@ class Pair:
     case: str
     attention: str
     policy: str
+    options: str
+    model: str
+    release: str  # of SGLang on the server
+    bed: str  # what runs have in common that differ in the policy and its options alone
     server: dict[str, float]
     replay: dict[str, float]
 
@@ -204,23 +208,23 @@ class Pair:
         return self.replay[figure] / self.server[figure]
 
 
-def pairs(folder: Path, servers: Sequence[str], replays: str, tail: str) -> list[Pair]:
-    """Everything that was measured both ways; a replay that a server run lacks is an error."""
-    replayed = {
-        tuple(get(run, replays, key) for key in ("case", "attention", "policy")): get(run, replays, "replay")
-        for run in get(load(folder, replays), replays, "runs")
-    }
+def pairs(folder: Path, replays: str, tail: str) -> list[Pair]:
+    """Everything that was measured both ways."""
     found = []
-    for file in servers:
-        for run in server_runs(folder, file):
-            if run.place not in replayed:
-                raise ResultError(f"{replays}: no replay of {' '.join(run.place)} of {file}")
-            seen = {name: get(replayed[run.place], replays, name) for name in FIGURES}
-            found.append(Pair(*run.place, {name: run.figure(name) for name in FIGURES}, seen))
+    for run in get(load(folder, replays), replays, "runs"):
+        server, replay = ({name: get(run, replays, side, name) for name in FIGURES} for side in ("server", "replay"))
+        policy, attention, case, model, release, options = (
+            get(run, replays, key) for key in ("policy", "attention", "case", "model", "sglang", "options")
+        )
+        bed = " ".join(str(run.get(key)) for key in ("case", "attention", "model", "sglang", "kv_tokens"))
+        said = ", ".join(f"{name} {value}" for name, value in options.items())
+        found.append(Pair(case, attention, policy, said, model, release, bed, server, replay))
     content = load(folder, tail)
+    release = get(content, tail, "versions", "sglang")
     for policy in dict.fromkeys(get(run, tail, "policy") for run in get(content, tail, "server")):
         rows = [run for run in content["server"] if run["policy"] == policy]
         seen = get(content, tail, "replay", policy)
         measured = {name: mean(get(run, tail, name) for run in rows) for name in FIGURES}
-        found.append(Pair("conversation", "pat", policy, measured, {name: get(seen, tail, name) for name in FIGURES}))
+        replay = {name: get(seen, tail, name) for name in FIGURES}
+        found.append(Pair("conversation", "pat", policy, "", "qwen3-8b", release, "conversation", measured, replay))
     return found

@@ -16,8 +16,17 @@ import replay_servers
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 
+SERVERS = (
+    *("servers_h200_fa3.json", "servers_h200_flashinfer.json", "servers_h200_pat.json"),
+    *("servers_0523_h200_500k.json", "servers_0523_h200_fa3.json", "servers_0523_h200_llama.json"),
+    "servers_0523_h200_pat.json",
+)
 ROOT = Path(__file__).resolve().parents[2]
 QWEN = {"num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+
+
+SEEN = {"tok_s": 9.0, "unfinished": 0, "ttft_s": {"mean": 1.0, "p99": 2.0}, "e2e_s": {"mean": 3.0},
+        "tbt_ms": {"p99": 4.0}}  # fmt: skip
 
 
 def content(typed: str = "bench_server.py --common '--load-format dummy'", **start: Any) -> dict[str, Any]:
@@ -25,9 +34,11 @@ def content(typed: str = "bench_server.py --common '--load-format dummy'", **sta
     pat = ["--attention-backend", "fa3", "--decode-attention-backend", "pat"]
     paced = [*pat, "--schedule-policy", "feather", "--feather-pace", "0.1"]
     return {
-        "command": typed, "model": QWEN, "seed": 3, "arrivals": "poisson",
+        "command": typed, "model": QWEN, "seed": 3, "arrivals": "poisson", "stream_interval": 8,
+        "machine": {"gpu": "G", "versions": {"sglang": "0.5.23"}},
         "servers": {"pat": {"flags": pat, "kv_tokens": 90_000, "max_running": 40, **start}, "paced": {"flags": paced}},
-        "records": [{"case": case, "server": name} for case in ("W3", "decode:8,2,100") for name in ("pat", "paced")],
+        "records": [{"case": case, "server": name, "overall": SEEN}
+                    for case in ("W3", "decode:8,2,100") for name in ("pat", "paced")],
     }  # fmt: skip
 
 
@@ -39,7 +50,9 @@ def test_each_workload_policy_and_backend_is_replayed_with_the_servers_sizes() -
         ("W3", "pat", "feather"),
     ]
     job = replay_servers.job_of(runs[1], "one")
-    assert job.settings == {"kv_tokens": 90_000, "max_running": 40, "charge_scheduler": False}
+    assert job.settings == {"kv_tokens": 90_000, "max_running": 40, "stream_interval": 8}
+    assert runs[1]["server"] == {"output_tok_s": 9.0, "ttft_mean": 1.0, "ttft_p99": 2.0, "e2e_mean": 3.0,
+                                 "tbt_p99_ms": 4.0}  # fmt: skip
     assert job.options == {"seed": 3, "pace": "0.1"} and job.model.attention_name == "pat"
     assert replay_servers.job_of(runs[0], "two").options == {} and len(job.trace.requests) == 300
 
@@ -96,6 +109,15 @@ def test_nothing_to_replay_is_one_line(tmp_path: Path) -> None:
 def test_the_committed_replays_are_of_what_servers_were_measured_on() -> None:
     folder = ROOT / "docs" / "measured"
     replayed = json.loads((folder / "replays.json").read_text())["runs"]
-    files = (json.loads((folder / f"servers_h200_{name}.json").read_text()) for name in ("pat", "fa3", "flashinfer"))
+    files = (json.loads((folder / name).read_text()) for name in SERVERS)
     asked = [run for file in files for run in replay_servers.runs_of(file)[0]]
     assert [{key: value for key, value in run.items() if key != "replay"} for run in replayed] == asked
+
+
+def test_rounds_are_one_run_and_what_was_cut_is_left_out() -> None:
+    twice = content()
+    twice["records"] = [{"case": "W3", "server": "pat", "overall": {**SEEN, "tok_s": rate}} for rate in (8.0, 12.0)]
+    (run,), _ = replay_servers.runs_of(twice)
+    assert run["server"]["output_tok_s"] == 10.0
+    twice["records"][1]["overall"]["unfinished"] = 3
+    assert replay_servers.runs_of(twice) == ([], ["W3, pat: not to its end"])
