@@ -3,7 +3,8 @@
     python docs/generators/figures.py            # write them
     python docs/generators/figures.py --check    # exit 1 where a file differs from what would be written
 
-Plain text, no library: each figure is a light card of fixed width, so that it reads on a white and on a dark page.
+Plain text, no drawing library: each figure is a light card of fixed width, so that it reads on a white and on a dark
+page.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 from xml.sax.saxutils import escape
+
+from feather_sglang.replay.host_time import NO_HOST_TIME
+from feather_sglang.replay.timeline import Timeline
 
 FOLDER = Path(__file__).parent.parent / "design"
 WIDTH = 680
@@ -416,33 +421,89 @@ def kernel() -> Figure:
     return f
 
 
+class Work(NamedTuple):
+    """A step of the example: its colour, and milliseconds to form, prepare, launch, compute and process it."""
+
+    name: str
+    colour: Colour
+    form: float
+    prepare: float
+    launch: float
+    compute: float
+    result: float
+
+
+def overlapped(steps: Sequence[Work]) -> list[tuple[str, str, float, float, Colour]]:
+    """What host and GPU do in SGLang's overlapped loop: (lane, label, begin, end, colour), as a replay has it."""
+    time, drawn = Timeline(NO_HOST_TIME), []
+    before: tuple[Work, float] | None = None
+
+    def process() -> None:
+        assert before is not None
+        step, ready = before
+        if ready > time.now:
+            told = f"waits for {step.name}" if ready - time.now > 8 else "waits"
+            drawn.append(("host", told, time.now, ready, GREY))
+        time.wait(ready)
+        drawn.append(("host", "", time.now, time.now + step.result, YELLOW))
+        time.spend(step.result)
+
+    for step in steps:
+        begin = time.now
+        time.spend(step.form)
+        start = max(time.now + step.prepare, time.gpu)
+        ready = time.launch(step.prepare, step.launch, step.compute)
+        long = step.launch > step.compute / 3
+        told = f"{step.name}: {step.form:g} + {step.launch:g} ms" if long else step.name
+        drawn.append(("host", told, begin, time.now, step.colour))
+        stretched = ready - start > step.compute
+        told = f"{step.name}: {step.compute:g} ms" + (", waits for its launches" if stretched else "")
+        drawn.append(("GPU", told, start, ready, step.colour))
+        if before is not None:
+            process()
+        before = step, ready
+    process()
+    return drawn
+
+
 def step_time() -> Figure:
-    """The replay's loop: SGLang forms a batch, the model says how long it takes."""
-    f = Figure("The replay: SGLang's scheduler on a virtual clock, a step's time from a profile", 668)
-    f.box(30, 20, 630, 62, ["SGLang's own scheduler, adder and prefix cache", "form the next batch"], GREY)
-    for x, words in ((182, "prefill: new and cached tokens"), (507, "decode: lengths, sharing, row order")):
-        f.arrow((x, 82), (x, 109))
-        f.rect(x - 152, 110, 305, 42, PLAIN)
-        f.text(x, 136, words, 15)
-        f.arrow((x, 152), (x, 179))
-    f.rect(30, 180, 630, 318, ("#f6f8fa", "#d0d7de"), 10)
-    f.text(345, 208, "seconds of the step: the sum of", 17, bold=True)
-    for y, name, rule, colour in (
-        (222, "overhead", "fixed, whatever the batch", GREY),
-        (276, "products", "weight bytes and FLOP, overlapping", BLUE),
-        (330, "elementwise", "hidden vectors of each token and layer", BLUE),
-        (384, "prefill attention", "query-key pairs, padded to tiles", PURPLE),
-        (438, "decode attention", "row-by-row, packed or common-prefix", GREEN),
+    """Three steps, the prefill step launched kernel by kernel and in CUDA graphs."""
+    f = Figure("Three overlapped steps: without prefill CUDA graphs the host binds, with them the GPU", 440)
+    left, scale = 82.0, 10.5
+    for at, colour, words in (
+        (24, BLUE, "A, decode"),
+        (144, PURPLE, "B, prefill"),
+        (264, GREEN, "C, decode"),
+        (384, YELLOW, "host processes a result"),
     ):
-        f.box(44, y, 176, 44, [name], colour, 15)
-        f.text(234, y + 27, rule, 15, "start")
-    f.arrow((182, 498), (182, 525))
-    f.box(30, 526, 305, 62, ["Virtual clock", "goes on by so many seconds"], YELLOW)
-    f.box(355, 526, 305, 62, ["Profile (JSON)", "each value beside its source"], ORANGE)
-    f.arrow((507, 526), (507, 499))
-    f.arrow((30, 557), (14, 557), (14, 51), (29, 51))
-    f.text(345, 620, "What scheduling takes on the CPU is charged to the same clock,", 15, colour=MUTED)
-    f.text(345, 642, "unless --scheduler-cost is off.", 15, colour=MUTED)
+        f.rect(at, 20, 18, 18, colour, 4)
+        f.text(at + 26, 34, words, 15, "start", colour=MUTED)
+    for top, title, launch in (
+        (60.0, "B is launched kernel by kernel, in 34 ms", 34.0),
+        (250.0, "B is launched in CUDA graphs, in 10 ms", 10.0),
+    ):
+        steps = (
+            Work("A", BLUE, 1, 2, 0, 9, 1),
+            Work("B", PURPLE, 3, 0, launch, 20, 2),
+            Work("C", GREEN, 1, 2, 0, 9, 1),
+        )
+        f.text(24, top + 16, title, 16, "start", bold=True)
+        lanes = {"host": top + 30.0, "GPU": top + 82.0}
+        for lane, y in lanes.items():
+            f.text(left - 10, y + 26, lane, 15, "end")
+        for lane, label, begin, end, colour in overlapped(steps):
+            x, w = left + begin * scale, (end - begin) * scale
+            idle = colour is GREY
+            f.rect(x, lanes[lane], w, 42, PLAIN if idle else colour, 3, dashed=idle)
+            if label:
+                f.text(x + w / 2, lanes[lane] + 26, label, 14, colour=MUTED if idle else INK)
+        y = top + 136
+        f.arrow((left, y), (left + 55 * scale, y), tip=False)
+        for moment in range(0, 60, 10):
+            x = left + moment * scale
+            if moment <= 55:
+                f.arrow((x, y), (x, y + 6), tip=False)
+                f.text(x, y + 22, f"{moment} ms" if moment == 0 else str(moment), 14, colour=MUTED)
     return f
 
 

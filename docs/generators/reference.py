@@ -1,4 +1,4 @@
-"""Write the reference pages of flags and metrics from the code that defines them.
+"""Write the reference pages of flags and metrics, and the prices of the host, from the code that defines them.
 
     python docs/generators/reference.py [--check]
 
@@ -18,11 +18,14 @@ from pathlib import Path
 from feather_sglang.adapter.attention.matrix import tables
 from feather_sglang.adapter.options import FeatherOptions, add_flags
 from feather_sglang.cli import COMMANDS
+from feather_sglang.replay.model_shape import load_model
+from feather_sglang.replay.profiles import load_profile
 
 DOCS = Path(__file__).resolve().parent.parent
 ROOT = DOCS.parent
 METRICS = ("Counter", "Gauge", "Histogram")
 SKIPPED = ("==SUPPRESS==", None)
+PRICES, PRICES_END = "<!-- host prices, by docs/generators/reference.py -->", "<!-- end of host prices -->"
 
 
 def cell(text: str) -> str:
@@ -170,7 +173,52 @@ def support_page() -> str:
     return "\n".join(parts) + "\n"
 
 
+def duration(seconds: float) -> str:
+    """Two digits of it, in milliseconds or microseconds."""
+    return f"{seconds * 1e3:.2g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.2g} µs"
+
+
+def price(first: float, *further: tuple[float, str]) -> str:
+    """A duration, and one for each further thing."""
+    return " + ".join([duration(first), *(f"{duration(each)} a {thing}" for each, thing in further)])
+
+
+def host_rows() -> list[tuple[str, ...]]:
+    """(part of the server, what it does, its price) by the profile h200."""
+    host, layers = load_profile("h200").known_host(), load_model("qwen3-8b").layers
+    graphs, eager = (sum(host.launch(1, True, layers, on)) for on in (True, False))
+    front, scheduler = "front end", "scheduler"
+    return [
+        (front, "reads a request", price(host.front_request, (host.front_token, "prompt token"))),
+        (front, "hands on a piece of an answer", price(host.front_piece)),
+        ("between them", "a request's way to the scheduler, besides", price(host.hop_in)),
+        ("between them", "the way of a piece to its client, besides", price(host.hop_out)),
+        (scheduler, "a turn of its loop", price(host.turn)),
+        (scheduler, "takes a request in", price(host.take_request, (host.take_token, "prompt token"))),
+        (scheduler, "forms a decode batch", price(host.form_decode, (host.form_decode_row, "row"))),
+        (
+            scheduler,
+            "forms a prefill batch",
+            price(host.form_prefill, (host.form_prefill_row, "row"), (host.form_waiting, "request left waiting")),
+        ),
+        (scheduler, "launches a decode step", price(host.launch_decode, (host.launch_decode_row, "row"))),
+        (scheduler, f"launches a prefill step of {layers} layers in CUDA graphs", price(graphs)),
+        (scheduler, "the same without CUDA graphs", price(eager)),
+        (scheduler, "processes a decode result", price(host.result_decode, (host.result_decode_row, "row"))),
+        (scheduler, "processes a prefill result", price(host.result_prefill, (host.result_prefill_row, "row"))),
+        (scheduler, "sends a piece of an answer", price(host.stream_piece)),
+    ]
+
+
+def step_time_page() -> str:
+    """The page on step times, with the prices of the host as the profile has them."""
+    before, rest = (DOCS / "design" / "step_time.md").read_text().split(PRICES)
+    after = rest.split(PRICES_END)[1]
+    return f"{before}{PRICES}\n{table(('part', 'what it does', 'price in `h200`'), host_rows())}\n{PRICES_END}{after}"
+
+
 PAGES = {
+    "design/step_time.md": step_time_page,
     "reference/flags.md": flags_page,
     "reference/metrics.md": metrics_page,
     "reference/support.md": support_page,

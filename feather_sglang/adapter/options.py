@@ -179,8 +179,8 @@ class FeatherOptions:
         _bounds,
         "BOUNDS",
         "What is promised: ttft=SECONDS,tbt=MS (10x: times an idle server's) or mooncake. Each round then ranks those "
-        "who wait, and bounds prefill, as a trained policy has it for that load. Not to be used yet: a server had half "
-        "the throughput of its replay.",
+        "who wait, and bounds prefill, as a trained policy has it for that load. Not to be used yet: it cost a server "
+        "18% of its throughput.",
     )
     modes: str | None = _option(
         None, _readable_file, "FILE", "Policy file of `feather learn` for --feather-slo, instead of the shipped one."
