@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -170,7 +171,37 @@ def support_page() -> str:
             for row in rows
         ]
         parts += ["", f"## {title}", "", table(heads, cells)]
+    parts += ["", "## Run on a GPU", "", "Which SGLang each server's result in `docs/measured` is of:", ""]
+    parts += [table(("what was run", "GPU", "SGLang", "results"), gpu_results(DOCS / "measured"))]
     return "\n".join(parts) + "\n"
+
+
+RESULTS = {  # what a result file of servers holds, by the beginning of its name
+    "servers_": "workloads under policies and backends",
+    "policies_": "further loads under policies",
+    "server_": "steady batches by backend",
+    "models_": "each kind of model beside SGLang's own backend",
+    "data_parallel_": "data-parallel attention",
+    "ranks_": "the ranks of a server under load",
+    "speculation_": "speculative decoding",
+    "prefill_": "packed prefill",
+    "bounded_": "bounds between tokens",
+    "tail_": "a slice of a real trace",
+}
+
+
+def gpu_results(folder: Path) -> list[tuple[str, ...]]:
+    """(what, GPU, SGLang, files) of the results of servers, the newest release first."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        machine = content.get("machine", content)
+        release = machine.get("versions", {}).get("sglang") if isinstance(machine, dict) else None
+        if release is not None:
+            what = next(text for prefix, text in RESULTS.items() if path.name.startswith(prefix))
+            found.setdefault((what, machine["gpu"], release), []).append(f"`{path.name}`")
+    rows = sorted(found.items(), key=lambda row: tuple(map(int, row[0][2].split("."))), reverse=True)
+    return [(*key, ", ".join(files)) for key, files in rows]
 
 
 def duration(seconds: float) -> str:
