@@ -122,7 +122,7 @@ class StepLog:
         first = [req.rid for req, had in zip(batch.reqs, before, strict=True) if not had and req.output_ids]
         pieces = sum(self._sends(req) for req, had in zip(batch.reqs, before, strict=True) if len(req.output_ids) > had)
         self._write("result", self._steps.pop(id(result), None), first, pieces, begin, ready, end)
-        if self._step % FLUSH_EVERY_STEPS == 0 or not self._scheduler.running_batch.reqs:
+        if self._step % FLUSH_EVERY_STEPS == 0 or all(req.finished() for req in self._scheduler.running_batch.reqs):
             self._file.flush()
         self._begin = time.monotonic()
         return processed

@@ -10,6 +10,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from feather_sglang.calibrate.recording import Recording, Steps
+from feather_sglang.errors import FeatherError
 from feather_sglang.replay.host_time import NO_HOST_TIME, HostTime
 
 GPU_BOUND_SECONDS = 0.01  # a step that the host waited for so long was no shorter than its launch
@@ -147,6 +148,8 @@ def fit_host(recording: Recording, layers: int, base: HostTime | None = None) ->
     def all_stages(steps: Sequence[Steps]) -> dict[str, tuple[dict[str, Column], np.ndarray]]:
         return {**stages(steps), **launches(steps, True, layers), **launches(steps, False, layers)}
 
+    if not fitted:
+        raise FeatherError("this recording has no steps to fit: record longer (--time-limit)")
     prices = asdict(base or NO_HOST_TIME) | fit_front(recording)
     for columns, seconds in all_stages(fitted).values():
         if len(seconds):

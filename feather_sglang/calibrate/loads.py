@@ -27,6 +27,14 @@ class Load(NamedTuple):
 def loads(kv_tokens: int, context: int) -> list[Load]:
     """Those that fit so many KV tokens, and prompts of so many tokens."""
     names = [f"decode:{rows},{groups},{tokens},{OUTPUT_TOKENS}" for rows, groups, tokens in STEADY]
-    names += [f"open:0,{tokens},{count},{rate},2" for tokens, count, rate in LONE if tokens + 64 < context]
-    fitted = [case for case in map(parse_case, [*names, *MIXED]) if not case.steady or case.kv_tokens <= kv_tokens]
-    return [*map(Load, fitted), *(Load(parse_case(name), held_out=True) for name in HELD_OUT)]
+    names += [f"open:0,{tokens},{count},{rate},2" for tokens, count, rate in LONE]
+    every = [
+        *(Load(parse_case(name)) for name in [*names, *MIXED]),
+        *(Load(parse_case(name), True) for name in HELD_OUT),
+    ]
+    return [
+        load
+        for load in every
+        if (not load.case.steady or load.case.kv_tokens <= kv_tokens)
+        and all(one.input_length + one.output_length + 64 < context for one in load.case.trace.requests)
+    ]

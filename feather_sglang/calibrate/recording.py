@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,7 +94,7 @@ class Recording:
             content = json.loads(gzip.decompress(path.read_bytes()))
         except OSError as error:
             raise FeatherError(f"--from {path}: {error.strerror or 'not a recording'}") from None
-        except (ValueError, EOFError) as error:
+        except (ValueError, EOFError, zlib.error) as error:
             raise FeatherError(f"--from {path}: not a recording: {error}") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise FeatherError(f"--from {path}: not a recording of `feather calibrate`")
