@@ -180,7 +180,7 @@ class FeatherOptions:
         "BOUNDS",
         "What is promised: ttft=SECONDS,tbt=MS (10x: times an idle server's) or mooncake. Each round then ranks those "
         "who wait, and bounds prefill, as a trained policy has it for that load. Not to be used yet: it cost a server "
-        "18% of its throughput.",
+        "a sixth of its throughput.",
     )
     modes: str | None = _option(
         None, _readable_file, "FILE", "Policy file of `feather learn` for --feather-slo, instead of the shipped one."

@@ -15,6 +15,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from feather_sglang.adapter.attention.registration import construct, register_backend, resolve
+from feather_sglang.adapter.failures import refusals_end_start_up
 from feather_sglang.adapter.hooks import HOOKS, INIT, exists, extension_points, is_needed
 from feather_sglang.adapter.options import switch_allowed
 from feather_sglang.adapter.start_up import offer, refuse_arguments, start_policy, start_switch
@@ -67,7 +68,8 @@ def start(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         start_switch(scheduler, functools.partial(original, scheduler, *args, **kwargs))
     if (scheduler.schedule_policy in FEATHER or switch_allowed()) and not extended:
         _watch_pauses(scheduler)
-    start_step_log(scheduler)
+    with refusals_end_start_up():
+        start_step_log(scheduler)
     return result
 
 

@@ -29,11 +29,11 @@ from feather_sglang.adapter.server_flags import estimates_output
 from feather_sglang.adapter.virtual_time import delay_prefill_by
 from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay.clients import STREAM_INTERVAL, Clients, Served
-from feather_sglang.replay.host_time import NO_HOST_TIME
-from feather_sglang.replay.timeline import Timeline
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.policy_names import K_LPM, ORACLE
+from feather_sglang.simulation.clients import STREAM_INTERVAL, Clients, Served
+from feather_sglang.simulation.host_time import NO_HOST_TIME
+from feather_sglang.simulation.timeline import Timeline
 
 if TYPE_CHECKING:  # it is handed a trace and a model, and makes neither
     from feather_sglang.replay.step_time import BatchSharing, StepTimeModel
@@ -261,7 +261,8 @@ class Replay:
             raise RuntimeError(f"feather failed and went on as fcfs: {self.feather.guard.reason}")
         outcome.makespan = max((one.finish for one in outcome.served), default=0.0)
         outcome.gpu_busy = self.time.gpu_busy
-        outcome.feather = self.feather.stats() if self.feather is not None else None
+        if self.feather is not None:  # but for what this machine took
+            outcome.feather = {k: v for k, v in self.feather.stats().items() if k != "permutation_seconds"}
         scheduler.flush_cache()
         self._paths.clear()
         return outcome

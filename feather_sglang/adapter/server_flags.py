@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
 def read_flags(words: Sequence[str]) -> dict[str, Any]:
     """What these words change: values by field of ``ServerArgs``, without those that are SGLang's defaults anyway.
 
-    The default of ``--schedule-conservativeness`` counts as a change (`estimates_output`).
+    The defaults of ``--schedule-conservativeness`` (`estimates_output`) and ``--stream-interval`` count as changes.
 
     Raises
     ------
@@ -49,7 +49,8 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
         load_plugins()
         parser = _Parser()
         ServerArgs.add_cli_args(parser)
-        parser.set_defaults(**{_CONSERVATIVENESS: None})  # SGLang's default of it says something as well
+        # SGLang's defaults of these say something as well: a replay has others.
+        parser.set_defaults(**dict.fromkeys((_CONSERVATIVENESS, "stream_interval")))
         usual = vars(parser.parse_args(_MODEL))
         found, unknown = parser.parse_known_args([*_MODEL, *words])
     finally:

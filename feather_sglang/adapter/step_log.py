@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from feather_sglang.adapter.wrapping import Wrappings
+from feather_sglang.errors import FeatherError
 
 VARIABLE = "FEATHER_STEP_LOG"
 # Of the batch: rows; prompt tokens to compute and in the cache; pairs of a query and a key; tokens in the KV cache. Of
@@ -37,7 +38,10 @@ FLUSH_EVERY_STEPS = 64
 def start_step_log(scheduler: Any) -> None:
     """Log this scheduler's steps where the variable names a folder."""
     if folder := os.environ.get(VARIABLE):
-        StepLog(scheduler, Path(folder) / f"steps-{os.getpid()}.jsonl")
+        try:
+            StepLog(scheduler, Path(folder) / f"steps-{os.getpid()}.jsonl")
+        except OSError as error:
+            raise FeatherError(f"{VARIABLE}={folder}: no log can be written there: {error.strerror}") from None
 
 
 class StepLog:
@@ -131,7 +135,3 @@ class StepLog:
         """Whether a request whose answer has just grown is sent a piece of it."""
         interval = req.sampling_params.stream_interval or self._scheduler.server_args.stream_interval or 1
         return req.finished() or (req.stream and (len(req.output_ids) - 1) % interval == 0)
-
-
-def _tokens(req: Any) -> int:
-    return len(req.origin_input_ids) + len(req.output_ids)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from feather_sglang.compare.server.machine import machine
 from feather_sglang.compare.vocabulary import vocabulary_of
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import check_target, replace_text
+from feather_sglang.replay import server_flags
 from feather_sglang.replay.arguments import check_sglang
 from feather_sglang.replay.jobs import make_folder
-from feather_sglang.replay.model_shape import shape_of
+from feather_sglang.replay.model_shape import ModelShape, shape_of
 from feather_sglang.replay.profiles import HardwareProfile, document_of, list_profiles, load_profile
 
 COMMON = (
@@ -65,25 +67,48 @@ def run(args: argparse.Namespace) -> int:
     """Measure, fit, print how well it fits, write the profile."""
     console = Console(highlight=False)
     base = load_profile(args.profile)
-    check_target(args.out, "the profile")
-    make_folder(args.out.absolute().parent)
+    check(args)
     settings = settings_of(args.attention, base)
     recording = Recording.load(args.source) if args.source else measured(args, settings, console)
+    try:
+        shape = shape_of(recording.content["model"], args.model)
+        text, document = fitted(recording, base, shape, args.name or args.out.stem)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        if not args.source:
+            raise
+        files = " ".join(map(str, args.source))
+        raise FeatherError(f"--from {files}: not a whole recording: {type(error).__name__} {error}") from error
+    replace_text(args.out, json.dumps(document, indent=1) + "\n", "the profile")
+    console.print(text, markup=False, soft_wrap=True)
+    console.print(f"wrote {args.out}: feather ab --profile {args.out}", soft_wrap=True)
+    return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ``FeatherError`` for what the flags alone tell cannot be, before anything is measured."""
+    if args.out.suffix != ".json":
+        raise FeatherError(f"--out {args.out}: a profile is told by its ending, .json: name it so")
+    check_target(args.out, "the profile")
+    if any(args.out.resolve() == path.resolve() for path in args.source or ()):
+        raise FeatherError(f"--out {args.out}: is one of the recordings of --from; name another file")
+    if not 0 < args.time_limit < math.inf:
+        raise FeatherError(f"--time-limit {args.time_limit:g}: must be more than 0 seconds")
+    make_folder(args.out.absolute().parent)
+
+
+def fitted(recording: Recording, base: HardwareProfile, shape: ModelShape, name: str) -> tuple[str, dict[str, Any]]:
+    """The report of a fit, and the profile's JSON."""
     from feather_sglang.calibrate.fit_gpu import batches, fit_gpu, fit_memory  # SciPy, where something is fitted
     from feather_sglang.calibrate.fit_host import fit_host
 
-    shape = shape_of(recording.content["model"], args.model)
     host, stages = fit_host(recording, shape.layers, base.host)
     found = batches([one for one in recording.steps() if not one.held_out])
     profile, steps = fit_gpu(fit_memory(base, shape, recording), shape, found)
-    name = args.name or args.out.stem
-    said = f"fit (feather calibrate) to steps of {recording.content['title']}"
-    document = document_of(base, profile, host, name, recording.content["title"], said)
-    replace_text(args.out, json.dumps(document, indent=1) + "\n", "the profile")
-    console.print(report(stages, steps), markup=False, soft_wrap=True)
-    console.print(f"host: {', '.join(f'{key} {value * 1e6:.4g}' for key, value in asdict(host).items())} (us)")
-    console.print(f"wrote {args.out}: feather ab --profile {args.out}", soft_wrap=True)
-    return 0
+    prices = ", ".join(f"{key} {value * 1e6:.4g}" for key, value in asdict(host).items())
+    title = recording.content["title"]
+    said = f"fit (feather calibrate) to steps of {title}"
+    document = document_of(base, replace(profile, host=host), name, title, said)
+    return f"{report(stages, steps)}\nhost: {prices} (us)", document
 
 
 def measured(args: argparse.Namespace, settings: Sequence[Setting], console: Console) -> Recording:
@@ -95,15 +120,15 @@ def measured(args: argparse.Namespace, settings: Sequence[Setting], console: Con
     shape_of(config, args.model)  # refuses what the model of step times does not know
     target = args.recording or args.out.with_suffix(".recording.json.gz")
     check_target(target, "the recording")
-    logs = make_folder(args.out.absolute().parent / f"{args.out.stem}-logs")
+    common = [*COMMON, *server_flags.split(args.server_flags)]
     facts = machine(sys.executable)
     if facts["gpu"] is None:
         raise FeatherError("feather calibrate measures a GPU, and nvidia-smi shows none; --from FILE fits a recording")
+    logs = make_folder(args.out.absolute().parent / f"{args.out.stem}-logs")
 
     def say(text: str) -> None:
         console.print(f"[{time.monotonic() - begun:5.0f} s] {text}", markup=False, soft_wrap=True)
 
-    common = [*COMMON, *shlex.split(args.server_flags)]
     servers = record(args.model, settings, vocabulary, common, logs, begun + args.time_limit, say)
     content = {
         "format": FORMAT,

@@ -11,7 +11,7 @@ from scipy.optimize import nnls
 
 from feather_sglang.calibrate.recording import Recording, Steps
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay.host_time import NO_HOST_TIME, HostTime
+from feather_sglang.simulation.host_time import NO_HOST_TIME, HostTime
 
 GPU_BOUND_SECONDS = 0.01  # a step that the host waited for so long was no shorter than its launch
 ROUNDS = 5  # of weighted squares
@@ -132,8 +132,9 @@ def fit_front(recording: Recording) -> dict[str, float]:
     prices.pop("idle")
     # A prompt that came while a step was being formed or launched waited for its end, so the quickest ones tell.
     rest = [way - prices["front_request"] - count * prices["front_token"] for way, count in ways_in]
-    prices["hop_in"] = max(0.0, float(np.percentile(rest, 25))) if rest else 0.0
-    prices["hop_out"] = max(0.0, float(np.median(ways_out)) - prices["front_piece"]) if ways_out else 0.0
+    if rest:
+        prices["hop_in"] = max(0.0, float(np.percentile(rest, 25)))
+        prices["hop_out"] = max(0.0, float(np.median(ways_out)) - prices["front_piece"])
     return prices
 
 

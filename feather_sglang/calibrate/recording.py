@@ -25,7 +25,7 @@ from feather_sglang.compare.server.config import BACKENDS, NO_PREFILL_GRAPHS, Se
 from feather_sglang.compare.server.process import Server, environment_with
 from feather_sglang.compare.server.stats import overall, token_gaps
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay.clients import STREAM_INTERVAL
+from feather_sglang.simulation.clients import STREAM_INTERVAL
 
 FORMAT = "feather-recording"
 WAIT_SECONDS = 60.0  # for one load

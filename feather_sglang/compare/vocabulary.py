@@ -14,7 +14,7 @@ def vocabulary_of(model: str) -> int:
     """How many tokens the model in that folder knows; ``FeatherError`` where it does not say."""
     path = Path(model) / "config.json"
     if not path.is_file():
-        raise FeatherError(f"--model {model}: --engine server needs the folder of a model; there is no {path}")
+        raise FeatherError(f"--model {model}: servers need the folder of a model; there is no {path}")
     try:
         config = json.loads(path.read_bytes())
         vocabulary = int(config.get("vocab_size") or config["text_config"]["vocab_size"])

@@ -21,7 +21,6 @@ from feather_sglang.adapter.hooks import (
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import workloads
-from feather_sglang.replay.clients import STREAM_INTERVAL
 from feather_sglang.replay.model_shape import DEFAULT_MODEL, MODELS, load_model
 from feather_sglang.replay.profiles import list_profiles, load_profile
 from feather_sglang.replay.step_time import StepTimeModel
@@ -29,6 +28,7 @@ from feather_sglang.replay.traces import Trace, load_trace
 from feather_sglang.scheduling.admission.gate import BOUND
 from feather_sglang.scheduling.modes.mode_policy import ModePolicy
 from feather_sglang.scheduling.policy_names import SINCE
+from feather_sglang.simulation.clients import STREAM_INTERVAL
 from feather_sglang.slo import NAMED
 
 DEFAULT_OUT = Path("feather-ab-results")
@@ -232,6 +232,8 @@ def step_model(args: argparse.Namespace) -> tuple[StepTimeModel, dict[str, Any]]
     """The step-time model and the replayed server's settings."""
     profile, shape = load_profile(args.profile), load_model(args.model)
     model = StepTimeModel(profile, shape, args.attention, args.prefill_graphs == "on", args.feather_pat_prefill)
+    if args.scheduler_cost != "off":
+        profile.known_host()
     check_sizes(args)
     check_pages(args.page_size)
     settings = {
@@ -248,7 +250,7 @@ def step_model(args: argparse.Namespace) -> tuple[StepTimeModel, dict[str, Any]]
 def check_sizes(args: argparse.Namespace) -> None:
     """Raise ``FeatherError`` for a size of the server that cannot be."""
     for name in ("kv_tokens", "max_running", "page_size", "stream_interval"):
-        value = getattr(args, name)
+        value = getattr(args, name, None)
         if value is not None and value < 1:
             raise FeatherError(f"--{name.replace('_', '-')} {value}: must be at least 1")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from feather_sglang.replay.host_time import NO_HOST_TIME, HostTime
 from feather_sglang.replay.step_time import StepTimeModel
-from feather_sglang.replay.timeline import Timeline
 from feather_sglang.replay.traces import Trace, TraceRequest
+from feather_sglang.simulation.host_time import NO_HOST_TIME, HostTime
+from feather_sglang.simulation.timeline import Timeline
 from feather_sglang.slo import Timing
 
 

@@ -67,6 +67,7 @@ class ReplayResult:
 def replay(job: Job, tell: Any) -> ReplayResult:
     """Run one job in this process (once per process: SGLang keeps global state)."""
     os.environ["FEATHER_OPTIONS"] = json.dumps(job.options)
+    os.environ.pop("FEATHER_STEP_LOG", None)  # no step is one of a server's
     from feather_sglang.adapter import cpu_shims
 
     cpu_shims.install()

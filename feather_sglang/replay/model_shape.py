@@ -97,7 +97,9 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         why = f"it has no {missing[0]}" if missing else f"it has {experts[0]}"
         raise FeatherError(f"{name}: the step-time model knows dense decoders, and this is none: {why}")
     layers, hidden, heads, feed_forward, vocabulary = (config[size] for size in sizes)
-    kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
+    kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // max(heads, 1)
+    if not all(isinstance(n, int) and n > 0 for n in (layers, hidden, heads, feed_forward, kv_heads, head_dim)):
+        raise FeatherError(f"{name}: its config.json has a size that is not a whole number above 0")
     tied = bool(config.get("tie_word_embeddings"))
     return _shape(name, layers, hidden, heads, kv_heads, head_dim, feed_forward, vocabulary, tied)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.attention_time import KINDS, AttentionTime
-from feather_sglang.replay.host_time import HostTime
 from feather_sglang.replay.model_shape import ModelShape
+from feather_sglang.simulation.host_time import HostTime
 
 FORMAT = "feather-profile"
 VERSION = 1
@@ -107,12 +107,12 @@ def load_profile(name: str | os.PathLike[str]) -> HardwareProfile:
         raise FeatherError(f"hardware profile {text}: {str(error).splitlines()[0]}") from error
 
 
-def document_of(
-    base: HardwareProfile, fitted: HardwareProfile, host: HostTime, name: str, title: str, source: str
-) -> dict[str, Any]:
+def document_of(base: HardwareProfile, fitted: HardwareProfile, name: str, title: str, source: str) -> dict[str, Any]:
     """The JSON of a profile that was fitted; what differs from its base has that `source`, the rest the base's."""
 
-    def entry(key: str, value: float, before: float) -> dict[str, Any]:
+    old_host = asdict(base.host) if base.host is not None else {}
+
+    def entry(key: str, value: float, before: float | None) -> dict[str, Any]:
         return {"value": float(f"{value:.4g}"), "source": base.sources[key] if value == before else source}
 
     plain = [f.name for f in fields(HardwareProfile) if f.name not in _NOT_NUMBERS]
@@ -131,7 +131,7 @@ def document_of(
         "title": title,
         "parameters": {n: entry(f"parameters.{n}", getattr(fitted, n), getattr(base, n)) for n in plain},
         "attention": attention,
-        "host": {n: {"value": float(f"{value:.4g}"), "source": source} for n, value in asdict(host).items()},
+        "host": {n: entry(f"host.{n}", value, old_host.get(n)) for n, value in asdict(fitted.known_host()).items()},
     }
 
 
@@ -185,7 +185,7 @@ def _numbers(
             raise ValueError(f'{key}: missing, or not an object with "value" and "source"')
         value: Any = entry.get("value")
         source = entry.get("source")
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
         zero = may_be_zero or name in _MAY_BE_ZERO
         if not number or value < 0 or (value == 0 and not zero):
             least = "at least 0" if zero else "more than 0"

@@ -19,6 +19,7 @@ from feather_sglang.replay.arguments import (
     add_slo,
     check_pages,
     check_sglang,
+    check_sizes,
 )
 from feather_sglang.replay.jobs import make_folder
 from feather_sglang.replay.profiles import load_profile
@@ -93,10 +94,14 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     slo, sglang = parse(args.slo), check_sglang(policies)
     flags = server_flags.take(args, add_arguments, SERVED)
     server = {name: flags.own[name] for name in SERVED if name in flags.own} | flags.settings()
+    check_sizes(argparse.Namespace(**server))
     check_pages(server.get("page_size", 1))
     graphs = server.get("prefill_graphs") != "off"
+    profile = load_profile(args.profile)
+    if args.scheduler_cost != "off":
+        profile.known_host()
     terms = Terms(
-        StepTimeModel(load_profile(args.profile), load_model(args.model), args.attention, graphs),
+        StepTimeModel(profile, load_model(args.model), args.attention, graphs),
         slo,
         sglang,
         args.traces,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # they are handed both
-    from feather_sglang.replay.timeline import Timeline
     from feather_sglang.replay.traces import Trace, TraceRequest
+    from feather_sglang.simulation.timeline import Timeline
 
 STREAM_INTERVAL = 16  # tokens in a piece of an answer, where nothing else is said
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from feather_sglang.replay.host_time import HostTime
+from feather_sglang.simulation.host_time import HostTime
 
 
 class Timeline:

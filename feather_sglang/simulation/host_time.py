@@ -25,7 +25,7 @@ class HostTime:
     prepare_prefill, prepare_prefill_row : it prepares a prefill step, before the first of its kernels.
     graph_layer, eager_layer : it launches a layer of a prefill step, in CUDA graphs and without.
     result_decode, result_decode_row : it processes the result of a decode step.
-    result_prefill, result_prefill_row : of a prefill step.
+    result_prefill, result_prefill_row : of a prefill step, the first pieces of answers sent.
     stream_piece : it sends one piece of an answer to the front end.
     """
 
@@ -74,10 +74,8 @@ class HostTime:
     def result(self, rows: int, is_prefill: bool, pieces: int) -> float:
         """Process a step's result and send so many pieces of answers."""
         if is_prefill:
-            spent = self.result_prefill + rows * self.result_prefill_row
-        else:
-            spent = self.result_decode + rows * self.result_decode_row
-        return spent + pieces * self.stream_piece
+            return self.result_prefill + rows * self.result_prefill_row
+        return self.result_decode + rows * self.result_decode_row + pieces * self.stream_piece
 
 
 NO_HOST_TIME = HostTime()
