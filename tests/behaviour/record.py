@@ -4,7 +4,9 @@
 
 Writes ``reference.json`` beside this file: a digest of the decision log of a deterministic replay for each workload and
 feather policy, and of the plans of 3,000 random forests for each strategy. ``--check`` compares instead, and names what
-differs. The two public traces are replayed only where ``--traces`` names a folder that has them.
+differs. The two public traces are replayed only where ``--traces`` names a folder that has them. Decisions are those on
+the newest supported SGLang; on another they are entries of their own, of which the tests need some on the oldest:
+``--only decisions feather-bandit``.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from feather_kernels.pack import STRATEGIES
 from feather_kernels.plan import make_plan
 from feather_kernels.tiles import TILES
 from feather_kernels.trees import random_forest
+from feather_sglang.adapter.hooks import SUPPORTED, installed_version
 
 REFERENCE = Path(__file__).with_name("reference.json")
 POLICIES = ("feather-bandit", "feather-heuristic", "feather-qlearning", "feather-order")
@@ -108,11 +111,17 @@ def plans(strategy: str, first: int, count: int) -> str:
     return digest.hexdigest()[:16]
 
 
+def decisions_of(workload: str, policy: str) -> str:
+    """Name of that entry; a replay runs SGLang's own loop, which not all releases turn alike."""
+    version = installed_version()
+    return f"decisions {workload} {policy}" + ("" if version in (None, SUPPORTED[-1]) else f" sglang {version}")
+
+
 def entries(folder: str | None, only: list[str]) -> Iterator[tuple[str, object]]:
     """(name, what computes its digest)."""
     for workload in [*WORKLOADS, *(TRACES if folder else ())]:
         for policy in POLICIES:
-            yield f"decisions {workload} {policy}", partial(decisions, workload, policy, folder)
+            yield decisions_of(workload, policy), partial(decisions, workload, policy, folder)
     for strategy in STRATEGIES:
         for first in range(0, FORESTS, FORESTS_AT_ONCE):
             name = f"plans {strategy} {first}"

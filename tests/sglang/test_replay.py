@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,6 @@ def without_cpu_time(results):
     for run in results["runs"].values():
         for name in [name for name in run if name.startswith("scheduler")]:
             del run[name]
-        if run["feather"]:
-            del run["feather"]["permutation_seconds"]
     return results
 
 
@@ -144,13 +143,41 @@ def test_the_same_seed_gives_the_same_results(tmp_path):
     assert without_cpu_time(other)["runs"]["fcfs"] != first["runs"]["fcfs"]
 
 
+def priced(tmp_path, **seconds):
+    """A profile whose host takes nothing but that; None: it has no host."""
+    document = json.loads((resources.files("feather_sglang.replay") / "profiles" / "h200.json").read_text())
+    for name, entry in document["host"].items():
+        entry["value"] = seconds.get(name, 0.0)
+    if "host" in seconds:
+        del document["host"]
+    path = tmp_path / f"{'-'.join(seconds)}.json"
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
 @newest_only
 def test_an_expensive_scheduler_pays(tmp_path):
-    # All at once: the batches are the same then, and the clock shows nothing but their cost.
-    flags = [*SMALL, "--rate-scale", "100000", "--policies", "fcfs"]
-    free, charged = ab(tmp_path / "a", *flags, "--scheduler-cost", "off"), ab(tmp_path / "b", *flags)
-    assert charged["runs"]["fcfs"]["mean_batch"] == free["runs"]["fcfs"]["mean_batch"]
-    assert charged["runs"]["fcfs"]["makespan"] > free["runs"]["fcfs"]["makespan"]
+    """All at once: the batches are the same then, and each decode step waits for its forming of 50 ms."""
+    flags = [*SMALL, "--rate-scale", "100000", "--policies", "fcfs", "--profile"]
+    free = ab(tmp_path / "a", *flags, "h200", "--scheduler-cost", "off")["runs"]["fcfs"]
+    dear = ab(tmp_path / "b", *flags, priced(tmp_path, form_decode=0.05))["runs"]["fcfs"]
+    assert dear["mean_batch"] == free["mean_batch"] > 50
+    assert free["scheduler_share"] == 0 and dear["scheduler_share"] > 0.6
+    assert dear["makespan"] >= 0.05 * 11 > free["makespan"]
+    assert dear["tbt_mean_ms"] == pytest.approx(50, rel=0.15) and free["tbt_mean_ms"] < 25
+    measured = ab(tmp_path / "c", *flags, priced(tmp_path, form_decode=9.0), "--scheduler-cost", "measured")
+    measured = measured["runs"]["fcfs"]  # forming takes what it takes here, not what the profile says
+    assert 0 < measured["scheduler_share"] < 1 and free["makespan"] < measured["makespan"] < 5
+
+
+def test_a_profile_without_a_host_replays_with_none_only(tmp_path, capsys):
+    flags = [*SMALL, "--policies", "fcfs", "--profile", priced(tmp_path, host=None)]
+    for cost in ([], ["--scheduler-cost", "measured"]):
+        assert main(["ab", *flags, *cost, "--out", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert "profile h200 has no host times: give --scheduler-cost off" in error and error.count("\n") == 1
+        assert not (tmp_path / "out" / "results.json").exists()
+    assert ab(tmp_path / "out", *flags, "--scheduler-cost", "off")["runs"]["fcfs"]["requests"] == 60
 
 
 def test_memory_pressure_chunks_and_retractions(tmp_path):
@@ -217,10 +244,16 @@ def test_the_default_pace_and_a_policy_that_is_not_paced(tmp_path):
 
 @newest_only
 def test_without_prefill_graphs_small_prefills_take_longer(tmp_path):
-    flags = [*SMALL, "--scheduler-cost", "off", "--policies", "fcfs", "--prefill-graphs"]
+    flags = [*SMALL, "--policies", "fcfs", "--prefill-graphs"]
     on, off = ab(tmp_path / "on", *flags, "on"), ab(tmp_path / "off", *flags, "off")
     assert (on["prefill_graphs"], off["prefill_graphs"]) == ("on", "off")
-    assert off["runs"]["fcfs"]["ttft_p50"] > 0.012 > on["runs"]["fcfs"]["ttft_p50"] > 0
+    host = load_profile("h200").known_host()
+    longer = 32 * (host.eager_layer - host.graph_layer)  # the host launches each kernel of each layer
+    assert off["runs"]["fcfs"]["ttft_p50"] > on["runs"]["fcfs"]["ttft_p50"] + longer
+    # Without a host it makes no difference.
+    flags.insert(-1, "--scheduler-cost=off")
+    on, off = ab(tmp_path / "free-on", *flags, "on"), ab(tmp_path / "free-off", *flags, "off")
+    assert off["runs"]["fcfs"]["ttft_p50"] == on["runs"]["fcfs"]["ttft_p50"] > 0
 
 
 @newest_only
@@ -288,7 +321,7 @@ def test_training_under_a_pace(tmp_path):
         (["--feather-max-wait", "nan"], "--feather-max-wait nan: expected seconds, 0 or more"),
         (["--feather-max-overtaking", "-1"], "--feather-max-overtaking -1.0: expected a number of at least 0, or inf"),
         (["--feather-chunk-size", "0"], "--feather-chunk-size 0: expected a whole number of at least 1"),
-        (["--profile", "rtx6000ada", "--prefill-graphs", "off"], "does not say how long a prefill without CUDA graphs"),
+        (["--stream-interval", "0"], "--stream-interval 0: must be at least 1"),
         (["--feather-policy-file", "missing.json"], "missing.json"),
     ],
 )

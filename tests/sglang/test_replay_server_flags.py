@@ -42,7 +42,9 @@ def released_with(name):
 
 
 def test_sglangs_own_types_and_defaults_are_read():
-    assert read("--tp 1 --port 30000 --page-size 1 --stream-interval 1") == {"page_size": 1}
+    assert read("--tp 1 --port 30000 --page-size 1") == {"page_size": 1}
+    # A replay's own default is another than SGLang's.
+    assert read("--stream-interval 1") == {"stream_interval": 1}
     given = read("--max-total-tokens 300000 --schedule-conserv 0.5 --enable-mixed-chunk --dp=2 --feather-gather off")
     assert given == {
         "max_total_tokens": 300_000,
@@ -120,7 +122,7 @@ def noted(job, tell):
 
 def replayed(tmp_path, *flags, policy="fcfs", **settings):
     """The steps of the burst on a server with these flags, and its retractions."""
-    settings = {"kv_tokens": 50_000, "charge_scheduler": False, "server_flags": flags, **settings}
+    settings = {"kv_tokens": 50_000, "scheduler_cost": "off", "server_flags": flags, **settings}
     job = Noted(policy, BURST, Steps(), settings, {})
     steps, retractions, gaps = replays.run_jobs([job], 1, tmp_path, Console(quiet=True), noted)[policy]
     assert gaps == [OUTPUT - 1] * len(BURST.requests)

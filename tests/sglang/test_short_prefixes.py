@@ -1,7 +1,7 @@
 """Short prefixes: where they are not worth a wait one by one, feather is to compute no more than fcfs and be as fast.
 
-One replayed server per policy, which serves all traces one after the other; the scheduler's CPU time is not charged, so
-the figures are the same in every run.
+One replayed server per policy, which serves all traces one after the other; the host takes no time, so that the figures
+are the policy's and the GPU's alone.
 """
 
 import json
@@ -99,7 +99,7 @@ def serve(job, tell):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     shape, profile = load_model("qwen3-8b"), load_profile("h200")
-    settings = {"kv_tokens": profile.kv_tokens(shape), "charge_scheduler": False}
+    settings = {"kv_tokens": profile.kv_tokens(shape), "scheduler_cost": "off"}
     longest = max((case.trace for case in CASES), key=lambda trace: trace.least_pool(1))
     jobs = [
         Sweep(name, longest, StepTimeModel(profile, shape, "pat"), settings, {"explore": False}, cases=tuple(CASES))

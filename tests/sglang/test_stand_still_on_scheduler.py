@@ -348,7 +348,7 @@ def test_how_long_it_waits_for_a_gpu_is_measured(server, kind, monkeypatch):
         meters.Meters.result_comes(one.feather.meters, batch, SimpleNamespace(copy_done=Copied()))
         return told[-1]
 
-    monkeypatch.setattr(one.scheduler, "server_args", SimpleNamespace(device="cuda"))
+    monkeypatch.setattr(one.feather.meters, "on_gpu", True)
     assert comes(False) == pytest.approx(0.02)
     # Without overlap nothing else is launched while a decode step runs, so that it waits for each.
     assert comes(True) == (pytest.approx(0.02) if kind is OverlapServer else 0.0)

@@ -87,14 +87,15 @@ class TestCommandLine:
             (["--server-flags=--admin-api-key secret"], "--admin-api-key is set here"),
             (["--server-flags=--model other"], "--model is set here; use --model"),
             (["--server-flags", "'open"], "--server-flags 'open: No closing quotation"),
-            (["--repeat", "0"], "--repeat and --stream-interval: must be at least 1"),
+            (["--repeat", "0"], "--repeat: must be at least 1"),
+            (["--stream-interval", "0"], "--stream-interval 0: must be at least 1"),
             (["--time-limit", "0"], "must be more than 0 seconds"),
             (["--max-running", "0"], "--max-running 0: must be at least 1"),
             (["--kv-tokens", "0"], "--kv-tokens 0: must be at least 1"),
             (["--feather-max-wait", "nan"], "--feather-max-wait nan: expected seconds, 0 or more"),
             (["--feather-chunk-size", "0"], "--feather-chunk-size 0: expected a whole number of at least 1"),
             (["--bench-serving", "/no/file"], "--bench-serving /no/file: cannot read: No such file"),
-            (["--model", "/no/model"], "--model /no/model: --engine server needs the folder of a model"),
+            (["--model", "/no/model"], "--model /no/model: servers need the folder of a model"),
         ],
     )
     def test_a_mistake_is_one_line_before_any_server_starts(self, model, capsys, flags, says):

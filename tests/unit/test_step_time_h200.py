@@ -1,20 +1,29 @@
-"""The H200 profile against the kernel times it is fitted to, in tests/data."""
+"""The H200 profile and the times that were measured on one.
+
+Of kernels alone: what ``tests/data/h200_base.json`` is fitted to, or has to meet. The profile that ships is that base,
+scaled by ``feather calibrate`` to a server's steps, each kernel by one factor: what it takes longer beside the rest of
+a step, at the clock that the power leaves. Of whole steps and servers: both; the one that ships is fitted to neither.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from feather_sglang.replay.step_time import BatchSharing, load_profile
-from oracles.decode_batches import grouped, step_model
+from feather_sglang.calibrate.fit_gpu import slower
+from feather_sglang.replay.step_time import BatchSharing, StepTimeModel, load_model, load_profile
+from oracles.decode_batches import grouped
 
 DATA = Path(__file__).parent.parent / "data"
 MEASURED = DATA.parent.parent / "docs" / "measured"
 LAYER = (8, 2 * 128 * 2, 4)  # KV heads, bytes per token and head, query heads to a KV head, of the measured layer
 L2_BYTES = 62_914_560
+BASE, SHIPPED = load_profile(DATA / "h200_base.json"), load_profile("h200")
+KINDS = ["base", "shipped"]
 
 
 def points():
@@ -29,7 +38,7 @@ def points():
 
 def layer_microseconds(kernel, rows, prefix, groups, order):
     lengths, sharing = grouped(rows, prefix, groups, order=order)
-    attention = load_profile("h200").attention[kernel]
+    attention = BASE.attention[kernel]
     return attention.seconds(np.array(lengths, dtype=float), sharing, *LAYER) * 1e6
 
 
@@ -45,7 +54,7 @@ def test_measured_decode_attention_is_met(kernel, mean, largest):
 
 def packed_errors(file, heads="32/8"):
     """Predicted / measured - 1 of the packed kernel, L2 warm, and whether the KV exceeds the L2, by tree."""
-    attention = load_profile("h200").attention["pat"]
+    attention = BASE.attention["pat"]
     errors = {}
     for record in json.loads((DATA / "h200_packed_kernel" / file).read_text())["records"]:
         nodes, tokens = ([int(n) for n in part.split(",")] for part in record["name"].split("_"))
@@ -78,8 +87,10 @@ def test_the_packed_kernel_is_met_where_nothing_was_fitted():
     assert abs(trees["1,1024_2048,32"][0]) < 0.1
 
 
-def test_a_server_with_the_packed_kernel_is_met():
-    model = step_model("h200", "pat", "qwen3-8b")
+@pytest.mark.parametrize(("profile", "median", "largest"), [(BASE, 0.02, 0.07), (SHIPPED, 0.05, 0.12)], ids=KINDS)
+def test_a_server_with_the_packed_kernel_is_met(profile, median, largest):
+    """One of SGLang 0.5.17, whose steps held a part of the host's time that the profile that ships has apart."""
+    model = StepTimeModel(profile, load_model("qwen3-8b"), "pat")
     errors = []
     for record in json.loads((MEASURED / "server_h200_decode.json").read_text())["records"]:
         if record["server"] != "pat" or not record["steady"]:
@@ -91,8 +102,18 @@ def test_a_server_with_the_packed_kernel_is_met():
         # In these runs a batch shared nothing in its first two steps.
         seconds = 2 * model.decode(lengths, alone) + (steps - 2) * model.decode(lengths, sharing)
         errors.append((rows, abs(steps * rows / seconds / record["steady"]["tok_s"] - 1)))
-    assert len(errors) == 28 and np.median([error for _, error in errors]) < 0.02
-    assert max(error for rows, error in errors if rows < 500) < 0.07
+    assert len(errors) == 28 and np.median([error for _, error in errors]) < median
+    assert max(error for rows, error in errors if rows < 500) < largest
+
+
+def test_in_a_server_a_kernel_takes_one_factor_longer_than_alone():
+    assert SHIPPED.attention.keys() == BASE.attention.keys()
+    for name, alone in BASE.attention.items():
+        shipped = SHIPPED.attention[name]
+        factor = alone.dram_bytes_per_s / shipped.dram_bytes_per_s
+        assert 0.95 < factor < 1.25
+        for field, value in asdict(slower(alone, factor)).items():
+            assert getattr(shipped, field) == pytest.approx(value, rel=2e-3), (name, field)  # four digits are kept
 
 
 def test_row_order_matters_on_the_h200_as_much_as_measured():
@@ -113,7 +134,7 @@ def test_the_packed_kernel_needs_no_order():
 
 
 def test_unequal_rows_are_met_without_having_been_fitted():
-    attention = load_profile("h200").attention["fa3"]
+    attention = BASE.attention["fa3"]
     errors = []
     for row in json.loads((DATA / "h200_steps.json").read_text())["decode_attention_mixed"]:
         lengths = row["lengths"]
@@ -124,14 +145,16 @@ def test_unequal_rows_are_met_without_having_been_fitted():
 
 def test_one_long_row_does_not_hold_up_the_batch():
     # Measured: 100,000 tokens beside 7 x 1,000 take 121 us, as 107,000 evenly spread would.
-    attention = load_profile("h200").attention["fa3"]
+    attention = BASE.attention["fa3"]
     lengths = [100_000, *[1000] * 7]
     sharing = BatchSharing.from_paths([(i,) for i in range(8)], 100_000, lengths)
     assert attention.seconds(np.array(lengths, dtype=float), sharing, *LAYER) * 1e6 == pytest.approx(121.4, rel=0.05)
 
 
-def test_measured_whole_steps_are_met():
-    model = step_model("h200", model="qwen3-8b")
+@pytest.mark.parametrize(("profile", "mean", "largest"), [(BASE, 0.04, 0.11), (SHIPPED, 0.045, 0.2)], ids=KINDS)
+def test_measured_whole_steps_are_met(profile, mean, largest):
+    """Of SGLang's benchmark of one batch, which has no scheduler: the base is fitted to them."""
+    model = StepTimeModel(profile, load_model("qwen3-8b"))
     errors = []
     for row in json.loads((DATA / "h200_steps.json").read_text())["whole_steps"]:
         rows, new = row["rows"], row["input"]
@@ -140,4 +163,4 @@ def test_measured_whole_steps_are_met():
         errors.append(abs(model.decode(lengths, sharing) * 1e6 / row["decode_us"] - 1))
         if rows * new >= 4096:  # smaller prefills were bound by launches, without CUDA graphs
             errors.append(abs(model.prefill([new] * rows, [0] * rows) * 1e6 / row["prefill_us"] - 1))
-    assert len(errors) == 26 and np.mean(errors) < 0.04 and max(errors) < 0.11
+    assert len(errors) == 26 and np.mean(errors) < mean and max(errors) < largest

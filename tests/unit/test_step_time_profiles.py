@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 import feather_sglang.replay
 from feather_sglang.errors import FeatherError
+from feather_sglang.replay.profiles import document_of
 from feather_sglang.replay.step_time import MODELS, StepTimeModel, list_profiles, load_model, load_profile
+from feather_sglang.simulation.host_time import HostTime
 
 PROFILES = Path(feather_sglang.replay.__file__).parent / "profiles"
 
@@ -25,6 +28,7 @@ def test_every_parameter_says_where_it_is_from(name):
     profile = load_profile(name)
     document = json.loads((PROFILES / f"{name}.json").read_text())
     count = len(document["parameters"]) + sum(len(k["parameters"]) for k in document["attention"].values())
+    count += len(document["host"])
     assert len(profile.sources) == count and all(len(source) > 10 for source in profile.sources.values())
     # The model must never be fitted to what policies achieve in the end: the paper's chapter 5.
     assert not any("figure 5" in source or "table 5" in source for source in profile.sources.values())
@@ -48,25 +52,49 @@ def test_a_profile_of_ones_own_is_read_by_path(tmp_path):
     assert StepTimeModel(mine, load_model()).prefill([1], [0]) > 0.5
 
 
-def test_without_prefill_graphs_no_prefill_is_shorter_than_measured():
+def test_prefill_graphs_change_the_hosts_time_and_not_the_gpus():
+    profile, shape = load_profile("h200"), load_model("qwen3-8b")
+    graphs, eager = StepTimeModel(profile, shape), StepTimeModel(profile, shape, prefill_graphs=False)
+    assert graphs.prefill_graphs and not eager.prefill_graphs
+    assert graphs.prefill([20], [5000]) == eager.prefill([20], [5000])
+    host = profile.known_host()
+    (before, few), (same, many) = (host.launch(1, True, shape.layers, on) for on in (True, False))
+    assert before == same and few < 0.6 * many
+
+
+def test_a_prefill_without_graphs_takes_the_host_as_long_as_measured_alone():
+    """SGLang's benchmark of one batch, which has no scheduler: kernels that are launched one by one, and no queue."""
     profile, shape = load_profile("h200"), load_model("qwen3-8b")
     steps = json.loads((Path(__file__).parents[1] / "data" / "h200_steps.json").read_text())["whole_steps"]
     shortest = min(step["prefill_us"] for step in steps) * 1e-6
-    assert 0.97 * shortest < profile.eager_prefill_s <= shortest
-    graphs, eager = StepTimeModel(profile, shape), StepTimeModel(profile, shape, prefill_graphs=False)
-    assert graphs.prefill([20], [5000]) < 0.6 * profile.eager_prefill_s == 0.6 * eager.prefill([20], [5000])
-    assert graphs.prefill([2000], [0]) == eager.prefill([2000], [0]) > profile.eager_prefill_s
-    assert eager.prefill([], []) == 0
+    launch = sum(profile.known_host().launch(1, True, shape.layers, False))
+    assert shortest <= launch < 4 * shortest  # a server's thread shares its interpreter with others
 
 
-def test_a_profile_that_knows_no_prefill_without_graphs(tmp_path):
-    mine = load_profile(changed(tmp_path, lambda document: document["parameters"].pop("eager_prefill_s")))
-    for profile in (mine, load_profile("rtx6000ada")):
-        assert profile.eager_prefill_s is None
-        StepTimeModel(profile, load_model())
-        says = rf"^profile {profile.name} does not say .* \(eager_prefill_s\): leave --prefill-graphs on$"
-        with pytest.raises(FeatherError, match=says):
-            StepTimeModel(profile, load_model(), prefill_graphs=False)
+def test_a_profile_without_a_host_is_read_and_replays_without_one_only(tmp_path):
+    mine = load_profile(changed(tmp_path, lambda document: document.pop("host")))
+    assert mine.host is None and StepTimeModel(mine, load_model()).prefill([20], [0]) > 0
+    says = rf"^profile {mine.name} has no host times: give --scheduler-cost off, or make one with feather calibrate$"
+    with pytest.raises(FeatherError, match=says):
+        mine.known_host()
+    assert load_profile("h200").known_host() == load_profile("h200").host
+
+
+def test_what_was_fitted_is_written_with_its_source_and_read_back(tmp_path):
+    base = load_profile("h200")
+    fa3 = replace(base.attention["fa3"], byte_s=3e-11)
+    host = HostTime(turn=1e-4, eager_layer=0.001)
+    fitted = replace(base, gemm_flop_per_s=6e14, attention={**base.attention, "fa3": fa3}, host=host)
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(document_of(base, fitted, "mine", "a GPU", "fit to what I measured")))
+    read = load_profile(path)
+    assert (read.name, read.title, read.host) == ("mine", "a GPU", host)
+    assert read.gemm_flop_per_s == 6e14 and read.attention["fa3"].byte_s == 3e-11
+    assert replace(read, name=base.name, title=base.title, sources=base.sources) == fitted
+    theirs = {key for key, source in read.sources.items() if source == "fit to what I measured"}
+    hosts = {f"host.{field.name}" for field in fields(HostTime)}  # each differs from the base's
+    assert theirs == {"parameters.gemm_flop_per_s", "attention.fa3.byte_s"} | hosts
+    assert read.sources["attention.pat.part_s"] == base.sources["attention.pat.part_s"]
 
 
 @pytest.mark.parametrize(
@@ -77,8 +105,11 @@ def test_a_profile_that_knows_no_prefill_without_graphs(tmp_path):
         (lambda d: d.update(name=None), "name and title must be strings"),
         (lambda d: d["parameters"].pop("memory_bytes"), "parameters.memory_bytes: missing"),
         (lambda d: d["parameters"].update(speed=1), "parameters.speed: no such parameter"),
-        (lambda d: d["parameters"].update(eager_prefill_s=0.01), "eager_prefill_s: missing, or not an object"),
-        (lambda d: d["parameters"]["eager_prefill_s"].update(value=0), "eager_prefill_s.value: must be"),
+        (lambda d: d["host"].pop("turn"), "host.turn: missing, or not an object"),
+        (lambda d: d["host"].update(lunch={}), "host.lunch: no such parameter"),
+        (lambda d: d["host"]["turn"].update(value=-1e-6), "host.turn.value: must be a finite number of at least 0"),
+        (lambda d: d["host"]["turn"].pop("source"), "host.turn.source: must say"),
+        (lambda d: d.update(host=[]), "host: must be an object"),
         (lambda d: d["parameters"]["memory_bytes"].update(value=-1), "parameters.memory_bytes.value: must be"),
         (lambda d: d["parameters"]["memory_bytes"].update(value=float("nan")), "memory_bytes.value: must be"),
         (lambda d: d["parameters"]["memory_bytes"].update(value=True), "memory_bytes.value: must be"),
