@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from feather_sglang.replay.host_time import NO_HOST_TIME
-from feather_sglang.replay.timeline import Timeline
+from feather_sglang.simulation.host_time import NO_HOST_TIME
+from feather_sglang.simulation.timeline import Timeline
 
 FOLDER = Path(__file__).parent.parent / "design"
 WIDTH = 680
