@@ -19,7 +19,6 @@ COMMANDS = {
     "ab": ("feather_sglang.compare.ab", "run a trace under several scheduling policies, replayed or on real servers"),
     "suite": ("feather_sglang.suite.command", "replay every kind of traffic under every policy, into one report"),
     "train": ("feather_sglang.replay.train", "train a stop policy on a trace and write its policy file"),
-    "learn": ("feather_sglang.suite.learn", "search the modes that keep an SLO best, and write their policy file"),
     "calibrate": ("feather_sglang.calibrate.command", "measure this machine's GPU and host, and write their profile"),
     "trace": ("feather_sglang.replay.trace_cli", "make or inspect a request trace"),
     "bench": ("feather_sglang.bench", "measure a part of feather beside its peers"),

@@ -36,7 +36,10 @@ def on_a_server(folder: Path) -> str:
     found = perf_replay.measured(folder)
     kept = [one for one in found if "slo " in one.options]
     plain = {one.bed: one for one in found if one.policy == "feather" and not one.options}
-    lines = ["Do not use `--feather-slo` yet."]
+    lines = [
+        "Do not use `--feather-slo` in production yet. The table's row and the server's figures are of the mechanism "
+        "before [the present one](guide/goodput.md#can-the-server-aim-at-them), which no server has confirmed."
+    ]
     for one in kept:
         without = plain[one.bed]
         lost = 1 - one.server["output_tok_s"] / without.server["output_tok_s"]

@@ -137,14 +137,17 @@ def metrics_page() -> str:
             [
                 "# Which metrics are there",
                 "",
-                "In SGLang's own `/metrics`, beside the `sglang:*` ones, with `--enable-metrics`. Of `pat`'s the "
-                "first rank counts for all.",
+                "In SGLang's own `/metrics`, beside the `sglang:*` ones, with `--enable-metrics`. Of `pat`'s and "
+                "the bound's the first rank counts for all.",
                 "",
                 table(("metric", "kind", "meaning"), rows),
                 "",
                 "`feather_pat_read_tokens_total` over `feather_pat_attended_tokens_total` is the share of KV reads "
                 "that packing left: 1 where nothing is shared. Alert on any increase of "
                 "`feather_policy_failures_total`: the log has the reason.",
+                "",
+                "`feather_bound_*` are there with `--feather-tbt` or `--feather-slo`. While the time in force is above "
+                "the one asked, the load does not allow the [bound](../design/prefill_bound.md).",
                 "",
                 "Queue length, time to first token and cache hits are SGLang's own metrics and mean what they mean "
                 "without the plugin.",

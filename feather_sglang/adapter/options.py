@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from feather_sglang.errors import FeatherError
+from feather_sglang.errors import FeatherError, quoted
 from feather_sglang.scheduling.admission.fairness import MAX_WAIT, MAX_WAIT_ROUNDS
 from feather_sglang.scheduling.admission.gate import BOUND
 from feather_sglang.scheduling.admission.overtaking import SHARE_OF_OWN
-from feather_sglang.scheduling.modes.promise import Promise
+from feather_sglang.scheduling.prefill_bound.promise import Promise
 from feather_sglang.scheduling.tree.cht import CHUNK_TOKENS
 from feather_sglang.slo import parse
 
@@ -52,12 +52,6 @@ def _milliseconds(value: Any) -> float:
 def _share(value: Any) -> float:
     if isinstance(value, bool) or not float(value) >= 0:
         raise ValueError("expected a number of at least 0, or inf")
-    return float(value)
-
-
-def _part(value: Any) -> float:
-    if isinstance(value, bool) or not 0 <= float(value) < 1:
-        raise ValueError("expected a share, 0 or more and less than 1")
     return float(value)
 
 
@@ -109,13 +103,20 @@ def _name(value: Any) -> str:
 
 
 def _readable_file(value: Any) -> str:
-    if not isinstance(value, str) or not Path(value).is_file():
-        raise ValueError("no such file")
-    return os.path.abspath(value)
+    try:
+        if isinstance(value, str) and Path(value).is_file():
+            return os.path.abspath(value)
+    except OSError as error:  # a name that is too long, a folder that must not be entered
+        raise ValueError(f"no such file ({error.strerror})") from None
+    raise ValueError("no such file")
 
 
 def _writable_folder(value: Any) -> str:
-    if not isinstance(value, str) or not Path(value).is_dir():
+    try:
+        found = isinstance(value, str) and Path(value).is_dir()
+    except OSError as error:
+        raise ValueError(f"no such directory ({error.strerror})") from None
+    if not found:
         raise ValueError("no such directory: create it first")
     if not os.access(value, os.W_OK):
         raise ValueError("this directory cannot be written to")
@@ -165,32 +166,23 @@ class FeatherOptions:
         None,
         _seconds_or_auto,
         "SECONDS|auto",
-        "Those who wait gather for up to so long where a prefill step costs the running ones more; 0: never; "
-        f"auto: {BOUND}, and never under feather-order or --enable-mixed-chunk.",
+        "Longest time for which waiting requests are delayed so that more of them share a prefill step; 0: never; "
+        f"auto: {BOUND}, only where a prefill step for each request would take a third of the time beyond its tokens, "
+        "and never under feather-order or --enable-mixed-chunk.",
     )
     tbt: float | None = _option(
         None,
         _milliseconds,
         "MS",
-        "Between two tokens of a request: others' prefill takes so long at most, the decode step included.",
+        "Bound on the time between two tokens of a request while other requests prefill, in milliseconds; gives way as "
+        "far as the load does not allow it.",
     )
     slo: str | None = _option(
         None,
         _bounds,
         "BOUNDS",
-        "What is promised: ttft=SECONDS,tbt=MS (10x: times an idle server's) or mooncake. Each round then ranks those "
-        "who wait, and bounds prefill, as a trained policy has it for that load. Not to be used yet: it cost a server "
-        "a sixth of its throughput.",
-    )
-    modes: str | None = _option(
-        None, _readable_file, "FILE", "Policy file of `feather learn` for --feather-slo, instead of the shipped one."
-    )
-    modes_budget: float = _option(
-        0.0,
-        _part,
-        "SHARE",
-        "Try other modes on the traffic that comes and keep what does better; trials may lose this share of the "
-        "requests within the bounds of --feather-slo, such as 0.01; 0: none are tried.",
+        "Bounds on the first token and between tokens: ttft=SECONDS,tbt=MS (10x: times an idle server's) or mooncake. "
+        "Prefill is bounded as by --feather-tbt, with 0.85 of tbt. Tried in replays only so far.",
     )
     features: str = _option(
         "paper", _features, "paper|headroom", "State the learner sees: the paper's, or with memory."
@@ -243,7 +235,7 @@ class FeatherOptions:
         except (ValueError, RecursionError) as error:
             raise FeatherError(f'{VARIABLE}: not JSON ({error}); write it as {{"max_wait": 30}}') from None
         if not isinstance(given, dict):
-            raise FeatherError(f'{VARIABLE}: expected a JSON object such as {{"max_wait": 30}}, found {text!r}')
+            raise FeatherError(f'{VARIABLE}: expected a JSON object such as {{"max_wait": 30}}, found {quoted(text)}')
         return replace(cls(), **_parse(given, f"{VARIABLE}: "))
 
     @classmethod
@@ -282,25 +274,23 @@ def _parse(given: dict[str, Any], head: str, called: str | None = None) -> dict[
     values: dict[str, Any] = {}
     for name, value in given.items():
         if name not in known:
-            raise FeatherError(f"{head}unknown option {name!r}; the options are {', '.join(known)}")
+            raise FeatherError(f"{head}unknown option {quoted(name)}; the options are {', '.join(known)}")
         if value is None and known[name].default is None:
             values[name] = None
             continue
         try:
             values[name] = known[name].metadata["parse"](value)
         except (TypeError, ValueError, OverflowError) as error:
-            raise FeatherError(f"{head}{called or f'{name}={value!r}'}: {error}") from None
+            raise FeatherError(f"{head}{called or f'{name}={quoted(value)}'}: {error}") from None
     return values
 
 
 def check_file(name: str, path: Any) -> None:
     """Read the file that an option names, if it is one to read; raises ``FeatherError`` for what is wrong with it."""
-    from feather_sglang.scheduling.modes.mode_policy import ModePolicy
     from feather_sglang.scheduling.policies import load_policy
 
-    readers: dict[str, Callable[[str], Any]] = {"policy_file": load_policy, "modes": ModePolicy.load}
-    if name in readers:
-        readers[name](path)
+    if name == "policy_file":
+        load_policy(path)
 
 
 def switch_allowed(environment: Any = os.environ) -> bool:

@@ -156,10 +156,6 @@ def refuse_policy_flags(args: Any, name: str, options: FeatherOptions) -> None:
         )
     if options.pace and mixes_chunks(args):
         raise FeatherError("--feather-pace saves nothing under --enable-mixed-chunk, where decode goes on; drop one")
-    if options.modes is not None and options.slo is None:
-        raise FeatherError("--feather-modes chooses what keeps a promise: give --feather-slo, too")
-    if options.modes_budget and options.slo is None:
-        raise FeatherError("--feather-modes-budget is for what keeps a promise: give --feather-slo, too")
     for flag, value in (("--feather-tbt", options.tbt), ("--feather-slo", options.slo)):
         if value is None:
             continue

@@ -104,13 +104,10 @@ class Replay:
         self.feather = getattr(self.scheduler, "feather", None)
         if self.feather is not None:
             self.feather.clock = lambda: self.time.now
-            self.feather.meters.on_gpu = True
             # A fixed hash seed, where a server draws a secret one: the same replay permutes the same rows.
             self.feather.admission.tree.reseed(0)
-            if self.feather.meters.still is not None:  # a server has served its warm-up request
-                self.feather.meters.still.least_decode_seconds = model.decode(
-                    [WARM_UP], model.sharing([()], 1, [WARM_UP])
-                )
+            # A server has served its warm-up request.
+            self.feather.meters.decode.least_seconds = model.decode([WARM_UP], model.sharing([()], 1, [WARM_UP]))
             if policy == ORACLE:
                 self.feather.admission.policy = make_policy("oracle")
                 self.feather.admission.order.group_of = lambda rid: self._paths[rid][:1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from feather_sglang.replay.profiles import list_profiles, load_profile
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace, load_trace
 from feather_sglang.scheduling.admission.gate import BOUND
-from feather_sglang.scheduling.modes.mode_policy import ModePolicy
 from feather_sglang.scheduling.policy_names import SINCE
 from feather_sglang.simulation.clients import STREAM_INTERVAL
 from feather_sglang.slo import NAMED
@@ -123,23 +121,17 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "--feather-pace",
         type=_seconds_or_auto,
         metavar="SECONDS|auto",
-        help=f"let those who wait gather for a prefill step, for so long at most (0: never; auto: {BOUND}); "
-        "not feather-order",
+        help=f"longest time for which waiting requests are delayed to share a prefill step (0: never; auto: {BOUND}, "
+        "where prefill steps would take much of the time); not feather-order",
     )
     policy.add_argument(
         "--feather-tbt",
         type=float,
         metavar="MS",
-        help="between two tokens, others' prefill included; not feather-order",
+        help="bound on the time between two tokens while other requests prefill; not feather-order",
     )
-    policy.add_argument("--feather-slo", metavar="BOUNDS", help="what is promised, as in --slo; not feather-order")
-    policy.add_argument("--feather-modes", metavar="FILE", help="of `feather learn`, for --feather-slo")
     policy.add_argument(
-        "--feather-modes-budget",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="of the requests within --feather-slo, that trials of other modes may lose (%(default)g)",
+        "--feather-slo", metavar="BOUNDS", help="bounds as in --slo; prefill is bounded by its tbt; not feather-order"
     )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for results and plots")
 
@@ -295,12 +287,6 @@ def common_options(args: argparse.Namespace) -> dict[str, Any]:
     """What FEATHER_OPTIONS holds for nearly all policies (``suited``), whether they are compared or trained."""
     if args.feather_pace is not None and not 0 <= args.feather_pace < math.inf:
         raise FeatherError(f"--feather-pace {args.feather_pace:g}: expected seconds, 0 or more")
-    if args.feather_modes is not None:
-        if args.feather_slo is None:
-            raise FeatherError(f"--feather-modes {args.feather_modes}: give --feather-slo, which they are for")
-        ModePolicy.load(args.feather_modes)
-    if args.feather_modes_budget and args.feather_slo is None:
-        raise FeatherError(f"--feather-modes-budget {args.feather_modes_budget:g}: give --feather-slo, which it is for")
     options = {
         "seed": args.seed,
         "chunk_size": args.feather_chunk_size,
@@ -308,8 +294,6 @@ def common_options(args: argparse.Namespace) -> dict[str, Any]:
         "pace": args.feather_pace,
         "tbt": args.feather_tbt,
         "slo": args.feather_slo,
-        "modes": args.feather_modes and os.path.abspath(args.feather_modes),
-        "modes_budget": args.feather_modes_budget,
         "max_wait": args.feather_max_wait,
         "max_overtaking": "inf" if args.feather_max_overtaking == math.inf else args.feather_max_overtaking,
     }
@@ -319,8 +303,4 @@ def common_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def suited(policy: str, options: dict[str, Any]) -> dict[str, Any]:
     """These options as that policy takes them: under feather-order SGLang admits, and nothing is paced or bounded."""
-    return (
-        {**options, "pace": 0.0, "tbt": None, "slo": None, "modes": None, "modes_budget": 0.0}
-        if policy == "feather-order"
-        else dict(options)
-    )
+    return {**options, "pace": 0.0, "tbt": None, "slo": None} if policy == "feather-order" else dict(options)

@@ -144,7 +144,7 @@ def read(path: Path) -> dict[str, Any]:
         raise FeatherError(f"--show {path}: cannot read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError):
         raise FeatherError(f"--show {path}: no results of feather suite") from None
-    of_suite = isinstance(cases, dict) and all("policies" in case for case in cases.values())  # not of feather learn
+    of_suite = isinstance(cases, dict) and all("policies" in case for case in cases.values())
     if version != VERSION or not of_suite:
         raise FeatherError(f"--show {path}: no results of feather suite in version {VERSION}")
     return dict(results)

@@ -34,7 +34,7 @@ FIGURES = (
     "slowdown_p50", "slowdown_p99", "max_wait", "cache_hit", "makespan",
 )  # fmt: skip
 # The code that a cell's figures come from: these, but for modules of the command line.
-DECIDES = ("adapter", "attention", "replay", "slo.py", "report/summary.py", "scheduling")
+DECIDES = ("adapter", "attention", "replay", "slo.py", "report/summary.py", "scheduling", "simulation")
 DECIDES_NOT = ("arguments.py", "doctor.py", "trace_cli.py", "train.py")
 
 
@@ -78,17 +78,9 @@ class Terms:
 
 
 class Cell:
-    """A case under a policy: the job that runs it, the file that has its figures, and what these depend on.
+    """A case under a policy: the job that runs it, the file that has its figures, and what these depend on."""
 
-    Parameters
-    ----------
-    modes : file of modes for feather, which is told of the bounds then; its name says what is in it.
-    """
-
-    def __init__(
-        self, case: Case, policy: str, trace: Trace, terms: Terms, folder: Path, capacity: bool,
-        modes: Path | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, case: Case, policy: str, trace: Trace, terms: Terms, folder: Path, capacity: bool) -> None:
         self.case, self.policy, self.trace = case, policy, trace
         name = f"{case.served}, capacity" if capacity else f"{case.name}, {policy}"
         name = re.sub(r"[^a-z0-9.+]+", "-", name.lower())
@@ -96,13 +88,10 @@ class Cell:
         settings = {"kv_tokens": case.kv_tokens, "scheduler_cost": terms.scheduler_cost, **terms.server}
         settings.pop("prefill_graphs", None)  # the model of step times knows
         told: dict[str, Any] = {"seed": terms.seed}
-        if policy == PROMISING or modes is not None:
+        if policy == PROMISING:
             policy, told["slo"] = FEATHER[0], terms.slo.text
         options = suited(policy, told) if policy in (*FEATHER, ORACLE) else {}
         self.provenance = {**terms.facts(), "trace": trace_digest(trace), "settings": settings, "options": options}
-        if modes is not None:
-            self.provenance["modes"] = modes.stem
-            options = {**options, "modes": str(modes)}
         self.job = Job(policy, trace, terms.model, settings, options, name, terms.slo)
 
     def figures(self) -> dict[str, Any] | None:
@@ -143,8 +132,6 @@ def figures_of(result: ReplayResult) -> dict[str, Any]:
     figures: dict[str, Any] = {
         name: None if summary[name] is None else float(f"{summary[name]:.5g}") for name in FIGURES
     }
-    if result.feather and result.feather["modes"]:
-        figures["modes"] = result.feather["modes"]
     return figures
 
 
@@ -200,11 +187,11 @@ class Suite:
                 self.skipped.append(case.name)
         return scales
 
-    def cell(self, case: Case, policy: str, scale: float, capacity: bool = False, modes: Path | None = None) -> Cell:
+    def cell(self, case: Case, policy: str, scale: float, capacity: bool = False) -> Cell:
         """A case under a policy, at so many times its rate."""
         trace = self.traces[case.name]
         trace = trace.scaled(scale) if scale != 1.0 else trace
-        return Cell(case, policy, trace, self.terms, self.folder, capacity, modes)
+        return Cell(case, policy, trace, self.terms, self.folder, capacity)
 
     def run_cells(
         self, cells: Sequence[Cell], what: str, at_a_time: int, console: Console, work: Callable[[Any, Any], Any]

@@ -14,9 +14,7 @@ def builder(policy=None, **options):
 
 
 def open_round(b, now, reward=None, *readings, pending_tokens=0):
-    readings = Readings(now, reward, *readings)
-    b.choose_mode(readings)
-    b.open_round(readings, pending_tokens=pending_tokens)
+    b.open_round(Readings(now, reward, *readings), pending_tokens=pending_tokens)
 
 
 def propose(b, size, headroom=1.0, has_room=True):

@@ -110,6 +110,7 @@ def test_one_long_prompt_on_an_idle_server_is_enough_to_know_what_prefill_takes(
     one.step()
     took = FIXED + 134 * TOKEN, FIXED + 134 * TOKEN + DECODE  # of the later, a result is seen a step late
     assert took[0] <= 134 * one.feather.meters.prefill.seconds_per_token * 1.0001 <= took[1] * 1.001
+    modes(one, 3)  # what a decode step takes is known by then
     submit(one, "r1")
     one.drain()
     assert one.feather.meters.prefill.fixed_seconds > 0
@@ -146,11 +147,10 @@ def test_off_is_off(server):
 
 def test_nothing_is_held_until_a_small_prefill_was_timed(server):
     one = server(timed=False)
-    run(one, "r0")
-    assert one.submit("large", [9] * 1500, max_new_tokens=2)
-    one.step()
+    assert one.submit("large", [9] * 1500, max_new_tokens=100)
+    modes(one, 4)
     submit(one, "a0")
-    assert modes(one, 1) == ["prefill"] and one.feather.admission.delayed_rounds == 0
+    assert modes(one, 2) == ["prefill", "decode"] and one.feather.admission.delayed_rounds == 0
     meter = one.feather.meters.prefill
     assert meter.fixed_seconds == pytest.approx(FIXED, rel=0.1)
     submit(one, "a1")

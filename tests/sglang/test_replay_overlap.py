@@ -15,7 +15,6 @@ from harness import tokenized
 from rich.console import Console
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from feather_sglang.adapter.scheduler import meters
 from feather_sglang.adapter.step_log import SIZES, TIMES, VARIABLE
 from feather_sglang.calibrate import recording
 from feather_sglang.cli import main
@@ -292,24 +291,3 @@ def test_without_the_variable_nothing_of_the_scheduler_is_wrapped(server, monkey
     scheduler = server("fcfs").scheduler
     assert not set(LOGGED) & set(vars(scheduler))
     assert "forward_batch_generation" not in vars(scheduler.tp_worker)
-
-
-def test_a_meter_knows_the_device_that_sglang_resolved(server):
-    """Since 0.5.22 ``server_args.device`` is what a user asked for, mostly None, and not what SGLang runs on."""
-    made = server("feather").feather.meters
-    assert made.on_gpu is False
-
-    def on(args):
-        scheduler = type("Scheduler", (), {"server_args": args, "chunked_prefill_size": 64})
-        return meters.Meters(scheduler, made.agreement, made.guard, made.clock).on_gpu
-
-    class Args:
-        device = None
-        speculative_algorithm = None
-        _resolved_overrides = (("a default", {"device": "cpu"}), ("the platform", {"device": "cuda"}))
-
-    assert on(Args) is True
-    Args._resolved_overrides, Args.device = (), "cuda"  # as before 0.5.22
-    assert on(Args) is True
-    Args.device = "cpu"
-    assert on(Args) is False

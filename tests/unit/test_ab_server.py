@@ -71,12 +71,6 @@ class TestCommandLine:
             (["--profile", "rtx6000ada"], "--profile goes with --engine replay"),
             (["--prefill-graphs", "off"], "--prefill-graphs goes with --engine replay"),
             (["--feather-slo", "ttft=2"], "--feather-slo ttft=2: give both bounds, ttft and tbt"),
-            (["--feather-modes", "m.json"], "--feather-modes m.json: give --feather-slo, which they are for"),
-            (["--feather-modes-budget", "0.1"], "--feather-modes-budget 0.1: give --feather-slo, which it is for"),
-            (
-                ["--feather-slo", "mooncake", "--feather-modes", "/no/such.json"],
-                "cannot read policy file /no/such.json",
-            ),
             (["--feather-pace", "-1"], "--feather-pace -1: expected seconds, 0 or more"),
             (["--feather-pace", "inf"], "--feather-pace inf: expected seconds, 0 or more"),
             (["--policies", "fcfs,fifo"], "unknown ['fifo']"),
@@ -211,7 +205,7 @@ class TestCommandLine:
         assert fcfs.policy_options == {}
         # Null undoes the policy file of another policy; the chunk size is the user's on all servers.
         told = {"policy_file": None, "seed": 0, "max_wait": 9.0, "explore": True, "gather": True, "pace": None}
-        told |= {"max_overtaking": 2.0, "tbt": None, "slo": None, "modes": None, "modes_budget": 0.0}
+        told |= {"max_overtaking": 2.0, "tbt": None, "slo": None}
         assert feather.policy_options == told
 
     @pytest.mark.parametrize("word", ["on", "off"])

@@ -33,10 +33,9 @@ def test_round_trip_through_the_environment():
     assert FeatherOptions.from_environment(environment) == options
 
 
-@pytest.mark.parametrize("flag", ["--feather-seed", "--feather-modes-budget"])
-def test_a_number_that_is_0_by_default_needs_a_value(flag, capsys):
+def test_a_number_that_is_0_by_default_needs_a_value(capsys):
     with pytest.raises(SystemExit):
-        parse(flag)
+        parse("--feather-seed")
     assert "expected one argument" in capsys.readouterr().err
 
 
@@ -110,14 +109,6 @@ def test_nothing_is_promised_unless_bounds_are_named():
     assert FeatherOptions(slo="mooncake").updated({"slo": None}).slo is None  # may change while a server runs
 
 
-def test_a_file_of_modes_is_read_while_parsing(tmp_path, capsys):
-    path = tmp_path / "modes.json"
-    path.write_text('{"format": "feather-policy", "version": 1, "policy": "bandit"}')
-    with pytest.raises(SystemExit):
-        parse("--feather-modes", str(path))
-    assert "is for policy 'bandit', not 'modes'" in capsys.readouterr().err
-
-
 def test_without_flags_the_variable_is_left_alone(monkeypatch):
     monkeypatch.setenv(VARIABLE, '{"seed": 3}')
     parse()
@@ -138,9 +129,7 @@ def test_without_flags_the_variable_is_left_alone(monkeypatch):
         ("--feather-tbt", "inf", "expected milliseconds, more than 0"),
         ("--feather-slo", "ttft=2", "give both bounds, ttft and tbt"),
         ("--feather-slo", "fast", "expected ttft=SECONDS, tbt=MS"),
-        ("--feather-modes", "/no/such/file.json", "no such file"),
-        ("--feather-modes-budget", "1", "expected a share, 0 or more and less than 1"),
-        ("--feather-modes-budget", "nan", "expected a share"),
+        ("--feather-slo", "tbt=50", "give both bounds, ttft and tbt"),
         ("--feather-pace", "nan", "expected seconds, 0 or more"),
         ("--feather-pace", "soon", "could not convert"),
         ("--feather-record-plan", "/no/such/folder", "no such directory"),

@@ -16,14 +16,8 @@ from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
 from feather_sglang.scheduling.admission.overtaking import Overtaking
 from feather_sglang.scheduling.admission.prefix_batching import PrefixBatching
 from feather_sglang.scheduling.admission.work import Work
-from feather_sglang.scheduling.modes.load import KEYS
-from feather_sglang.scheduling.modes.mode import Mode, Prefill, Ranking
-from feather_sglang.scheduling.modes.mode_policy import ModePolicy
-from feather_sglang.scheduling.modes.promise import Promise
-from feather_sglang.scheduling.modes.trials import Trials
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
-from feather_sglang.slo import parse
 from oracles.overtaken import ALLOWANCE, OLDEST, WINDOW, PlainLine, Witness
 from oracles.rounds import admit, defers, fits, open_round, propose, skip
 
@@ -254,8 +248,7 @@ class Engine:
         self.cache = set()  # beginnings of prompts, in chunks
         self.now, self.came, self.chunked, self.newest, self.proposed = 0.0, 0, None, None, []
         self.readings = [self.rng.choice([None, 1e-4, 1e-2]), self.rng.choice([None, 0.01])]
-        self.readings += [self.rng.choice([None, 1e-4]), self.rng.choice([None, 300.0])]
-        self.judged = self.within = 0
+        self.readings += [self.readings[0], self.rng.choice([None, 1e-4]), self.rng.choice([None, 300.0])]
 
     @property
     def waiting(self):
@@ -315,10 +308,7 @@ class Engine:
             self.cache.clear()
         free = rng.choice([0, 3000, self.pool])
         pending = rng.randint(1, 4000) if self.chunked is not None else 0
-        self.judged += (judged := rng.choice([0, 5, 60]))
-        self.within += rng.randint(0, judged)
-        readings = rng.choice([None, 100.0]), *self.readings, self.judged, self.within
-        open_round(builder, self.now, *readings, pending_tokens=pending)
+        open_round(builder, self.now, rng.choice([None, 100.0]), *self.readings, pending_tokens=pending)
         admitted, computed = [], 0
         while len(admitted) < slots:
             name = propose(builder, len(builder.tree.active), rng.random(), has_room=rng.random() < 0.9)
@@ -352,16 +342,8 @@ class Engine:
         return admitted
 
 
-MODES = st.builds(Mode, st.sampled_from(Ranking), st.sampled_from(Prefill), st.sampled_from([0, 0, 1, 4]))
-# Whatever was learnt.
-LEARNT = st.builds(ModePolicy, st.dictionaries(st.sampled_from(KEYS), MODES), MODES)
-# Whatever is tried.
-TRIALS = st.builds(Trials, st.lists(MODES, min_size=1, max_size=4), st.just(0.9))
 OPTIONS = st.fixed_dictionaries(
     {
-        "promise": st.sampled_from([None, "mooncake", "ttft=2,tbt=50"]).map(lambda text: text and Promise(parse(text))),
-        "mode_policy": LEARNT,
-        "trials": st.none() | TRIALS,
         "max_wait": st.sampled_from([1e9, 1e9, 1e9, 5.0, 0.0]),
         "max_wait_rounds": st.sampled_from([20_000, 20_000, 3]),
         "prefill_delay": st.sampled_from([None, 0.1]).map(lambda bound: bound and PrefillDelay(bound)),
@@ -433,7 +415,7 @@ def test_nobody_starves_where_more_comes_than_is_served(seed, share, policy):
     No two prompts share anything, so each takes what it was expected to, and every round admits somebody.
     """
     engine = Engine(seed, share, policy, options={"max_wait": 1e9}, classes=1)
-    engine.shared, engine.readings = [0], [None] * 4
+    engine.shared, engine.readings = [0], [None] * 5
     line, since, first = engine.witness.line, {}, 0
     for step in range(60):
         for _ in range(engine.rng.choice([1, 2, 4, 6]) if step < 40 else 0):

@@ -90,13 +90,12 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("bare")
-@pytest.mark.parametrize("option", ["policy_file", "modes"])
-def test_the_doctor_reads_the_files_of_options(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_doctor_reads_the_policy_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "p[red].json"
     path.write_text("{}")
-    monkeypatch.setenv("FEATHER_OPTIONS", json.dumps({option: str(path)}))
+    monkeypatch.setenv("FEATHER_OPTIONS", json.dumps({"policy_file": str(path)}))
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert f"{path} is not a policy file" in shown

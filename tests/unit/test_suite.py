@@ -219,7 +219,7 @@ def test_a_case_that_is_made_has_its_requests():
         (["--profile", "h100"], "unknown hardware profile 'h100'"),
         (["--show", "/no/file"], "--show /no/file: cannot read: No such file"),
         (["--show", __file__], "no results of feather suite"),
-        (["--show", str(MEASURED / "modes.json")], "no results of feather suite"),
+        (["--show", str(MEASURED / "tail.json")], "no results of feather suite"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_long_starts(tmp_path, capsys, flags, says):

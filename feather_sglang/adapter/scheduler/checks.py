@@ -9,7 +9,6 @@ from sglang.srt.runtime_context import get_parallel
 
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.refusals import refuse_policy_flags
-from feather_sglang.adapter.scheduler.construction import load_modes
 from feather_sglang.adapter.scheduler.decision_log import log_file
 from feather_sglang.errors import FeatherError
 
@@ -20,7 +19,6 @@ def refuse_unsupported(scheduler: Any, name: str, options: FeatherOptions) -> No
     flag = "--feather-tbt" if options.tbt is not None else "--feather-slo" if options.slo is not None else None
     if flag is not None and scheduler.chunked_prefill_size is None:
         raise FeatherError(f"{flag} cuts prompts into chunks, which this server does not do; drop it")
-    load_modes(options)  # these files before anything is changed, too
     decision_file(scheduler)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from math import inf
 from typing import Any
 
 from feather_sglang.adapter.options import FeatherOptions
@@ -15,13 +14,11 @@ from feather_sglang.scheduling.admission.gate import BOUND, PrefillDelay
 from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
 from feather_sglang.scheduling.admission.overtaking import Overtaking
 from feather_sglang.scheduling.admission.prefix_batching import PrefixBatching
-from feather_sglang.scheduling.admission.stand_still import StandStill
 from feather_sglang.scheduling.admission.work import Work
-from feather_sglang.scheduling.modes.mode_policy import SHIPPED, ModePolicy
-from feather_sglang.scheduling.modes.promise import Promise
-from feather_sglang.scheduling.modes.trials import Trials
 from feather_sglang.scheduling.policies import StopPolicy, load_policy, make_policy
 from feather_sglang.scheduling.policy_names import POLICY_NAMES, admits
+from feather_sglang.scheduling.prefill_bound.prefill_bound import PrefillBound
+from feather_sglang.scheduling.prefill_bound.promise import Promise
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 from feather_sglang.slo import parse
 
@@ -67,9 +64,6 @@ def make_admission(
     outlook_of : gives a request's lengths.
     """
     bound = prefill_delay_bound(scheduler.server_args, name, options)
-    tbt = None if options.tbt is None else options.tbt / 1e3
-    promise = Promise(parse(options.slo), tbt) if options.slo is not None else None
-    modes = load_modes(options)
     batching = make_prefix_batching(scheduler, options) if policy is not None else None
     return Admission(
         ChunkedHashTree(options.chunk_size, seed=seed),
@@ -82,27 +76,16 @@ def make_admission(
         prefill_delay=PrefillDelay(bound) if bound else None,
         overtaking=Overtaking(options.max_overtaking),
         work=Work(scheduler.max_total_num_tokens),
-        promise=promise,
-        mode_policy=modes,
-        trials=make_trials(modes, options) if modes is not None else None,
     )
 
 
-def load_modes(options: FeatherOptions) -> ModePolicy | None:
-    """The policy that chooses modes; None where there is no promise to keep."""
-    if options.slo is None:
+def make_prefill_bound(options: FeatherOptions) -> PrefillBound | None:
+    """What bounds prefill while requests decode; None where nobody asked for it."""
+    if options.tbt is None and options.slo is None:
         return None
-    modes = ModePolicy.load(options.modes or SHIPPED)
-    if options.modes_budget and not modes.rivals:
-        raise FeatherError(f"--feather-modes {options.modes} names no other modes to try: run feather learn again")
-    return modes
-
-
-def make_trials(modes: ModePolicy, options: FeatherOptions) -> Trials | None:
-    """The trials of other modes than the policy file's; None where nothing may be lost to them."""
-    if not options.modes_budget:
-        return None
-    return Trials(modes.rivals, options.modes_budget, lambda line: logger.info("feather: %s", line))
+    slo = parse(options.slo) if options.slo is not None else None
+    promise = Promise(slo, None if options.tbt is None else options.tbt / 1e3)
+    return PrefillBound(promise, lambda line: logger.info("feather: %s", line))
 
 
 def make_prefix_batching(scheduler: Any, options: FeatherOptions) -> PrefixBatching | None:
@@ -131,16 +114,6 @@ def _slots_for_drafts(args: Any) -> int:
         resolved(args, f"speculative_{name}") or 1 for name in ("num_draft_tokens", "num_steps", "eagle_topk")
     )
     return 2 * max(drafts, steps * branches)
-
-
-def make_stand_still(options: FeatherOptions) -> StandStill | None:
-    """What bounds the time that running requests stand still; None where nobody asked for it.
-
-    Without ``--feather-tbt`` the bound follows from the promise, once a decode step was timed.
-    """
-    if options.tbt is None and options.slo is None:
-        return None
-    return StandStill(inf if options.tbt is None else options.tbt / 1e3)
 
 
 def prefill_delay_bound(server_args: Any, name: str, options: FeatherOptions) -> float:

@@ -25,7 +25,7 @@ from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.scheduler import debug_check
 from feather_sglang.adapter.scheduler.agreement import Agreement
 from feather_sglang.adapter.scheduler.checks import decision_file
-from feather_sglang.adapter.scheduler.construction import make_admission, make_stand_still
+from feather_sglang.adapter.scheduler.construction import make_admission, make_prefill_bound
 from feather_sglang.adapter.scheduler.debug_check import DebugCheck
 from feather_sglang.adapter.scheduler.decision_log import DecisionLog
 from feather_sglang.adapter.scheduler.guard import Guard
@@ -63,12 +63,9 @@ class FeatherScheduler:
             scheduler, name, options, policy, seed=agreement.secret(), outlook_of=self.life_cycle.outlook
         )
         self.life_cycle.admission = self.admission
-        still = make_stand_still(options)
-        choice = self.admission.mode_choice
-        outcomes = choice.outcomes if choice is not None else None
-        self.meters = Meters(scheduler, agreement, self.guard, lambda: self.clock(), still, outcomes)
-        self.life_cycle.arrived = self.meters.arrived
-        limit = PrefillLimit(scheduler, still) if still is not None else None
+        self.meters = Meters(scheduler, agreement, self.guard, lambda: self.clock())
+        bound = make_prefill_bound(options)
+        limit = PrefillLimit(scheduler, self.admission, bound, lambda: self.clock()) if bound is not None else None
         self.rounds = AdmissionRounds(scheduler, self.admission, self.life_cycle, self.meters, self.guard, limit)
         self.rows = RowOrder(self.admission, self.guard, options.row_order)
         self._check = DebugCheck(self) if os.environ.get(debug_check.VARIABLE) == "1" else None
@@ -121,6 +118,7 @@ class FeatherScheduler:
             **self.admission.stats(),
             "policy": None if self.policy is None else self.policy.stats(),
             "decoded_first": self.rounds.limit.deferrals if self.rounds.limit is not None else 0,
+            "bound_in_force": self.rounds.limit.bound.in_force if self.rounds.limit is not None else None,
             "permutations": self.rows.permutations,
             "permutation_seconds": self.rows.seconds,
             "failed": self.failed,

@@ -146,7 +146,7 @@ class Hooks:
         return original(*args, **kwargs)
 
     def _process_batch_result(self, original: Callable[..., Any], batch: Any, result: Any, *args: Any) -> Any:
-        self.feather.meters.result_comes(batch, result)
+        self.feather.meters.result_comes(batch)
         processed = original(batch, result, *args)
         self.feather.meters.result_came(batch)
         return processed

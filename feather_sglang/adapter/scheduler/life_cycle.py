@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 from sglang.srt.managers.schedule_policy import CacheAwarePolicy
@@ -39,7 +39,6 @@ class LifeCycle:
         self.guard = guard
         self.requests: dict[Hashable, Any] = {}
         self.admission: Admission  # set by whoever makes one: it asks for this object's ``outlook``
-        self.arrived: Callable[[Hashable], None] = lambda rid: None  # hears of new requests
         self._twins = False  # whether two of one id may wait
         self._outputs: dict[Hashable, int] = {}  # tokens that requests in prefill had when they were admitted
 
@@ -63,7 +62,6 @@ class LifeCycle:
             elif req.rid in tree.waiting:
                 admission.leave_queue(req.rid)
                 self._twins = True
-            self.arrived(req.rid)
             isolation = (req.extra_key, getattr(req, "cache_salt", None), req.lora_id)
             admission.arrive(
                 req.rid,

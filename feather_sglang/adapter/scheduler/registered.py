@@ -84,7 +84,7 @@ class FeatherPolicy(SchedulePolicy):
     def on_step_result(self, batch: Any, result: Any) -> None:
         """Count the tokens that a step is about to bring."""
         if self.feather.policy is not None:  # else nobody learns from what is measured
-            self.feather.meters.result_comes(batch, result)
+            self.feather.meters.result_comes(batch)
 
     def on_step_end(self, batch: Any, result: Any) -> None:
         """Measure the step."""

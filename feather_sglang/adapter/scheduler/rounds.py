@@ -19,7 +19,6 @@ from feather_sglang.adapter.scheduler.prefill_limit import PrefillLimit
 from feather_sglang.scheduling.admission.admission import Admission
 from feather_sglang.scheduling.admission.verdict import Batch, Proposal, Verdict
 from feather_sglang.scheduling.meters.readings import Readings
-from feather_sglang.scheduling.modes.mode import Prefill
 
 # A deferred request leaves the loop to the next one; where memory is the reason SGLang ends it.
 _RESULTS = {Verdict.KV_BUDGET: AddReqResult.NO_TOKEN}
@@ -69,15 +68,7 @@ class AdmissionRounds:
             if not limit.wanted(running_batch):
                 return True
             self._readings = readings = self.meters.readings()
-            admission = self.admission
-            if (choice := admission.mode_choice) is None:
-                return limit.begin(running_batch, readings)
-            admission.choose_mode(readings)
-            bound = choice.promise.between_tokens()
-            if bound is None:
-                return limit.begin(running_batch, readings, Prefill.AT_ONCE)
-            limit.still.bound = bound
-            return limit.begin(running_batch, readings, admission.mode.prefill)
+            return limit.begin(running_batch, readings)
         limit.restore()
         return True
 
@@ -98,7 +89,6 @@ class AdmissionRounds:
         readings = self._readings
         if readings is None:
             readings = self.meters.readings()
-            self.admission.choose_mode(readings)
         self.admission.open_round(readings, pending_tokens=pending)
         if not self.admission.round.delayed:
             self.meters.decode.take()

@@ -26,7 +26,6 @@ from typing import Any
 from feather_sglang.scheduling.admission.fairness import MAX_WAIT, MAX_WAIT_ROUNDS, Fairness
 from feather_sglang.scheduling.admission.gate import PrefillDelay
 from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
-from feather_sglang.scheduling.admission.mode_choice import ModeChoice
 from feather_sglang.scheduling.admission.order import Order
 from feather_sglang.scheduling.admission.overtaking import Overtaking
 from feather_sglang.scheduling.admission.prefix_batching import PrefixBatching
@@ -37,12 +36,7 @@ from feather_sglang.scheduling.admission.stopping import Stopping
 from feather_sglang.scheduling.admission.verdict import Batch, Proposal, Verdict
 from feather_sglang.scheduling.admission.work import Work
 from feather_sglang.scheduling.meters.readings import Readings
-from feather_sglang.scheduling.modes.mode import DEFAULT
-from feather_sglang.scheduling.modes.mode_policy import ModePolicy
-from feather_sglang.scheduling.modes.promise import Promise
-from feather_sglang.scheduling.modes.trials import Trials
 from feather_sglang.scheduling.policies import StopPolicy
-from feather_sglang.scheduling.policies.rehearsal import Rule
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 
 
@@ -70,10 +64,6 @@ class Admission:
         Gives the size of a request.
     group_of
         Gives a request's prefix group, for the oracle policy alone.
-    promise, mode_policy
-        What the operator promises, and what chooses the modes of rounds for it. ``None``: they have the default one.
-    trials
-        Of other modes, where there is a promise. ``None``: there are none.
     """
 
     def __init__(
@@ -90,9 +80,6 @@ class Admission:
         overtaking: Overtaking | None = None,
         work: Work | None = None,
         group_of: Callable[[Hashable], Hashable] | None = None,
-        promise: Promise | None = None,
-        mode_policy: ModePolicy | None = None,
-        trials: Trials | None = None,
     ) -> None:
         fairness = Fairness(max_wait, max_wait_rounds)
         self.state = QueueState(tree, fairness, overtaking or Overtaking(), work or Work(None), prefix_batching)
@@ -101,11 +88,6 @@ class Admission:
         self.order = Order(self.state, self.stopping, group_of)
         self.kv_budget = KVBudget(self.state, forecast, outlook_of)
         self.rules = make_rules(self.state, self.kv_budget)
-        self.mode_choice: ModeChoice | None = None
-        if promise is not None and mode_policy is not None:
-            self.mode_choice = ModeChoice(self.state, promise, mode_policy, trials)
-            self.order.ranks.in_time = self.mode_choice.in_time
-        self.mode = DEFAULT
         self.round = Round()
         self.hurried_admissions = 0
         self.delayed_rounds = 0
@@ -125,11 +107,10 @@ class Admission:
     def policy(self, policy: StopPolicy | None) -> None:
         self.stopping.policy = policy
 
-    def choose_mode(self, readings: Readings) -> None:
-        """Choose the mode of the next round, where there is a promise to keep."""
-        if self.mode_choice is not None:
-            self.mode = self.mode_choice.choose(readings)
-            self.stopping.rule = Rule(self.mode.stop_from) if self.mode.stop_from else None
+    @property
+    def work(self) -> Work:
+        """The sizes of requests."""
+        return self.state.work
 
     # Life cycle -----------------------------------------------------------------------------------------------
 
@@ -171,18 +152,12 @@ class Admission:
 
     def leave_queue(self, request_id: Hashable) -> None:
         """Forget a waiting request that was aborted or timed out."""
-        self._left(request_id)
         self.state.leave_queue(request_id)
 
     def leave_batch(self, request_id: Hashable, output_tokens: int = 0) -> None:
         """Forget a running request that finished or was aborted, after so many tokens."""
         self.kv_budget.left(request_id, output_tokens)
-        self._left(request_id)
         self.state.leave_batch(request_id, output_tokens)
-
-    def _left(self, request_id: Hashable) -> None:
-        if self.mode_choice is not None:
-            self.mode_choice.left(request_id)
 
     # One admission round --------------------------------------------------------------------------------------
 
@@ -204,7 +179,7 @@ class Admission:
             state.prefix_batching.seconds_per_token = readings.prefill_seconds
         state.work.pair_tokens, state.work.step_tokens = readings.pair_tokens or 0.0, readings.step_tokens or 0.0
         self.stopping.explore(not state.deferrals.memory_is_short())
-        self.round = Round(mode=self.mode, pending_tokens=pending_tokens)
+        self.round = Round(pending_tokens=pending_tokens)
         state.open_round(readings.now, self.round)
         self.round.delayed = self._delays(readings.fixed_seconds)
         self.delayed_rounds += self.round.delayed
@@ -267,8 +242,6 @@ class Admission:
             return
         fairness = self.state.fairness
         self.state.admit(request_id, cached_tokens)
-        if self.mode_choice is not None:
-            self.mode_choice.admitted(request_id)
         self.kv_budget.admitted(request_id, cached_tokens, self.round)
         self.stopping.carried_out()
         if self.prefill_delay is not None:
@@ -290,6 +263,10 @@ class Admission:
         for request_id in list(self.tree.held):
             self.tree.requeue(request_id)
 
+    def waiting_work(self, free_tokens: int) -> float:
+        """Prefill of all that wait, in tokens without context; infinite where they do not fit into so much memory."""
+        return self.state.waiting_work(free_tokens)
+
     # Rows, figures --------------------------------------------------------------------------------------------
 
     def row_order(self, request_ids: Sequence[Hashable]) -> list[int] | None:
@@ -298,7 +275,7 @@ class Admission:
 
     def stats(self) -> dict[str, Any]:
         """Return counters for reports and metrics."""
-        deferrals, choice = self.state.deferrals, self.mode_choice
+        deferrals = self.state.deferrals
         return {
             "rounds": self.state.fairness.round,
             "stops": self.stopping.stops,
@@ -310,6 +287,4 @@ class Admission:
             "longest_wait_s": self.longest_wait,
             "waiting": len(self.tree.waiting),
             "active": len(self.tree.active),
-            "modes": dict(choice.policy.visits) if choice is not None else {},
-            "trials": choice.trials.stats() if choice is not None and choice.trials is not None else {},
         }

@@ -1,8 +1,8 @@
 """The order: who is proposed next.
 
 1. Who is overdue, once overtaken by as many as were ahead of it, or where nobody else may go before it.
-2. The best: of the most urgent class the one with the fewest tokens to compute, or as the round's mode ranks them
-   (``ranking.py``), unless it would pass an older request by more than the bound; then the shortest of the oldest.
+2. The best: of the most urgent class the one with the fewest tokens to compute, unless it would pass an older request
+   by more than the bound; then the shortest of the oldest.
 3. After STOP, only who is inside the batch's main branch.
 """
 
@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from feather_sglang.scheduling.admission.queue_state import QueueState
-from feather_sglang.scheduling.admission.ranking import Ranks
 from feather_sglang.scheduling.admission.round import Round
 from feather_sglang.scheduling.admission.stopping import Stopping
 from feather_sglang.scheduling.admission.verdict import Batch
-from feather_sglang.scheduling.modes.mode import Ranking
 from feather_sglang.scheduling.policies import PolicyState
 from feather_sglang.scheduling.tree.cht import Candidate
 
@@ -35,7 +33,6 @@ class Order:
         self.state = state
         self.stopping = stopping
         self.group_of = group_of
-        self.ranks = Ranks(state)
 
     def next(self, opened: Round, batch: Batch) -> Hashable | None:
         """Return whom to propose, or None if nobody is to be admitted any more."""
@@ -64,15 +61,12 @@ class Order:
         return self._inside_branch(opened) if opened.stopped else best.request_id
 
     def _best(self, opened: Round) -> Candidate | None:
-        """The request that the round's mode ranks first.
+        """The request with the fewest tokens to compute, beside what runs or what the cache holds.
 
-        By default that with the fewest tokens to compute, beside what runs or what the cache holds. Not where prefixes
-        compete for memory: there who evicts goes last already.
+        Not where prefixes compete for memory: there who evicts goes last already.
         """
         state, tree = self.state, self.state.tree
         best = tree.find_best()
-        if best is not None and opened.mode.ranking is not Ranking.SHARED:
-            return self.ranks.best(opened, best)
         if best is None or state.deferrals.memory_is_short():
             return best
         cached = state.cached_prefixes.shortest(lambda r: r not in opened.overtakers and not tree.is_deferred(r))

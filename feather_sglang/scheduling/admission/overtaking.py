@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
-from itertools import islice
 from math import inf
 
 SHARE_OF_OWN = 2.0  # where nobody says otherwise (docs/lab/tail.md)
@@ -107,14 +106,6 @@ class Overtaking:
         if line is None:
             return None
         return next((request_id for request_id, entry in line.waiting.items() if not entry.excused), None)
-
-    def first(self, count: int) -> list[Hashable]:
-        """Return the oldest of the most urgent class whom the engine could take, at most so many."""
-        priority = self.most_urgent()
-        if priority is None:
-            return []
-        line = self._lines[priority].waiting.items()
-        return list(islice((request_id for request_id, entry in line if not entry.excused), count))
 
     def most_urgent(self) -> int | None:
         """Return the priority of the most urgent class in which somebody waits whom the engine could take."""

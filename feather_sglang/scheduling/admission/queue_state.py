@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
+from math import inf
 from typing import Any
 
 from feather_sglang.scheduling.admission.cached_prefixes import CachedPrefixes
@@ -14,6 +15,8 @@ from feather_sglang.scheduling.admission.prefix_batching import LEAST_TOKENS, Pr
 from feather_sglang.scheduling.admission.round import Round
 from feather_sglang.scheduling.admission.work import Work
 from feather_sglang.scheduling.tree.cht import Candidate, ChunkedHashTree
+
+_COUNTED = 256  # waiting requests that are looked at; a queue is overload where there are more
 
 
 class QueueState:
@@ -146,6 +149,18 @@ class QueueState:
     def prefill_now(self, request_id: Hashable) -> float:
         """Prefill of a waiting request, as it looks now: a part of its work."""
         return self.work.of_prompt(self.uncached(request_id), self._tokens[request_id])
+
+    def waiting_work(self, free_tokens: int) -> float:
+        """Prefill of all that wait; infinite where they do not fit into so many tokens of memory."""
+        waiting, work = self.tree.waiting, 0.0
+        if len(waiting) > _COUNTED:
+            return inf
+        for request_id in waiting:
+            free_tokens -= self.uncached(request_id)
+            if free_tokens < 0:
+                return inf
+            work += self.prefill_now(request_id)
+        return work
 
     def waited(self, request_id: Hashable, now: float) -> float:
         """Seconds since a round first saw a request; 0 before."""

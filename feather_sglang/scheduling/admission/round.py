@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from feather_sglang.scheduling.modes.mode import DEFAULT, Mode
-
 
 @dataclass
 class Round:
@@ -15,10 +13,6 @@ class Round:
 
     Attributes
     ----------
-    mode
-        Which rule ranks those who wait, and what else was chosen for the round.
-    ranked
-        Waiting requests by that rule, the best last; None: nobody has looked, or the tree ranks them.
     delayed
         Nobody is proposed, so that more requests share a prefill step (gate).
     stopped
@@ -45,8 +39,6 @@ class Round:
         Memory has been looked ahead at.
     """
 
-    mode: Mode = DEFAULT
-    ranked: list[Hashable] | None = None
     delayed: bool = False
     stopped: bool = False
     open_proposal: Hashable | None = None

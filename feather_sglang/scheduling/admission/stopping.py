@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from feather_sglang.scheduling.policies import Action, PolicyState, StopPolicy
-from feather_sglang.scheduling.policies.rehearsal import Rule
 
 
 class Stopping:
@@ -24,16 +23,11 @@ class Stopping:
         self.policy = policy
         self.stops = 0
         self._unsettled = False  # whether the last ADD has not been carried out yet
-        self.rule: Rule | None = None  # of the round's mode: asked instead of the policy
         self._frozen: tuple[StopPolicy, bool] | None = None  # who may not explore, and whether it does otherwise
 
     def stops_at(self, state: PolicyState) -> bool:
         """Ask the policy; an ADD is unsettled until ``carried_out`` or ``cancel``."""
         assert self.policy is not None
-        if self.rule is not None:
-            stop = self.rule.action(state) is Action.STOP
-            self.stops += stop
-            return stop
         if self.policy.decide(state) is Action.STOP:
             self.stops += 1
             return True

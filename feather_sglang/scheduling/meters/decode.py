@@ -16,11 +16,13 @@ class DecodeMeter:
 
     Attributes
     ----------
-    step_seconds : of a decode step, a moving mean; None: none was timed yet.
+    step_seconds : of a decode step that follows another, a moving mean; None: none was timed yet.
+    least_seconds : the least that this was; None: none was timed yet.
     """
 
     def __init__(self) -> None:
         self.step_seconds: float | None = None
+        self.least_seconds: float | None = None
         self._previous: float | None = None  # when the previous result arrived, if it was a decode step's
         self._seconds = 0.0
         self._tokens = 0
@@ -44,6 +46,7 @@ class DecodeMeter:
             seconds = now - self._previous
             self._seconds += seconds
             self.step_seconds = follow(self.step_seconds, seconds, _WINDOW)
+            self.least_seconds = min(self.step_seconds, self.least_seconds or self.step_seconds)
             self._tokens += decode_tokens
         self._previous = now if is_decode else None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from feather_sglang.scheduling.meters.moving_mean import follow
 
 LEAST_TOKENS = 1024  # of a step from which on its length says what a token takes; or half a chunk, where that is less
@@ -9,11 +11,28 @@ _WINDOW = 64  # steps that the means follow
 _LEAST_SPREAD = 1e-3  # below, all steps look alike and do not tell what is the context's part
 
 
+class Gap(NamedTuple):
+    """Prefill between two decode steps.
+
+    Attributes
+    ----------
+    seconds : from one decode step's result to the next one's.
+    steps, tokens, pairs : prefill steps between them, tokens computed, and pairs of such a token and one before it.
+    """
+
+    seconds: float
+    steps: int
+    tokens: int
+    pairs: float
+
+
 class PrefillMeter:
     """Moving means over prefill steps.
 
-    The time between two results is the duration of the later step, whether results are processed at once or one step
-    late, unless nothing ran in between: then `idle` is due, and `begin` when something runs again.
+    An engine that overlaps looks for a decode step's result after it has launched the prefill step that follows, and
+    that launch can take as long as the step itself. So where requests decode, prefill is timed from decode step to
+    decode step, and one of these is taken off. Otherwise the time between two results is the duration of the later
+    step, unless nothing ran in between: then `idle` is due, and `begin` when something runs again.
 
     Parameters
     ----------
@@ -22,7 +41,7 @@ class PrefillMeter:
     Attributes
     ----------
     seconds_per_token : of the prompt, in large steps; None: none was timed yet.
-    fixed_seconds : what small steps take beyond their tokens; None: none was timed since a large one.
+    fixed_seconds : what small steps take beyond their tokens, if it is known what these take; None: none was timed.
     bare_seconds : what a token takes without any context before it; None: none was timed yet.
     pair_seconds : what attention from one token to one before it takes; 0 where steps do not tell.
     """
@@ -35,6 +54,8 @@ class PrefillMeter:
         self.bare_seconds: float | None = None
         self.pair_seconds = 0.0
         self._previous: float | None = None  # when the previous result arrived
+        self._decoded: float | None = None  # when a decode step's result arrived, if the batch decodes
+        self._between = Gap(0.0, 0, 0, 0.0)  # prefill since then
         self._sums = [0.0] * 5  # of the least squares below
 
     def begin(self, now: float) -> None:
@@ -42,26 +63,48 @@ class PrefillMeter:
         if self._previous is None:
             self._previous = now
 
-    def step(self, now: float, prompt_tokens: int, pairs: float = 0.0) -> float | None:
-        """Take a step's result; return the seconds that it took, None where it computed no prompt or nobody knows.
+    def step(
+        self, now: float, prompt_tokens: int, pairs: float = 0.0, decode_seconds: float | None = None
+    ) -> Gap | None:
+        """Take a step's result; return what lay between two decode steps, if the step is the later of them.
 
         Parameters
         ----------
         now : seconds, any monotonic clock.
-        prompt_tokens : that it computed.
+        prompt_tokens : that it computed; 0: a decode step.
         pairs : of a computed token and one before it in its prompt.
+        decode_seconds : what a decode step takes that follows another; None: not known yet.
         """
-        seconds = None
-        if prompt_tokens > 0 and self._previous is not None and now > self._previous:
-            seconds = now - self._previous
-            if prompt_tokens >= self._least_tokens:
-                self.seconds_per_token = follow(self.seconds_per_token, seconds / prompt_tokens, _WINDOW)
-                self._fit(seconds, prompt_tokens, pairs)
-            elif self.seconds_per_token is not None:
-                beyond = max(0.0, seconds - prompt_tokens * self.seconds_per_token)
-                self.fixed_seconds = follow(self.fixed_seconds, beyond, _WINDOW)
+        gap, previous = None, self._previous
         self._previous = now
-        return seconds
+        if not prompt_tokens:
+            gap = self._decode(now, decode_seconds)
+        elif self._decoded is not None:
+            _, steps, tokens, before = self._between
+            self._between = Gap(0.0, steps + 1, tokens + prompt_tokens, before + pairs)
+        elif previous is not None and now > previous:
+            self._took(Gap(now - previous, 1, prompt_tokens, pairs))
+        return gap
+
+    def _decode(self, now: float, decode_seconds: float | None) -> Gap | None:
+        gap = None
+        if self._decoded is not None and now > self._decoded and self._between.steps:
+            gap = self._between._replace(seconds=now - self._decoded)
+            if decode_seconds is None and gap.tokens >= self._least_tokens * gap.steps:
+                decode_seconds = 0.0  # long steps outweigh it
+            if decode_seconds is not None and gap.seconds > decode_seconds:
+                self._took(gap._replace(seconds=gap.seconds - decode_seconds))
+        self._decoded, self._between = now, Gap(0.0, 0, 0, 0.0)
+        return gap
+
+    def _took(self, prefill: Gap) -> None:
+        seconds, steps, tokens, pairs = prefill
+        if tokens >= self._least_tokens * steps:
+            self.seconds_per_token = follow(self.seconds_per_token, seconds / tokens, _WINDOW)
+            self._fit(seconds, tokens, pairs)
+        else:
+            beyond = max(0.0, seconds - tokens * (self.seconds_per_token or 0.0)) / steps
+            self.fixed_seconds = follow(self.fixed_seconds, beyond, _WINDOW)
 
     def _fit(self, seconds: float, tokens: int, pairs: float) -> None:
         """Least squares of ``seconds = bare x tokens + pair x pairs``, old steps fading; neither below 0."""
@@ -77,4 +120,5 @@ class PrefillMeter:
 
     def idle(self) -> None:
         """Nothing runs any more: the time until the next step says nothing."""
-        self._previous = None
+        self._previous = self._decoded = None
+        self._between = Gap(0.0, 0, 0, 0.0)

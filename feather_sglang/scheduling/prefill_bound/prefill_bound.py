@@ -1,0 +1,147 @@
+"""How much the next prefill step may compute while requests decode.
+
+A decode step follows every prefill step. Between two tokens of a request there are then
+
+    gap  =  own + price x work
+
+seconds. ``own`` is what the decode step takes, and a prefill step however little it computes; ``work`` is what it
+computes. The step computes as much as the bound allows, or as much as it must so that all that waits is computed within
+the operator's patience, whichever is more:
+
+    work  =  max((bound - own) / price,  waiting x gap / patience)
+
+So a bound that the load does not allow gives way, as far as it must, and no queue grows because of it. Where requests
+wait for memory the server is overloaded: then, too, the gap is at most ``LONGEST`` times its own part, so that what
+prefill is interrupted for takes a twentieth of the time. However tight the bound, a gap is twice its own part: shorter
+steps would cost more than they compute.
+
+Ours. Sarathi-Serve (Agrawal et al., 2024) has a fixed token budget of mixed steps, profiled ahead, for the same end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from feather_sglang.scheduling.meters.moving_mean import follow
+from feather_sglang.scheduling.meters.prefill import Gap
+from feather_sglang.scheduling.meters.readings import Readings
+from feather_sglang.scheduling.prefill_bound.promise import Promise
+
+LONGEST = 20  # times its own part, a gap where the bound has given way
+FIRST_TOKENS = 1024  # of a step before any was timed
+UNKNOWN_OWN = 0.25  # of the bound, before a gap was timed
+TOLD_EVERY = 10.0  # seconds between two lines of the log, at the least
+_WINDOW = 8  # gaps that the mean follows: a batch grows by an admission, not slowly
+
+
+class OwnTime:
+    """What lies between two decode steps beyond what is computed.
+
+    Attributes
+    ----------
+    seconds : a moving mean; None: no gap was timed yet.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+
+    def note(self, gap: Gap, bare_seconds: float | None, pair_seconds: float) -> None:
+        """A gap was timed; the prices are those of ``PrefillMeter``."""
+        if bare_seconds is not None:
+            own = gap.seconds - bare_seconds * gap.tokens - pair_seconds * gap.pairs
+            self.seconds = follow(self.seconds, max(0.0, own), _WINDOW)
+
+
+class PrefillBound:
+    """The rule of one server.
+
+    Parameters
+    ----------
+    tell
+        Hears a line when the bound gives way, and when it holds again.
+
+    Attributes
+    ----------
+    asked : seconds between two tokens that are aimed at; None: not known yet.
+    in_force : the same, or the longest gap that was launched of late if that is longer; None: nothing is asked yet.
+    """
+
+    def __init__(self, promise: Promise, tell: Callable[[str], None] = lambda line: None) -> None:
+        self.promise = promise
+        self.tell = tell
+        self.asked: float | None = None
+        self.in_force: float | None = None
+        self._own = self._price = 0.0  # seconds of a gap beyond its work, and of a token of work
+        self._holds = True
+        self._longest = 0.0  # gap since the log was told, seconds
+        self._told: float | None = None  # when it was
+
+    def look(self, readings: Readings) -> bool:
+        """Take in what was measured; whether there is a bound by now."""
+        self.asked = self.promise.between_tokens(readings.least_decode_seconds)
+        self._own, self._price = readings.own_seconds or 0.0, readings.bare_seconds or 0.0
+        return self.asked is not None
+
+    def work(self, waiting: float, readings: Readings) -> float:
+        """Work of the next prefill step, in tokens without context before them.
+
+        Parameters
+        ----------
+        waiting : work of all that waits; infinite where it does not fit into memory.
+        """
+        assert self.asked is not None
+        return plan(self.asked, waiting, self.promise.patience(), readings.own_seconds, readings.bare_seconds)
+
+    def launched(self, work: float) -> None:
+        """A prefill step of so much work was launched while requests decode."""
+        self._longest = max(self._longest, self._own + self._price * work)
+
+    def tell_in_force(self, now: float) -> None:
+        """Tell when the bound has given way, and when it holds again: of a period, as gaps change from step to step."""
+        if self.asked is None:
+            return
+        if self._told is None:
+            self._told = now
+        self.in_force = max(self.asked, self._longest, self.in_force or 0.0)
+        if 0 <= now - self._told < TOLD_EVERY:
+            return
+        self.in_force, holds = max(self.asked, self._longest), self._longest <= 1.01 * self.asked
+        if holds != self._holds:
+            asked, found = f"{1e3 * self.asked:.0f} ms", f"{1e3 * self.in_force:.0f} ms"
+            self.tell(
+                f"the bound of {asked} between tokens holds again"
+                if holds
+                else f"the load does not allow the bound of {asked} between tokens: {found} of late"
+            )
+        self._holds, self._longest, self._told = holds, 0.0, now
+
+
+def plan(bound: float, waiting: float, patience: float, own: float | None, price: float | None) -> float:
+    """Work of the next prefill step, in tokens without context before them.
+
+    Parameters
+    ----------
+    bound, patience : seconds, of ``Promise``.
+    waiting : work of all that waits, in tokens without context before them; infinite: more than fits into memory.
+    own, price : seconds of a gap beyond its work, and of a token of work; None: not known yet.
+    """
+    if price is None:
+        return FIRST_TOKENS
+    own = UNKNOWN_OWN * bound if own is None else own
+    longest = (LONGEST - 1) * own / price
+    allowed = max(bound - own, own) / price
+    spare = patience - waiting * price  # seconds that are left for the gaps' own parts
+    needed = waiting * own / spare if spare > 0 else math.inf
+    return max(allowed, min(needed, longest))
+
+
+def tokens_for(work: float, context: int, pair_tokens: float) -> float:
+    """Tokens of a prompt, after ``context`` earlier ones, that are so much work; inverts ``Work.of_prompt``.
+
+    Parameters
+    ----------
+    pair_tokens : work of attention from one token to one before it.
+    """
+    first = 1 + pair_tokens * context
+    return 2 * work / (first + math.sqrt(first * first + 2 * pair_tokens * work))
