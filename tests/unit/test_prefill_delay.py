@@ -84,6 +84,50 @@ def test_who_is_let_go_is_not_held_again_for_having_waited_or_for_company(
         assert not rule.delays(since + longer, waiting + more, max(0, running - fewer), fixed)
 
 
+# The share ------------------------------------------------------------------------------------------------------
+
+
+def served(rate, share, seconds=20.0):
+    """Arrivals at a steady rate beside 100 that run: (largest wait after a while, prefill steps a second)."""
+    rule = PrefillDelay(0.1, share)
+    longest, steps, came, now = 0.0, 0, [], 0.0
+    arrivals = iter([n / rate for n in range(int(rate * seconds))])
+    coming = next(arrivals)
+    while now < seconds - 1:
+        while coming <= now:
+            came.append(coming)
+            coming = next(arrivals)
+        if came and not rule.delays(now, len(came), 100, FIXED):
+            for _ in came:
+                rule.admitted(now)
+            longest, steps = max(longest, now - came[0]), steps + 1
+            came.clear()
+            now += FIXED
+        now += 0.001
+    return longest, steps / now
+
+
+def test_nobody_is_delayed_where_requests_come_seldom():
+    """A step for each of 20 a second would take a fifth of the time."""
+    longest, steps = served(rate=20.0, share=1 / 3)
+    assert longest <= FIXED + 0.002 and steps == pytest.approx(20, rel=0.05)
+    assert served(rate=20.0, share=0.0)[0] > 0.05
+
+
+def test_where_they_come_often_they_share_steps():
+    longest, steps = served(rate=60.0, share=1 / 3)
+    assert steps < 13 and longest <= 0.1 + 0.002
+    assert served(rate=60.0, share=1.0)[1] > 40  # and without a delay
+
+
+def test_what_was_long_ago_does_not_count():
+    rule = PrefillDelay(100.0, 1 / 3)
+    for _ in range(50):
+        rule.admitted(0.0)
+    assert rule.delays(0.1, 1, 10**6, FIXED)
+    assert not rule.delays(0.5, 1, 10**6, FIXED)
+
+
 # Rounds of a builder --------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.refusals import mixes_chunks, resolved
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.admission.admission import Admission
-from feather_sglang.scheduling.admission.gate import BOUND, PrefillDelay
+from feather_sglang.scheduling.admission.gate import BOUND, SHARE, PrefillDelay
 from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
 from feather_sglang.scheduling.admission.overtaking import Overtaking
 from feather_sglang.scheduling.admission.prefix_batching import PrefixBatching
@@ -73,7 +73,7 @@ def make_admission(
         prefix_batching=batching,
         forecast=make_forecast(scheduler) if batching is not None else None,
         outlook_of=outlook_of,
-        prefill_delay=PrefillDelay(bound) if bound else None,
+        prefill_delay=PrefillDelay(bound, SHARE if options.pace is None else 0.0) if bound else None,
         overtaking=Overtaking(options.max_overtaking),
         work=Work(scheduler.max_total_num_tokens),
     )
