@@ -100,6 +100,20 @@ HOOKS = (
     Hook(
         _POLICY + "calc_priority", "scheduler", ("self", "waiting_queue", "running_batch"), "an admission round opens"
     ),
+    Hook(
+        _POLICY + "_touch_waiting_prefixes",
+        "calls",
+        ("self", "policy", "waiting_queue"),
+        "prefixes of those who wait stay in the cache",
+        optional=True,
+    ),
+    Hook(
+        _POLICY + "waiting_queue_prefix_matched",
+        "scheduler",
+        ("self", "waiting_queue"),
+        "a load report counts what is not cached",
+        optional=True,
+    ),
     Hook(_SCHEDULER + "_add_request_to_queue", "scheduler", ("self", "req"), "a request arrives or comes back"),
     Hook(
         _SCHEDULER + "_get_new_batch_prefill_raw",

@@ -70,6 +70,8 @@ class Hooks:
         wrap(scheduler, "_add_request_to_queue", self._add_request_to_queue)
         wrap(scheduler, "_get_new_batch_prefill_raw", self._get_new_batch_prefill)
         wrap(scheduler, "update_running_batch", self._update_running_batch)
+        if feather.policy is not None and hasattr(scheduler.policy, "waiting_queue_prefix_matched"):
+            wrap(scheduler.policy, "waiting_queue_prefix_matched", self._waiting_queue_prefix_matched)
         if feather.policy is not None:  # else nobody learns from what is measured
             wrap(scheduler, "process_batch_result", self._process_batch_result)
         if feather.watches_decisions:
@@ -109,8 +111,13 @@ class Hooks:
         opened = self.feather.rounds.open(running_batch)
         if not opened or self.feather.policy is None:
             original(waiting_queue, running_batch, **kwargs)
+        else:
+            self.feather.rounds.use_prefixes(waiting_queue)
         if opened:
             self.feather.scheduler.waiting_queue = AdmissionQueue(waiting_queue, self._propose, self._loop_code)
+
+    def _waiting_queue_prefix_matched(self, original: Callable[..., Any], waiting_queue: list[Any]) -> bool:
+        return self.feather.rounds.count_prefixes() or original(waiting_queue)
 
     def _propose(self, adder: Any, adapters: set[Any] | None) -> Iterator[Any]:
         self._adder.wrap(adder, "add_one_req", functools.partial(self._add_one_req, adder))

@@ -56,6 +56,13 @@ class FeatherPolicy(SchedulePolicy):
         self._opened = self.feather.rounds.open(running_batch)
         if not self._opened or self.feather.policy is None:
             super().calc_priority(waiting_queue, running_batch, **kwargs)
+        else:
+            self.feather.rounds.use_prefixes(waiting_queue)
+
+    def waiting_queue_prefix_matched(self, waiting_queue: list[Any]) -> bool:
+        """Whether it is known how much of the prompts that wait is cached; a load report is about to count it."""
+        counted = self.feather.policy is not None and self.feather.rounds.count_prefixes()
+        return counted or super().waiting_queue_prefix_matched(waiting_queue)
 
     def propose(self, waiting_queue: list[Any], running_batch: Any, adder: Any) -> Iterator[Any]:
         """Who is next."""

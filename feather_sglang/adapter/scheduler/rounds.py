@@ -16,6 +16,7 @@ from feather_sglang.adapter.scheduler.guard import Guard
 from feather_sglang.adapter.scheduler.life_cycle import LifeCycle, cached_tokens, total_tokens
 from feather_sglang.adapter.scheduler.meters import Meters
 from feather_sglang.adapter.scheduler.prefill_limit import PrefillLimit
+from feather_sglang.adapter.scheduler.waiting_prefixes import WaitingPrefixes
 from feather_sglang.scheduling.admission.admission import Admission
 from feather_sglang.scheduling.admission.verdict import Batch, Proposal, Verdict
 from feather_sglang.scheduling.meters.readings import Readings
@@ -48,6 +49,7 @@ class AdmissionRounds:
         self.meters = meters
         self.guard = guard
         self.limit = limit
+        self.prefixes = WaitingPrefixes(scheduler, admission)
         self._readings: Readings | None = None  # where this round needed them before it opened
         self._running_rows = self._computed_tokens = 0
 
@@ -92,6 +94,18 @@ class AdmissionRounds:
         self.admission.open_round(readings, pending_tokens=pending)
         if not self.admission.round.delayed:
             self.meters.decode.take()
+
+    def use_prefixes(self, queue: list[Any]) -> None:
+        """Keep the prefixes of those who wait in the cache, as SGLang's own policies do."""
+        with self.guard("the prefixes of waiting requests could not be used"):
+            self.prefixes.use(queue)
+
+    def count_prefixes(self) -> bool:
+        """Whether each request that waits says how much of its prompt is cached."""
+        if not self.guard.failed:
+            with self.guard("the prefixes of waiting requests could not be counted"):
+                self.prefixes.count()
+        return not self.guard.failed
 
     def propose(self, queue: Iterable[Any], adder: Any) -> Iterator[Any]:
         """Requests in the order they are proposed, until nobody is or SGLang's budgets end the loop.
