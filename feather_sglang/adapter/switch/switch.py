@@ -25,7 +25,7 @@ from feather_sglang.adapter.scheduler.construction import make_stop_policy
 from feather_sglang.adapter.scheduler.feather_scheduler import take_over
 from feather_sglang.adapter.switch.admission_clock import AdmissionClock
 from feather_sglang.adapter.wrapping import Wrappings
-from feather_sglang.errors import FeatherError
+from feather_sglang.errors import FeatherError, quoted
 from feather_sglang.scheduling.policies import StopPolicy
 from feather_sglang.scheduling.policy_names import FEATHER, SINCE, STOCK
 
@@ -57,10 +57,12 @@ class Order:
         if not isinstance(name, str) or set(given) - {"schedule_policy", "options"}:
             raise FeatherError('expected {"schedule_policy": NAME}, with "options": {...} where they differ')
         if name not in STOCK + FEATHER:
-            raise FeatherError(f"unknown schedule policy {name!r}; choose from {', '.join(STOCK + FEATHER)}")
+            raise FeatherError(f"unknown schedule policy {quoted(name)}; choose from {', '.join(STOCK + FEATHER)}")
         options = given.get("options", {})
         if not isinstance(options, dict) or (options and name not in FEATHER):
             raise FeatherError(f'"options" must be an object, and {name} takes {"them" if name in FEATHER else "none"}')
+        if nested := [key for key, value in options.items() if isinstance(value, dict | list)]:
+            raise FeatherError(f"options: {quoted(nested[0])} must be a number, a name, true, false or null")
         return cls(name, options)
 
     def as_message(self) -> dict[str, int]:
@@ -116,6 +118,9 @@ class Switch:
         except FeatherError as error:
             self._refused = {"status": 409 if isinstance(error, Busy) else 400, "reason": str(error)}
             logger.warning("feather: the schedule policy stays %s: %s", self.scheduler.schedule_policy, error)
+        except Exception as error:  # no order may end the server, and other ranks wait for this one's vote
+            self._refused = {"status": 400, "reason": f"the order could not be checked: {quoted(error, 200)}"}
+            logger.exception("feather: the schedule policy stays %s", self.scheduler.schedule_policy)
         # One rank alone must not switch: the ranks would form different batches from then on.
         if self._agreement.all(plan is not None) and plan is not None:
             self._carry_out(plan)
