@@ -236,9 +236,9 @@ def test_the_default_pace_and_a_policy_that_is_not_paced(tmp_path):
     plain = ab(tmp_path / "plain", *flags, "feather-bandit", "--feather-pace", "0")["runs"]["feather-bandit"]
     default = ab(tmp_path / "default", *flags, "feather-bandit")["runs"]["feather-bandit"]
     bandit = paced["feather-bandit"]
-    for figure in ("output_tok_s", "ttft_mean", "prefills"):
-        assert default[figure] == bandit[figure] != plain[figure]
-    assert bandit["feather"]["held_rounds"] > 0
+    # The default waits until it has seen that requests come often.
+    assert 0 < default["feather"]["held_rounds"] <= bandit["feather"]["held_rounds"]
+    assert bandit["prefills"] <= default["prefills"] < plain["prefills"]
     assert paced["feather-order"]["feather"]["held_rounds"] == 0  # SGLang admits under feather-order
 
 
