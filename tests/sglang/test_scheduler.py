@@ -472,9 +472,11 @@ def test_prefill_is_measured_and_idle_time_is_not(gathering_server):
     one.step()
     assert meter.seconds_per_token == pytest.approx(alone)
     one.step()
+    one.step()  # a decode step that follows another is timed
     one.submit("second", long_prompt(1), max_new_tokens=1)
     one.submit("little", [9] * 40, max_new_tokens=1)
     one.step()
+    one.step()  # what lies between two decode steps is known when the later one has ended
     measured = alone + (two - alone) / 64
     assert meter.seconds_per_token == pytest.approx(measured)
     assert one.feather.admission.state.prefix_batching.seconds_per_token == pytest.approx(alone)  # of the last round
