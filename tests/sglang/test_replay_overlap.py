@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -45,13 +45,6 @@ class Launch(NamedTuple):
         return self.ready - self.compute
 
 
-@dataclass(frozen=True)
-class Noted(replays.Job):
-    """A replay whose launches are noted."""
-
-    more: dict = field(default_factory=dict)
-
-
 def noted(job, tell):
     os.environ["FEATHER_OPTIONS"] = json.dumps(job.options)
     from feather_sglang.adapter.replay_engine import Replay, ReplaySettings
@@ -88,7 +81,7 @@ def step_model(host, graphs=True):
 
 def replayed(tmp_path, trace, host, *flags, graphs=True, policy="fcfs", **settings):
     settings = {"kv_tokens": 200_000, "stream_interval": 1, "server_flags": flags, **settings}
-    job = Noted(policy, trace, step_model(host, graphs), settings, {})
+    job = replays.Job(policy, trace, step_model(host, graphs), settings, {})
     result = replays.run_jobs([job], 1, tmp_path, Console(quiet=True), noted)[policy]
     launches, served, makespan, busy, _, count = result
     steps = [Launch(*one) for one in launches]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -103,13 +102,6 @@ class Steps(StepTimeModel):
         return super().decode(seq_lens, sharing)
 
 
-@dataclass(frozen=True)
-class Noted(replays.Job):
-    """A replay whose steps are noted."""
-
-    steps: list = field(default_factory=list)
-
-
 def noted(job, tell):
     os.environ["FEATHER_OPTIONS"] = json.dumps(job.options)
     from feather_sglang.adapter.replay_engine import Replay, ReplaySettings
@@ -123,7 +115,7 @@ def noted(job, tell):
 def replayed(tmp_path, *flags, policy="fcfs", **settings):
     """The steps of the burst on a server with these flags, and its retractions."""
     settings = {"kv_tokens": 50_000, "scheduler_cost": "off", "server_flags": flags, **settings}
-    job = Noted(policy, BURST, Steps(), settings, {})
+    job = replays.Job(policy, BURST, Steps(), settings, {})
     steps, retractions, gaps = replays.run_jobs([job], 1, tmp_path, Console(quiet=True), noted)[policy]
     assert gaps == [OUTPUT - 1] * len(BURST.requests)
     return steps, retractions
