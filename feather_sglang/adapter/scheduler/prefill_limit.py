@@ -95,8 +95,7 @@ class PrefillLimit:
 
     def _waiting(self, chunked: Any) -> float:
         """Work of all that waits; infinite where it does not fit into memory."""
-        allocator, cache = self.scheduler.token_to_kv_pool_allocator, self.scheduler.tree_cache
-        free, work = allocator.available_size() + cache.evictable_size(), 0.0
+        free, work = self._free_tokens(), 0.0
         if chunked is not None:
             total = total_tokens(chunked)
             rest = total - cached_tokens(chunked)
@@ -113,8 +112,12 @@ class PrefillLimit:
             return False
         page = scheduler.page_size
         rest = (total_tokens(chunked) - cached_tokens(chunked) + page) // page * page
-        free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
-        return bool(free - running_batch.new_tokens_required_next_decode() < rest)
+        return bool(self._free_tokens() - running_batch.new_tokens_required_next_decode() < rest)
+
+    def _free_tokens(self) -> int:
+        """KV tokens that are free, or that the cache would give back."""
+        scheduler = self.scheduler
+        return int(scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size())
 
     def open(self, adder: Any) -> None:
         """Note the round's adder, which may hold the next chunk of a prompt by now."""
@@ -125,7 +128,7 @@ class PrefillLimit:
 
     def _take(self, tokens: int, context: int) -> None:
         assert self._work is not None
-        self._work -= tokens * (1 + self._pair_tokens * (context + tokens / 2))
+        self._work -= self.admission.work.of_prompt(tokens, context + tokens)
 
     def allow(self, req: Any) -> bool:
         """Lower what is left of the chunk to what a proposed request may have in time; False: nothing."""

@@ -36,10 +36,10 @@ class WaitingPrefixes:
         if not cache.supports_fast_match_prefix():
             policy._touch_waiting_prefixes(policy.policy, queue)
             return
-        from sglang.srt.mem_cache.common import touch_waiting_prefix
-
         self._rounds += 1
         if self._rounds % EVERY_ROUNDS == 1:
+            from sglang.srt.mem_cache.common import touch_waiting_prefix  # older releases have none
+
             for req in reversed(queue[:OLDEST]):
                 touch_waiting_prefix(req, cache)
 
