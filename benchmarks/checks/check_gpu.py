@@ -5,7 +5,8 @@
 
 It needs an installed SGLang and takes less than ten minutes: the GPU's tests; a server with `pat` and `feather` whose
 answers must be those of SGLang's own backend; then two servers, `fa3` with fcfs and `pat` with `feather`, under W6
-(prefixes fill the KV pool), under W3 (nothing is shared) and for a lone request. The model has Qwen3-8B's shape and
+(prefixes fill the KV pool), under W3 (nothing is shared) and for a lone request, the second one with `--feather-tbt` as
+well, which must cost next to no throughput and shorten the gaps. The model has Qwen3-8B's shape and
 random weights; it is written here, and nothing is downloaded.
 
 A table has this machine's figures beside the performance page's, or beside those of ``--compare``. The result file is

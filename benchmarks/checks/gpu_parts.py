@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpu_found import Gpu
-from gpu_report import CASES, NOT_RUN, OURS, RIGHT, STOCK, WRONG
+from gpu_report import BOUND_MS, CASES, NOT_RUN, OURS, PROMISE, RIGHT, STOCK, WRONG
 from model_shapes import SHAPES
 
 from feather_sglang import __version__
-from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS
+from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS, parse_server
 from feather_sglang.compare.server.process import environment_with
 from feather_sglang.report.servers import incomplete, tok_s
 
@@ -78,18 +79,19 @@ def answers_command(folder: Path, limit: float) -> list[str]:
     return program("benchmarks/checks/check_pat_server.py", flags, f"--flags={ANSWERS_FLAGS}")
 
 
-def servers_command(folder: Path, gpu: Gpu, limit: float) -> list[str]:
-    """Both servers and all cases."""
+def servers_command(folder: Path, limit: float) -> list[str]:
+    """All servers and cases; the one that keeps a promise is the one that makes none, switched."""
     shape = SHAPES[SHAPE]
     model = replace(shape, config={**shape.config, "vocab_size": VOCABULARY}).write(folder / "model")
     flags = {
-        "--model": model, "--overlap-starts": 2 if two_servers_fit(gpu) else 1, "--time-limit": f"{limit:.0f}",
-        "--case-limit": CASE_SECONDS, "--start-timeout": START_SECONDS, "--json": folder / SERVERS_FILE,
-        "--logs": folder / "servers",
+        "--model": model, "--time-limit": f"{limit:.0f}", "--case-limit": CASE_SECONDS, "--stream-interval": 1,
+        "--start-timeout": START_SECONDS, "--json": folder / SERVERS_FILE, "--logs": folder / "servers",
     }  # fmt: skip
-    names = [word for server in (STOCK, OURS) for word in ("--server", server)]
+    promise = f"{PROMISE}={shlex.join([*parse_server(OURS).flags, '--feather-tbt', str(BOUND_MS)])}"
+    names = [word for server in (STOCK, OURS, promise) for word in ("--server", server)]
     cases = ["--case", *(case.name for case in CASES)]
-    return program("benchmarks/bench_server.py", flags, f"--flags={NO_PREFILL_GRAPHS}", *names, *cases)
+    graphs = f"--flags={NO_PREFILL_GRAPHS}"
+    return program("benchmarks/bench_server.py", flags, "--one-server", graphs, *names, *cases)
 
 
 def program(path: str, flags: Mapping[str, Any], *words: str) -> list[str]:
@@ -143,19 +145,20 @@ def answers_outcome(status: int | None, printed: str, file: Path) -> Outcome:
 
 
 def servers_outcome(status: int | None, printed: str, file: Path) -> dict[str, dict[str, Any]]:
-    """Tokens a second of each server in each case, and why one is missing."""
+    """Tokens a second and the TBT p99 of each server in each case, and why one is missing."""
     content = json.loads(file.read_text()) if file.is_file() else {"records": [], "servers": {}}
     return {case.name: of_case(case.name, content, status, printed) for case in CASES}
 
 
 def of_case(name: str, content: Mapping[str, Any], status: int | None, printed: str) -> dict[str, Any]:
     """One case."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"tbt_p99_ms": {}}
     reasons = []
-    for server in (STOCK, OURS):
+    for server in (STOCK, OURS, PROMISE):
         records = [one for one in content["records"] if (one["server"], one["case"]) == (server, name)]
         complete = [one for one in records if not incomplete(one)]
         found[server] = tok_s(complete[0]) if complete else None
+        found["tbt_p99_ms"][server] = (complete[0]["overall"].get("tbt_ms") or {}).get("p99") if complete else None
         if found[server] is None:
             reasons.append(f"{server}: {why_missing(server, records, content, status, printed)}")
     return found | {"said": "; ".join(reasons)}

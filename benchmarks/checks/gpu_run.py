@@ -23,7 +23,7 @@ from feather_sglang.file_writing import replace_text
 
 GRACE = 15.0  # seconds for a program to end what it has started
 RESERVE = 10.0  # seconds of the time limit that are kept for the end
-SERVERS_SECONDS = 280.0  # kept for the two servers: their starts, and two minutes or more of cases
+SERVERS_SECONDS = 300.0  # kept for the servers: two starts, and three minutes of cases
 
 
 class GpuRun:
@@ -68,7 +68,7 @@ class GpuRun:
         run_together(commands, environment, self.folder, limit, self.checked)
         limit = self.remaining()
         self.say(f"servers, {limit:.0f} s at most")
-        commands = {"servers": gpu_parts.servers_command(self.folder, self.gpu, limit - GRACE)}
+        commands = {"servers": gpu_parts.servers_command(self.folder, limit - GRACE)}
         run_together(commands, environment, self.folder, limit, self.measured)
         return self.content
 

@@ -19,7 +19,7 @@ import gpu_found
 import gpu_parts
 import gpu_report
 import gpu_run
-from gpu_report import CASES, OURS, STOCK
+from gpu_report import BOUND_MS, CASES, OURS, PROMISE, STOCK
 
 ROOT = Path(__file__).resolve().parents[2]
 H200, H100 = gpu_found.Gpu("NVIDIA H200", 143_771), gpu_found.Gpu("NVIDIA H100", 81_559)
@@ -109,19 +109,15 @@ def test_the_programs_take_the_flags_that_they_are_given(tmp_path: Path, monkeyp
     assert Path(command[1]).is_file()
     options = check_pat_server.arguments(command[2:])
     assert (options.chosen, options.reference, options.spread, options.random) == (["feather"], "fa3", "", True)
-    command = gpu_parts.servers_command(tmp_path, H200, 280.0)
+    command = gpu_parts.servers_command(tmp_path, 280.0)
     assert Path(command[1]).is_file()
     bench = server_arguments.arguments(command[2:], "")
-    assert [server.name for server in bench.servers] == [STOCK, OURS] and bench.overlap_starts == 2
-    assert [server.policy for server in bench.servers] == ["fcfs", "feather"]
+    assert [server.name for server in bench.servers] == [STOCK, OURS, PROMISE] and bench.one_server
+    assert [server.policy for server in bench.servers] == ["fcfs", "feather", "feather"]
+    assert bench.servers[2].policy_options == {"tbt": str(BOUND_MS)} and not bench.servers[1].policy_options
     assert [case.name for case in bench.cases] == [case.name for case in CASES]
     assert "--disable-prefill-cuda-graph" in bench.for_all
     assert json.loads((bench.model / "config.json").read_text())["vocab_size"] == gpu_parts.VOCABULARY
-
-
-def test_a_smaller_gpu_has_one_server_at_a_time(tmp_path: Path) -> None:
-    command = gpu_parts.servers_command(tmp_path, H100, 280.0)
-    assert command[command.index("--overlap-starts") + 1] == "1"
 
 
 def test_python_finds_the_checkout_and_sglang_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,21 +179,25 @@ def test_what_the_answers_say(tmp_path: Path, status: int | None, printed: str, 
 
 
 def record(server: str, case: str, rate: float, unfinished: int = 0) -> dict[str, Any]:
-    return {"server": server, "case": case, "overall": {"tok_s": rate, "failed": 0, "unfinished": unfinished}}
+    overall = {"tok_s": rate, "failed": 0, "unfinished": unfinished, "tbt_ms": {"p99": rate / 10}}
+    return {"server": server, "case": case, "overall": overall}
 
 
 def test_what_the_servers_say(tmp_path: Path) -> None:
     file = tmp_path / "servers.json"
-    records = [record(STOCK, "W6", 2000.0), record(OURS, "W6", 8000.0), record(STOCK, "W3", 100.0, unfinished=1),
+    records = [record(STOCK, "W6", 2000.0), record(OURS, "W6", 8000.0), record(PROMISE, "W6", 7900.0),
+               record(STOCK, "W3", 100.0, unfinished=1), record(PROMISE, "W3", 110.0),
                {"server": OURS, "case": "W3", "error": "it did not answer"}]  # fmt: skip
-    servers = {STOCK: {"error": None}, OURS: {"error": "status 1", "log_end": ["CUDA error: no memory", "at exit"]}}
+    servers = {STOCK: {"error": None}, OURS: {"error": "status 1", "log_end": ["CUDA error: no memory", "at exit"]},
+               PROMISE: {"error": None}}  # fmt: skip
     file.write_text(json.dumps({"records": records, "servers": servers}))
     found = gpu_parts.servers_outcome(1, "", file)
-    assert found["W6"] == {STOCK: 2000.0, OURS: 8000.0, "said": ""}
+    rates = {STOCK: 2000.0, OURS: 8000.0, PROMISE: 7900.0}
+    assert found["W6"] == {**rates, "tbt_p99_ms": {name: rate / 10 for name, rate in rates.items()}, "said": ""}
     assert found["W3"][STOCK] is None and found["W3"][OURS] is None
     assert "requests failed or were cut" in found["W3"]["said"] and "it did not answer" in found["W3"]["said"]
     lone = found[CASES[2].name]["said"]
-    assert lone == f"{STOCK}: time ran out; {OURS}: status 1: CUDA error: no memory"
+    assert lone == f"{STOCK}: time ran out; {OURS}: status 1: CUDA error: no memory; {PROMISE}: time ran out"
 
 
 def test_servers_without_a_result_file_are_explained_by_what_was_printed(tmp_path: Path) -> None:
@@ -214,6 +214,7 @@ def new() -> dict[str, Any]:
     page = gpu_report.page_figures(check_gpu.MEASURED)
     checks = {name: {"result": "right", "said": "fine", "seconds": 1.0} for name in ("tests", "answers")}
     cases = {name: {**figures, "said": ""} for name, figures in page["cases"].items()}
+    cases["W6"] |= {PROMISE: cases["W6"][OURS], "tbt_p99_ms": {OURS: 140.0, PROMISE: 70.0}}
     return {"machine": page["machine"], "checks": checks, "cases": cases}
 
 
@@ -228,7 +229,7 @@ def test_a_run_as_the_page_says_passes(new: dict[str, Any]) -> None:
     page = gpu_report.page_figures(check_gpu.MEASURED)
     assert not gpu_report.failures(new, page, is_page=True)
     text = gpu_report.report(new, page, is_page=True)
-    assert text.count("passes") == 2 and text.count("as on the page") == 6 and "4.76x" in text
+    assert text.count("passes") == 4 and text.count("as on the page") == 6 and "4.76x" in text
 
 
 def test_what_is_below_the_page_is_said_and_does_not_fail(new: dict[str, Any]) -> None:
@@ -246,6 +247,25 @@ def test_what_is_wrong_or_missing_fails_whatever_it_is_compared_with(new: dict[s
     failures = gpu_report.failures(new, old, is_page)
     assert failures == ["tests: wrong: 1 failed", f"W3, nothing shared: not measured: {OURS}: time ran out"]
     assert gpu_report.report(new, old, is_page).count("FAILS") == 2
+
+
+@pytest.mark.parametrize(
+    ("rate", "gap", "fails"), [(0.98, 139.0, 0), (0.96, 70.0, 0), (0.94, 70.0, 1), (1.0, 141.0, 1), (0.9, 150.0, 2)]
+)
+@pytest.mark.parametrize("is_page", [True, False])
+def test_a_promise_may_cost_little_throughput_and_must_shorten_gaps(
+    new: dict[str, Any], rate: float, gap: float, fails: int, is_page: bool
+) -> None:
+    old = copy.deepcopy(new)
+    new["cases"]["W6"] |= {PROMISE: rate * new["cases"]["W6"][OURS], "tbt_p99_ms": {OURS: 140.0, PROMISE: gap}}
+    assert len(gpu_report.failures(new, old, is_page)) == fails
+
+
+def test_a_promise_that_was_not_measured_fails(new: dict[str, Any]) -> None:
+    old = copy.deepcopy(new)
+    new["cases"]["W6"] |= {PROMISE: None, "said": f"{PROMISE}: time ran out"}
+    (failure,) = gpu_report.failures(new, old, is_page=True)
+    assert "time ran out" in failure
 
 
 @pytest.mark.parametrize(("factor", "fails"), [(0.96, False), (0.94, True), (1.3, False)])
@@ -295,7 +315,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu_run.GpuRun:
     code = (
         f"import pathlib, time; pathlib.Path({str(one.folder / 'servers.json')!r}).write_text({text!r}); time.sleep(60)"
     )
-    monkeypatch.setattr(gpu_parts, "servers_command", lambda folder, gpu, limit: python(code))
+    monkeypatch.setattr(gpu_parts, "servers_command", lambda folder, limit: python(code))
     return one
 
 
@@ -308,7 +328,7 @@ def test_a_part_that_fails_loses_nothing_of_the_others(run: gpu_run.GpuRun, monk
     assert content["checks"][gpu_parts.ANSWERS] | {"seconds": 0} == {
         "result": "not run", "said": "it ended with status 1: no memory", "seconds": 0,
     }  # fmt: skip
-    assert content["cases"]["W6"] == {STOCK: 10.0, OURS: 20.0, "said": ""}
+    assert (content["cases"]["W6"][STOCK], content["cases"]["W6"][OURS]) == (10.0, 20.0)
     assert "time ran out" in content["cases"]["W3"]["said"]
     assert json.loads(run.out.read_text()) == content and len(seen) == 5
     assert all(one["cases"].keys() == content["cases"].keys() for one in seen)
@@ -318,7 +338,7 @@ def test_an_earlier_runs_figures_are_not_taken_for_this_ones(
     run: gpu_run.GpuRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run.folder / gpu_parts.SERVERS_FILE).write_text(json.dumps({"records": [record(OURS, "W6", 1.0)], "servers": {}}))
-    monkeypatch.setattr(gpu_parts, "servers_command", lambda folder, gpu, limit: python("raise SystemExit('broken')"))
+    monkeypatch.setattr(gpu_parts, "servers_command", lambda folder, limit: python("raise SystemExit('broken')"))
     content = run.run()
     assert content["cases"]["W6"][OURS] is None and "no results: broken" in content["cases"]["W6"]["said"]
 
