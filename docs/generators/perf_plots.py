@@ -97,7 +97,7 @@ def backends(folder: Path) -> str:
 
 def policies(folder: Path) -> str:
     """Throughput to fcfs of each policy, a panel a backend."""
-    found = [perf_servers.policies(folder, name, perf_servers.SERVERS[name]) for name in ("pat", "fa3")]
+    found = [perf_servers.policies(folder, name, perf_servers.POLICIES[name]) for name in ("pat", "fa3")]
     figure, panels = axes(6.0, rows=2)
     for axis, one in zip(panels, found, strict=True):
         labels = [case.partition(":")[0] for case in one.runs]
@@ -162,8 +162,8 @@ def readable(case: str) -> str:
 
 def readme(folder: Path) -> str:
     """Stock SGLang with its best backend and policy, with pat, and with both parts of this project."""
-    ours = perf_servers.policies(folder, "pat", perf_servers.SERVERS["pat"])
-    others = [perf_servers.policies(folder, name, file) for name, file in perf_servers.SERVERS.items() if name != "pat"]
+    ours = perf_servers.policies(folder, "pat", perf_servers.POLICIES["pat"])
+    others = [perf_servers.policies(folder, name, files) for name, files in perf_servers.POLICIES.items() if name != "pat"]
     stock = {
         case: [one.runs[case][name].tok_s for one in others for name in one.names[:-1] if name in one.runs[case]]
         for case in ours.runs

@@ -1,65 +1,100 @@
-"""Within bounds: the suite's policies beside feather that is told of them, by replay."""
+"""Between tokens: what a bound on gaps costs and brings on servers, beside SGLang's own settings for the same end."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
-import perf_replay
-from perf_results import get, load
-from perf_text import Section, table
+from perf_results import ResultError, get, load
+from perf_servers import setup
+from perf_text import Section, number, table
 
-from feather_sglang.suite.report import summary
-
-SUITE = "suite.json"
-PROMISE = "feather+slo"  # the suite's name of it
-SHOWN = ("fcfs", "hrrn", "shortest-prefill-first", "feather", PROMISE)
-
-
-def share(results: dict[str, Any], policy: str) -> float:
-    """Mean of the share of requests within the bounds over the cases that the policy came through."""
-    cases = [get(case["policies"], f"{SUITE}, {name}", policy) for name, case in results["cases"].items()]
-    return mean(figures["slo_share"] for figures in cases if "error" not in figures)
+# Prompts of real traces, 500,000 KV tokens; prefixes that fill or exceed 200,000; both kinds with prefill graphs.
+WITHOUT, SHARED, WITH = "bounds_h200_traces.json", "bounds_h200.json", "bounds_h200_graphs.json"
+FILES = (WITHOUT, SHARED, WITH)
+PLAIN = "feather"
+FLAGS = {"feather, tbt 250": "`--feather-tbt 250`", "feather, tbt 50": "`--feather-tbt 50`",
+         "feather, slo mooncake": "`--feather-slo mooncake`"}  # fmt: skip
+STATIC = ("interval", "chunks of")  # SGLang's own settings
+NAMES = {"trace:mooncake_synthetic_first1800,500,150,2.7": "synthetic trace, 150 requests at 2.7/s",
+         "trace:mooncake_conversation,0,80,3": "conversation trace, 80 requests at 3/s",
+         "W2": "W2, prefixes exceed the pool", "W6": "W6, prefixes fill the pool"}  # fmt: skip
 
 
-def measured(folder: Path) -> dict[str, Any]:
-    """The suite's results, which have all that is shown."""
-    results = load(folder, SUITE)
-    for name in SHOWN:
-        share(results, name)
-    return results
+class Bounded(NamedTuple):
+    """One workload on a server under one setting; throughput in tokens/s, times in ms and seconds."""
+
+    setting: str
+    tok_s: float
+    tbt_p99_ms: float
+    ttft_s: float
+    e2e_s: float
+    goodput: float
 
 
-def on_a_server(folder: Path) -> str:
-    """What the promise cost where a server was measured with it and without."""
-    found = perf_replay.measured(folder)
-    kept = [one for one in found if "slo " in one.options]
-    plain = {one.bed: one for one in found if one.policy == "feather" and not one.options}
-    lines = [
-        "Do not use `--feather-slo` in production yet. The table's row and the server's figures are of the mechanism "
-        "before [the present one](guide/goodput.md#can-the-server-aim-at-them), which no server has confirmed."
-    ]
-    for one in kept:
-        without = plain[one.bed]
-        lost = 1 - one.server["output_tok_s"] / without.server["output_tok_s"]
-        lines.append(
-            f"An H200 server (SGLang {one.release}, `{one.case}`) had {one.server['output_tok_s']:.0f} tokens/s with "
-            f"it and {without.server['output_tok_s']:.0f} without, {lost:.0%} less; its mean TTFT was "
-            f"{one.server['ttft_mean']:.1f} s and {without.server['ttft_mean']:.1f} s, its TBT p99 "
-            f"{one.server['tbt_p99_ms']:.0f} ms and {without.server['tbt_p99_ms']:,.0f} ms."
+def measured(folder: Path, file: str) -> dict[str, dict[str, Bounded]]:
+    """The runs of a file, by workload and setting; those of workloads without a run under no bound are left out."""
+    found: dict[str, dict[str, Bounded]] = {}
+    for record in get(load(folder, file), file, "records"):
+        case, name = get(record, file, "case"), get(record, file, "server")
+        overall: dict[str, Any] = get(record, file, "overall")
+        if case in NAMES:
+            times = [get(overall, file, *path) for path in (("tbt_ms", "p99"), ("ttft_s", "mean"), ("e2e_s", "mean"))]
+            run = Bounded(name, get(overall, file, "tok_s"), *times, get(record, file, "goodput"))
+            found.setdefault(case, {})[name] = run
+    for case, runs in found.items():
+        if missing := [name for name in (PLAIN, *FLAGS) if name not in runs]:
+            raise ResultError(f"{file}: {case}: no {missing[0]}")
+    return found
+
+
+def best_static(runs: dict[str, Bounded]) -> Bounded | None:
+    """SGLang's own setting with the best goodput."""
+    static = [run for name, run in runs.items() if any(word in name for word in STATIC)]
+    return max(static, key=lambda run: run.goodput, default=None)
+
+
+def rows(runs: dict[str, Bounded], where: str) -> list[list[str]]:
+    """The lines of a workload: no bound, the flags, and the best of SGLang's own settings."""
+    plain, best = runs[PLAIN], best_static(runs)
+    shown = [("no bound", plain), *((text, runs[name]) for name, text in FLAGS.items())]
+    if best is not None:
+        shown.append((f"SGLang's best: {best.setting.partition(', ')[2]}", best))
+    return [
+        [where, text, number(run.tok_s), f"{run.tok_s / plain.tok_s:.2f}", f"{run.tbt_p99_ms:,.0f}",
+         f"{run.ttft_s:.1f}", f"{run.e2e_s:.1f}", f"{run.goodput:.2f}"]
+        for text, run in shown
+    ]  # fmt: skip
+
+
+def summary(folder: Path) -> str:
+    """Of each flag the span of throughput to no bound, and of the TBT p99 on the traces."""
+    found = [(file, case, runs) for file in FILES for case, runs in measured(folder, file).items()]
+    said = []
+    for name, text in FLAGS.items():
+        costs = sorted(runs[name].tok_s / runs[PLAIN].tok_s for _, _, runs in found)
+        gaps = [(runs[PLAIN].tbt_p99_ms, runs[name].tbt_p99_ms) for _, case, runs in found if case.startswith("trace:")]
+        before, after = (sorted(values) for values in zip(*gaps, strict=True))
+        said.append(
+            f"{text} had {costs[0]:.2f}x to {costs[-1]:.2f}x of the throughput without it; on the traces, the TBT p99 "
+            f"was {after[0]:,.0f} to {after[-1]:,.0f} ms instead of {before[0]:,.0f} to {before[-1]:,.0f} ms."
         )
-    return " ".join(lines)
+    return "\n".join(f"- {line}" for line in said)
 
 
 def section(folder: Path) -> Section:
     """The table of the page."""
-    results = measured(folder)
-    head, *rows = summary(results)
-    shown = [["`--feather-slo`" if row[0] == PROMISE else row[0], *row[1:-1]] for row in rows if row[0] in SHOWN]
     body = [
-        f"{len(results['cases'])} kinds of traffic, SLO {results['slo']}, replayed; to fcfs:",
-        table(head[:-1], shown),
-        on_a_server(folder),
+        "A bound on the time between two tokens, under loads that a server cannot quite carry. Goodput: requests a "
+        "second whose first token came within 10 s, and 99% of whose gaps were within 300 ms.",
+        summary(folder),
     ]
-    return Section("Within bounds", body, f"`{results['attention']}`.", ["feather suite --short --traces TRACES"])
+    head = ["workload", "setting", "tokens/s", "to no bound", "TBT p99, ms", "TTFT mean, s", "end to end mean, s",
+            "goodput, requests/s"]  # fmt: skip
+    lines = []
+    for file, graphs in ((WITHOUT, ""), (SHARED, ""), (WITH, ", prefill graphs")):
+        for case, runs in measured(folder, file).items():
+            lines += rows(runs, NAMES[case] + graphs)
+    body.append(table(head, lines))
+    where = f"{setup(folder, WITHOUT)}, `feather` with `pat`; a stream of single tokens; single runs."
+    return Section("Between tokens on servers", body, where, files=list(FILES))

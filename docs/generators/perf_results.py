@@ -15,7 +15,7 @@ from feather_sglang.compare.server.cases import WORKLOADS, parse_case
 from feather_sglang.compare.server.config import ServerConfig
 
 PEERS = ("fa3", "fa3-planned", "flashinfer", "cascade")  # FlashAttention-3, FlashInfer and its cascade
-STOCK_POLICIES = ("fcfs", "lpm", "dfs-weight", "hrrn")
+STOCK_POLICIES = ("fcfs", "lpm", "dfs-weight", "hrrn", "shortest-prefill-first")
 FIGURES = ("output_tok_s", "ttft_mean", "ttft_p99", "e2e_mean", "tbt_p99_ms")
 
 

@@ -25,6 +25,10 @@ from perf_text import Section, command, number, table
 from feather_sglang.compare.server.config import COMMON_FLAGS, NO_PREFILL_GRAPHS, words_of_start
 
 SERVERS = {"pat": "servers_h200_pat.json", "fa3": "servers_h200_fa3.json", "flashinfer": "servers_h200_flashinfer.json"}
+# The first file that has a workload counts: one has more policies than the backends' runs.
+POLICIES = {name: (file,) for name, file in SERVERS.items()} | {
+    "pat": ("servers_h200_policies.json", SERVERS["pat"]),
+}
 DECODE = ("server_h200_decode.json", "server_h200_decode_flashinfer.json", "server_h200_decode_triton.json")
 TWO_GPUS, LONG = "server_h200_tp2.json", "server_h200_long.json"
 LOADS = ("policies_h200_pat_sweeps.json", "policies_h200_fa3_sweeps.json", "policies_h200_small.json")
@@ -163,9 +167,12 @@ class Policies(NamedTuple):
     model: str = ""
 
 
-def policies(folder: Path, attention: str, file: str) -> Policies:
-    """The runs of a server file by workload, those that evict first."""
-    runs = server_runs(folder, file)
+def policies(folder: Path, attention: str, files: Sequence[str]) -> Policies:
+    """The runs of server files by workload, those that evict first; the first file that has a workload counts."""
+    runs: list[Run] = []
+    for file in files:
+        known = {run.case for run in runs}
+        runs += [run for run in server_runs(folder, file) if run.case not in known]
     default = feather_policy(runs)
     names = [name for name in STOCK_POLICIES if any(run.policy == name for run in runs)] + [default]
     cases: dict[str, dict[str, Run]] = {}
@@ -174,7 +181,7 @@ def policies(folder: Path, attention: str, file: str) -> Policies:
             cases.setdefault(run.case, {})[run.policy] = run
     whole = {case: found for case, found in cases.items() if "fcfs" in found and default in found}
     order = sorted(whole, key=lambda case: (not evicts(case, whole[case]["fcfs"].kv_tokens), case))
-    words = shlex.split(get(load(folder, file), file, "command"))
+    words = shlex.split(get(load(folder, files[0]), files[0], "command"))
     model = words[words.index("--model") + 1] if "--model" in words[:-1] else ""
     return Policies(attention, names, {case: whole[case] for case in order}, "" if model == MODEL else f"{model} ")
 
@@ -220,8 +227,8 @@ def behind(measured: Sequence[Policies]) -> tuple[list[list[str]], list[list[str
 
 def policy_section(folder: Path) -> Section:
     """Policies on both backends, the workloads that evict first."""
-    main = [policies(folder, attention, SERVERS[attention]) for attention in ("pat", "fa3")]
-    other = [policies(folder, attention, file) for attention, file in zip(("pat", "fa3", "fa3"), LOADS, strict=True)]
+    main = [policies(folder, attention, POLICIES[attention]) for attention in ("pat", "fa3")]
+    other = [policies(folder, attention, [file]) for attention, file in zip(("pat", "fa3", "fa3"), LOADS, strict=True)]
     rates, waits = policy_tables(main)
     body = [
         "Workloads as above, those whose prefixes fill or exceed the KV pool first. Output tokens/s:",
@@ -238,5 +245,5 @@ def policy_section(folder: Path) -> Section:
             table(["workload", "figure", "feather", "best", "ratio"], [*slower[:RATES], *later[:WAITS]]),
         ]
     where = f"{setup(folder, SERVERS['pat'])}; other loads: {days(folder, LOADS)}."
-    files = [SERVERS["pat"], SERVERS["fa3"], *LOADS]
+    files = [*POLICIES["pat"], *POLICIES["fa3"], *LOADS]
     return Section("Policies on servers", body, where, [command_of(folder, SERVERS["pat"])], files)

@@ -61,7 +61,7 @@ def readme_block(folder: Path) -> str:
     """README's numbers: four, each with its hardware."""
     kernel = [row for row in trees(folder, perf_kernel.PAT) if row.heads == "32/8" and row.page_size == 1]
     of_kernel = geometric_mean(row.ratio for row in kernel)
-    ours = [perf_servers.policies(folder, attention, file) for attention, file in perf_servers.SERVERS.items()]
+    ours = [perf_servers.policies(folder, attention, files) for attention, files in perf_servers.POLICIES.items()]
     tight = [(runs[one.names[-1]].tok_s, runs["fcfs"].tok_s, max(runs[name].tok_s for name in one.names[:-1]))
              for one in ours for case, runs in one.runs.items() if evicts(case, runs["fcfs"].kv_tokens)]  # fmt: skip
     beside = [perf_servers.by_backend(folder, files) for files in

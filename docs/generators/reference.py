@@ -188,7 +188,7 @@ RESULTS = {  # what a result file of servers holds, by the beginning of its name
     "ranks_": "the ranks of a server under load",
     "speculation_": "speculative decoding",
     "prefill_": "packed prefill",
-    "bounded_": "bounds between tokens",
+    "bounds_": "bounds between tokens",
     "tail_": "a slice of a real trace",
 }
 

@@ -89,7 +89,7 @@ def test_the_backend_gains_where_prefixes_are_shared_and_loses_nothing_else() ->
 def test_the_policy_gains_most_where_prefixes_are_evicted_and_loses_nowhere(
     attention: str, evicting: float, best: float
 ) -> None:
-    measured = perf_servers.policies(MEASURED, attention, perf_servers.SERVERS[attention])
+    measured = perf_servers.policies(MEASURED, attention, perf_servers.POLICIES[attention])
     default = measured.names[-1]
     seen = set()
     for case, runs in measured.runs.items():

@@ -162,6 +162,19 @@ def test_a_bound_that_is_relative_to_an_idle_server_comes_from_its_shortest_step
 
 
 @pytest.mark.parametrize("kind", [Server, OverlapServer])
+def test_a_burst_on_an_idle_server_waits_until_a_relative_bound_is_known(server, kind):
+    one = server("null", kind=kind, told={"slo": "ttft=10x,tbt=5x"})
+    for i in range(12):
+        assert one.submit(f"long{i}", [9 + i] * 900 + tail(i), max_new_tokens=30)
+    one.drain()
+    one.assert_nothing_left()
+    kinds = [kind for kind, _ in one.ran]
+    first = kinds.index("decode")
+    assert kinds[:first] == ["prefill"] * first and first <= 2  # one more may be launched before the first result
+    assert one.feather.rounds.limit.bound.asked is not None
+
+
+@pytest.mark.parametrize("kind", [Server, OverlapServer])
 def test_what_lies_between_two_decode_steps_is_measured(server, kind):
     one = server(kind=kind)
     serve_long_prompts(one)

@@ -179,7 +179,7 @@ def test_what_the_answers_say(tmp_path: Path, status: int | None, printed: str, 
 
 
 def record(server: str, case: str, rate: float, unfinished: int = 0) -> dict[str, Any]:
-    overall = {"tok_s": rate, "failed": 0, "unfinished": unfinished, "tbt_ms": {"p99": rate / 10}}
+    overall = {"tok_s": rate, "failed": 0, "unfinished": unfinished, "longest_gap_ms": {"p99": rate / 10}}
     return {"server": server, "case": case, "overall": overall}
 
 
@@ -193,7 +193,7 @@ def test_what_the_servers_say(tmp_path: Path) -> None:
     file.write_text(json.dumps({"records": records, "servers": servers}))
     found = gpu_parts.servers_outcome(1, "", file)
     rates = {STOCK: 2000.0, OURS: 8000.0, PROMISE: 7900.0}
-    assert found["W6"] == {**rates, "tbt_p99_ms": {name: rate / 10 for name, rate in rates.items()}, "said": ""}
+    assert found["W6"] == {**rates, "longest_gap_ms": {name: rate / 10 for name, rate in rates.items()}, "said": ""}
     assert found["W3"][STOCK] is None and found["W3"][OURS] is None
     assert "requests failed or were cut" in found["W3"]["said"] and "it did not answer" in found["W3"]["said"]
     lone = found[CASES[2].name]["said"]
@@ -214,14 +214,21 @@ def new() -> dict[str, Any]:
     page = gpu_report.page_figures(check_gpu.MEASURED)
     checks = {name: {"result": "right", "said": "fine", "seconds": 1.0} for name in ("tests", "answers")}
     cases = {name: {**figures, "said": ""} for name, figures in page["cases"].items()}
-    cases["W6"] |= {PROMISE: cases["W6"][OURS], "tbt_p99_ms": {OURS: 140.0, PROMISE: 70.0}}
+    cases["W6"] |= {PROMISE: cases["W6"][OURS], "longest_gap_ms": {OURS: 140.0, PROMISE: 60.0}}
     return {"machine": page["machine"], "checks": checks, "cases": cases}
+
+
+def on_page(file: str, server: str, case: str) -> float:
+    records = json.loads((check_gpu.MEASURED / file).read_text())["records"]
+    (rate,) = (one["overall"]["tok_s"] for one in records if (one["server"], one["case"]) == (server, case))
+    return float(rate)
 
 
 def test_the_page_has_every_figure() -> None:
     page = gpu_report.page_figures(check_gpu.MEASURED)
     ratios = {case.name: gpu_report.beside_stock(page["cases"][case.name]) for case in CASES}
-    assert ratios["W6"] == pytest.approx(8258.5 / 1734.9) and ratios["W3"] == pytest.approx(4873.3 / 4733.8)
+    for name in ("W6", "W3"):
+        assert ratios[name] == on_page("servers_h200_pat.json", OURS, name) / on_page("servers_h200_fa3.json", STOCK, name)
     assert ratios[CASES[2].name] == pytest.approx(179.75 / 185.9, rel=1e-3)
 
 
@@ -229,7 +236,7 @@ def test_a_run_as_the_page_says_passes(new: dict[str, Any]) -> None:
     page = gpu_report.page_figures(check_gpu.MEASURED)
     assert not gpu_report.failures(new, page, is_page=True)
     text = gpu_report.report(new, page, is_page=True)
-    assert text.count("passes") == 4 and text.count("as on the page") == 6 and "4.76x" in text
+    assert text.count("passes") == 4 and text.count("as on the page") == 6
 
 
 def test_what_is_below_the_page_is_said_and_does_not_fail(new: dict[str, Any]) -> None:
@@ -250,14 +257,14 @@ def test_what_is_wrong_or_missing_fails_whatever_it_is_compared_with(new: dict[s
 
 
 @pytest.mark.parametrize(
-    ("rate", "gap", "fails"), [(0.98, 139.0, 0), (0.96, 70.0, 0), (0.94, 70.0, 1), (1.0, 141.0, 1), (0.9, 150.0, 2)]
+    ("rate", "gap", "fails"), [(0.98, 69.0, 0), (0.96, 10.0, 0), (0.94, 69.0, 1), (1.0, 71.0, 1), (0.9, 150.0, 2)]
 )
 @pytest.mark.parametrize("is_page", [True, False])
 def test_a_promise_may_cost_little_throughput_and_must_shorten_gaps(
     new: dict[str, Any], rate: float, gap: float, fails: int, is_page: bool
 ) -> None:
     old = copy.deepcopy(new)
-    new["cases"]["W6"] |= {PROMISE: rate * new["cases"]["W6"][OURS], "tbt_p99_ms": {OURS: 140.0, PROMISE: gap}}
+    new["cases"]["W6"] |= {PROMISE: rate * new["cases"]["W6"][OURS], "longest_gap_ms": {OURS: 140.0, PROMISE: gap}}
     assert len(gpu_report.failures(new, old, is_page)) == fails
 
 
@@ -274,7 +281,7 @@ def test_a_ratio_may_be_a_little_worse_than_in_the_older_file(new: dict[str, Any
     new["cases"]["W3"][OURS] *= factor
     failures = gpu_report.failures(new, old, is_page=False)
     assert [failure.partition(":")[0] for failure in failures] == ["W3, nothing shared"] * fails
-    assert not fails or "more than 5% below the older file's 1.03x" in failures[0]
+    assert not fails or "more than 5% below the older file's" in failures[0]
 
 
 def test_times_are_compared_on_one_gpu_with_one_release_only(new: dict[str, Any]) -> None:
@@ -282,7 +289,8 @@ def test_times_are_compared_on_one_gpu_with_one_release_only(new: dict[str, Any]
     for server in (STOCK, OURS):
         new["cases"]["W6"][server] *= 0.8
     (failure,) = gpu_report.failures(new, old, is_page=False)
-    assert "tok/s of pat+feather: 6,607, more than 10% below the older file's 8,258" in failure
+    here, there = new["cases"]["W6"][OURS], old["cases"]["W6"][OURS]
+    assert f"tok/s of pat+feather: {here:,.0f}, more than 10% below the older file's {there:,.0f}" in failure
     old["machine"] = {"gpu": "NVIDIA H100", "versions": old["machine"]["versions"]}
     assert not gpu_report.failures(new, old, is_page=False)
     assert gpu_report.report(new, old, is_page=False).count("not compared") == 3

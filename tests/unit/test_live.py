@@ -116,6 +116,7 @@ class TestStatistics:
         assert stalled["tpot_ms"] == slow["tpot_ms"] and stalled["tpot_ms"]["mean"] == 100
         assert stalled["tbt_ms"] == {"mean": 100, "p50": 50, "p99": 250}
         assert slow["tbt_ms"] == {"mean": 100, "p50": 100, "p99": 100}
+        assert (stalled["longest_gap_ms"]["p99"], slow["longest_gap_ms"]["p99"]) == (2500, 1000)
 
     def test_a_run_that_was_cut_counts_up_to_the_cut(self):
         whole = overall([stream((1.0, 1), (2.0, 11)), stream((1.0, 1), (3.0, 9), finished=False)], 4.0)

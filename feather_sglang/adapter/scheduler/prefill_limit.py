@@ -68,14 +68,16 @@ class PrefillLimit:
 
     def begin(self, running_batch: Any, readings: Readings) -> bool:
         """Set the round's chunk size; False lets the running batch decode first."""
-        if not self.bound.look(readings):
-            self.restore()
-            return True
-        if self._prefilled and not self._must_go_on(running_batch):
+        known = self.bound.look(readings)
+        # A bound that is relative to a decode step is known once two in a row were timed.
+        if (self._prefilled or not known) and not self._must_go_on(running_batch):
             self.deferrals += 1
             self._prefilled = False
             self.restore()
             return False
+        if not known:
+            self.restore()
+            return True
         self._pair_tokens = readings.pair_tokens or 0.0
         chunked = self.scheduler.chunked_req
         self._planned = self._work = self.bound.work(self._waiting(chunked), readings)

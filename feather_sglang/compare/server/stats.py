@@ -73,6 +73,15 @@ def token_gaps(streams: Iterable[Stream]) -> np.ndarray:
     return np.repeat(gaps, counts) if counts else np.empty(0)
 
 
+def longest_gaps(streams: Iterable[Stream]) -> list[float]:
+    """Seconds of each request's longest time between two pieces; nothing of requests with one piece."""
+    return [
+        max(now - before for (before, _), (now, _) in pairwise(stream.events))
+        for stream in streams
+        if len(stream.events) > 1
+    ]
+
+
 def peak_running(streams: Iterable[Stream]) -> int:
     """The most requests that were between their first and their last piece at one time."""
     spans = [stream.span for stream in streams if stream.events]
@@ -103,6 +112,7 @@ def overall(streams: Sequence[Stream], end: float) -> dict[str, Any]:
         "ttft_s": spread(stream.span[0] - stream.due for stream in done),
         "tpot_ms": spread((tpot for stream in done if (tpot := stream.tpot) is not None), 1e3),
         "tbt_ms": spread(token_gaps(streams), 1e3),
+        "longest_gap_ms": spread(longest_gaps(streams), 1e3),
         "e2e_s": spread(stream.span[1] - stream.due for stream in done),
         "cache_hit": round(sum(stream.cached_tokens for stream in answered) / prompts, 4) if prompts else None,
         "peak_running": peak_running(streams),
