@@ -26,7 +26,7 @@ from finished import read_finished
 from rich.console import Console
 
 from feather_sglang.adapter.options import FeatherOptions
-from feather_sglang.compare.server.cases import parse_case
+from feather_sglang.compare.server.cases import WORKLOADS, parse_case
 from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS, ServerConfig, words_of_start
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import replace_text
@@ -36,8 +36,8 @@ from feather_sglang.replay.model_shape import MODELS
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel
 
-FIGURES = ("output_tok_s", "ttft_mean", "ttft_p50", "ttft_p99", "e2e_mean", "e2e_p99", "tbt_p99_ms", "cache_hit",
-           "max_wait", "retractions")  # fmt: skip
+FIGURES = ("output_tok_s", "ttft_mean", "ttft_p99", "e2e_mean", "tbt_p99_ms")
+INTERVAL = "--prefill-decode-interval"
 SHAPE = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
          "kv_heads": "num_key_value_heads"}  # fmt: skip
 
@@ -67,6 +67,16 @@ def packed_prefill(flags: Mapping[str, str]) -> dict[str, str]:
     given = {"pat_prefill": flags.get("--feather-pat-prefill", FeatherOptions.pat_prefill)}
     chosen = FeatherOptions.from_flags(given).pat_prefill
     return {} if chosen == "off" else {"pat_prefill": chosen}
+
+
+def own_settings(flags: Mapping[str, str]) -> dict[str, Any]:
+    """SGLang's own settings of how prefill and decode alternate, as a replay takes them; nothing where none is named."""
+    found: dict[str, Any] = {}
+    if chunk := flags.get("--chunked-prefill-size"):
+        found["chunked_prefill"] = int(chunk)
+    if interval := flags.get(INTERVAL):
+        found["server_flags"] = [INTERVAL, interval]
+    return {"settings": found} if found else {}
 
 
 SEEN = {"output_tok_s": ("tok_s",), "ttft_mean": ("ttft_s", "mean"), "ttft_p99": ("ttft_s", "p99"),
@@ -104,6 +114,8 @@ def runs_of(content: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
         attention = backend(given)
         if case.startswith("decode:"):
             left_out[f"{case}: a steady batch"] = None
+        elif case.partition(":")[0].partition("@")[0] not in (*WORKLOADS, "open", "trace"):
+            left_out[f"{case}: not of bench_server.py's cases"] = None
         elif any("error" in record or record["overall"]["unfinished"] for record in rounds):
             left_out[f"{case}, {name}: not to its end"] = None
         elif any(flag in words for flag in ("--tp", "--tp-size", "--tensor-parallel-size")):
@@ -124,6 +136,7 @@ def runs_of(content: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
                 "stream_interval": content["stream_interval"],
                 "prefill_graphs": "off" if NO_PREFILL_GRAPHS in words else "on",
                 **packed_prefill(given),
+                **own_settings(given),
                 "sglang": content["machine"]["versions"]["sglang"],
                 "gpu": content["machine"]["gpu"],
                 "server": seen(rounds),
@@ -139,12 +152,20 @@ def job_of(run: dict[str, Any], label: str, traces: Path | None = None) -> Job:
         load_profile("h200"), MODELS[run["model"]], run["attention"], run["prefill_graphs"] == "on",
         run.get("pat_prefill", "off"),
     )  # fmt: skip
-    settings = {name: run[name] for name in ("kv_tokens", "max_running", "stream_interval")}
+    settings = {name: run[name] for name in ("kv_tokens", "max_running", "stream_interval")} | run.get("settings", {})
     options: dict[str, Any] = {}
     if run["policy"].startswith("feather"):
         options = suited(run["policy"], {"seed": run["seed"], **run["options"]})
         FeatherOptions().updated(options)
     return Job(run["policy"], trace, model, settings, options, label)
+
+
+def keep(runs: Sequence[dict[str, Any]], replayed: Sequence[dict[str, Any]]) -> None:
+    """Give runs the replays that were made of them before."""
+    for run in runs:
+        for known in replayed:
+            if {name: value for name, value in known.items() if name != "replay"} == run:
+                run["replay"] = known["replay"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("servers", type=Path, nargs="+", help="files of bench_server.py")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="write the replays there")
     parser.add_argument("--traces", type=Path, metavar="FOLDER", help="of the files of trace:... cases")
+    parser.add_argument("--keep", action="store_true", help="runs that FILE of --json holds are not replayed again")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="replays at a time (2)")
     args = parser.parse_args(argv)
     console = Console(file=sys.stderr)
@@ -165,13 +187,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not runs:
         raise FeatherError("nothing to replay in these files")
     version = check_sglang()
-    jobs = [job_of(run, f"{number} {run['attention']} {run['policy']}", args.traces) for number, run in enumerate(runs)]
+    if args.keep:
+        keep(runs, json.loads(args.json.read_text())["runs"])
+    asked = [run for run in runs if "replay" not in run]
+    jobs = [
+        job_of(run, f"{number} {run['attention']} {run['policy']}", args.traces) for number, run in enumerate(asked)
+    ]
     with tempfile.TemporaryDirectory() as logs:
         results = run_jobs(jobs, args.jobs, Path(logs), console)
-    for run, result in zip(runs, results.values(), strict=True):
+    for run, result in zip(asked, results.values(), strict=True):
         summary = result.summary.as_dict()
         run["replay"] = {name: round(summary[name], 4) for name in FIGURES if summary.get(name) is not None}
-    command = ["python", "benchmarks/replay_servers.py", *(sys.argv[1:] if argv is None else argv)]
+    typed = [word for word in (sys.argv[1:] if argv is None else argv) if word != "--keep"]
+    command = ["python", "benchmarks/replay_servers.py", *typed]
     head = {
         "version": 1,
         "command": shlex.join(command),

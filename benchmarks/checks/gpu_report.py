@@ -141,7 +141,11 @@ def promise_lines(figures: Content) -> list[Line]:
     gaps = figures["longest_gap_ms"]
     here, there = gaps[PROMISE], gaps[OURS]
     costs = None if bound >= KEPT * plain else f"{what}: {times(bound / plain)} the throughput without it"
-    brings = None if 2 * here < there else f"{what}: longest gap of a request, p99, {number(here)} ms, without it {number(there)} ms"
+    brings = (
+        None
+        if 2 * here < there
+        else f"{what}: longest gap of a request, p99, {number(here)} ms, without it {number(there)} ms"
+    )
     return [
         Line(f"{what}: tok/s to none", "measured", times(bound / plain), "-", "FAILS" if costs else "passes", costs),
         Line(f"{what}: longest gap, p99, ms", "measured", f"{number(here)}, without it {number(there)}", "-",

@@ -163,7 +163,9 @@ def readable(case: str) -> str:
 def readme(folder: Path) -> str:
     """Stock SGLang with its best backend and policy, with pat, and with both parts of this project."""
     ours = perf_servers.policies(folder, "pat", perf_servers.POLICIES["pat"])
-    others = [perf_servers.policies(folder, name, files) for name, files in perf_servers.POLICIES.items() if name != "pat"]
+    others = [
+        perf_servers.policies(folder, name, files) for name, files in perf_servers.POLICIES.items() if name != "pat"
+    ]
     stock = {
         case: [one.runs[case][name].tok_s for one in others for name in one.names[:-1] if name in one.runs[case]]
         for case in ours.runs

@@ -70,7 +70,8 @@ def order(found: Sequence[Pair], figure: str) -> tuple[int, int]:
     same = differ = 0
     for one, other in combinations(found, 2):
         ratio = one.server[figure] / other.server[figure]
-        if one.bed == other.bed and abs(ratio - 1) >= APART:
+        alike = (one.policy, one.options) == (other.policy, other.options)  # measured twice
+        if one.bed == other.bed and not alike and abs(ratio - 1) >= APART:
             differ += 1
             same += (ratio > 1) == (one.replay[figure] > other.replay[figure])
     return same, differ

@@ -216,8 +216,12 @@ def pairs(folder: Path, replays: str, tail: str) -> list[Pair]:
         policy, attention, case, model, release, options = (
             get(run, replays, key) for key in ("policy", "attention", "case", "model", "sglang", "options")
         )
-        bed = " ".join(str(run.get(key)) for key in ("case", "attention", "model", "sglang", "kv_tokens"))
-        said = ", ".join(f"{name} {value}" for name, value in options.items())
+        place = ("case", "attention", "model", "sglang", "kv_tokens", "prefill_graphs", "stream_interval")
+        bed = " ".join(str(run.get(key)) for key in place)
+        settings = run.get("settings", {})
+        own = [f"chunks of {settings['chunked_prefill']}"] if "chunked_prefill" in settings else []
+        own += [f"interval {settings['server_flags'][-1]}"] if "server_flags" in settings else []
+        said = ", ".join([*(f"{name} {value}" for name, value in options.items()), *own])
         found.append(Pair(case, attention, policy, said, model, release, bed, server, replay))
     content = load(folder, tail)
     release = get(content, tail, "versions", "sglang")

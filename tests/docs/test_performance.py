@@ -82,10 +82,10 @@ def test_the_backend_gains_where_prefixes_are_shared_and_loses_nothing_else() ->
         case: runs["pat"].tok_s / max(run.tok_s for name, run in runs.items() if name != "pat")
         for case, runs in servers.items()
     }
-    assert min(ratios[case] for case in ("W1", "W4", "W7")) > 2 and min(ratios.values()) > 0.99
+    assert min(ratios[case] for case in ("W1", "W7")) > 2 and min(ratios.values()) > 0.99
 
 
-@pytest.mark.parametrize(("attention", "evicting", "best"), [("pat", 2.2, 1.15), ("fa3", 1.75, 1.15)])
+@pytest.mark.parametrize(("attention", "evicting", "best"), [("pat", 2.2, 1.15), ("fa3", 1.65, 1.15)])
 def test_the_policy_gains_most_where_prefixes_are_evicted_and_loses_nowhere(
     attention: str, evicting: float, best: float
 ) -> None:
@@ -98,7 +98,9 @@ def test_the_policy_gains_most_where_prefixes_are_evicted_and_loses_nowhere(
             seen.add(case)
             assert runs[default].tok_s > evicting * runs["fcfs"].tok_s and runs[default].tok_s > best * stock
         assert runs[default].tok_s > perf_servers.SLOWER * stock
-        assert runs[default].ttft_p99 < perf_servers.LATER * min(runs[name].ttft_p99 for name in measured.names[:-1])
+        assert runs[default].ttft_p99 < perf_servers.LATER * min(
+            runs[name].ttft_p99 for name in measured.names[:-1] if name in runs
+        )
     assert seen == {"W2", "W6"} and len(measured.runs) >= 5
 
 
@@ -178,21 +180,30 @@ def test_prefill_gains_where_many_share_a_long_prefix() -> None:
     assert all(us[case]["pat"] < 0.8 * us[case]["fa3"] for case in ("groups-5x5k", "groups-20x10k", "samples-1"))
 
 
-def test_a_server_keeps_a_bound_of_250_ms_between_tokens() -> None:
-    runs = json.loads((MEASURED / "bounded_conversation_h200.json").read_text())["runs"]
-    bounded, feather, fcfs = (runs[name] for name in ("feather --feather-tbt 250", "feather", "fcfs"))
-    assert bounded["tbt_p99_ms"] <= 300 < min(feather["tbt_p99_ms"], fcfs["tbt_p99_ms"])
-    assert bounded["output_tok_s"] >= 0.97 * feather["output_tok_s"]
-    assert bounded["goodput"] > max(feather["goodput"], fcfs["goodput"])
+def test_bounds_between_tokens_end_stalls_for_little_throughput() -> None:
+    for file in perf_promise.FILES:
+        for case, runs in perf_promise.measured(MEASURED, file).items():
+            plain = runs[perf_promise.PLAIN]
+            for name, least in (("feather, tbt 250", 0.96), ("feather, tbt 50", 0.93), ("feather, slo mooncake", 0.95)):
+                assert runs[name].tok_s > least * plain.tok_s, (file, case, name)
+            for name in ("feather, tbt 250", "feather, tbt 50"):
+                assert runs[name].longest_ms < min(450, plain.longest_ms / 6), (file, case, name)
+            if case.startswith("trace:"):
+                assert runs["feather, tbt 250"].tbt_p99_ms <= 300 < plain.tbt_p99_ms
+                static = perf_promise.best_static(runs)
+                for name in ("feather, tbt 250", *(["feather, tbt 50"] if "synthetic" in case else [])):
+                    assert runs[name].goodput > max(4 * plain.goodput, static.goodput if static else 0), (case, name)
 
 
-def test_a_bound_that_launches_exceed_shortens_gaps_all_the_same() -> None:
-    records = json.loads((MEASURED / "bounded_h200.json").read_text())["records"]
-    found = {(one["case"], one["server"]): one["overall"] for one in records}
-    for case, rate in (("W2", 0.95), ("W6", 0.75)):
-        plain, bounded = found[case, "plain"], found[case, "bounded"]
-        assert bounded["tbt_ms"]["p99"] < plain["tbt_ms"]["p99"] / 2
-        assert bounded["tok_s"] > rate * plain["tok_s"] and bounded["failed"] == bounded["unfinished"] == 0
+def test_a_delay_of_prefill_pays_on_a_server() -> None:
+    records = json.loads((MEASURED / perf_promise.SHARED).read_text())["records"]
+    found = {(one["case"].partition(":")[0], one["server"]): one["overall"] for one in records}
+    burst, plain, none = (found["open", name] for name in ("feather", "fcfs", "feather, pace 0"))
+    assert burst["ttft_s"]["p99"] < 0.1 * min(plain["ttft_s"]["p99"], none["ttft_s"]["p99"])
+    chat, plain = (found["chat at 30x, the first 260", name] for name in ("feather", "fcfs"))
+    # What the first token loses the answer has back many times over.
+    lost = chat["ttft_s"]["mean"] - plain["ttft_s"]["mean"]
+    assert plain["e2e_s"]["mean"] - chat["e2e_s"]["mean"] > 10 * lost > 0
 
 
 def test_answers_with_drafts_are_right() -> None:
@@ -288,6 +299,21 @@ def speculation_files() -> dict[str, dict[str, Any]]:
             perf_speculation.SERVER: {"command": "check_speculation.py", **about, "rows": rows}}  # fmt: skip
 
 
+def bounds_file() -> dict[str, Any]:
+    """One workload without a bound, with each flag, and with two of SGLang's own settings."""
+    machine = {"gpu": "G", "versions": {"sglang": "0.5.23"}}
+    settings = {"feather": (100.0, 1.0, 5000.0), "feather, interval 4": (98.0, 2.0, 600.0),
+                "feather, chunks of 512": (97.0, 1.5, 900.0)}  # fmt: skip
+    settings |= {name: (96.0 + number, 3.0, 250.0) for number, name in enumerate(perf_promise.FLAGS)}
+    records = [
+        {"case": "W2", "server": name, "goodput": goodput,
+         "overall": {"tok_s": rate, "tbt_ms": {"p99": 50.0}, "longest_gap_ms": {"p99": longest},
+                     "ttft_s": {"mean": 1.0}, "e2e_s": {"mean": 2.0}}}
+        for name, (rate, goodput, longest) in settings.items()
+    ]  # fmt: skip
+    return {"machine": machine, "when": "2026-01-02 03:04:05", "records": [*records, {**records[0], "case": "chat"}]}
+
+
 def prefill_file() -> dict[str, Any]:
     """A step that gains, and one of requests that share nothing."""
     records = [
@@ -317,7 +343,7 @@ def files() -> dict[str, Any]:
     made[perf_kernel.FP8] = {"records": [{"systems": on_fp8, "floor_us": 8.0}]}
     of_sglang = {name: {"warm_us": us} for name, us in (("feather", 12.0), ("trtllm_mha", 80.0))}
     made[perf_kernel.SGLANG] = {"records": [{"systems": of_sglang | {"hpc_ops": {"error": "none"}}, "floor_us": 8.0}]}
-    made |= {file: one_backend(name) for name, file in perf_servers.SERVERS.items()}
+    made |= {file: one_backend(name) for name, files in perf_servers.POLICIES.items() for file in files}
     made |= {file: server_file(steady, {"decode:500,5,5000,64": batch}) for file in perf_servers.DECODE}
     made |= {file: server_file(steady, {"W1": batch}) for file in (perf_servers.TWO_GPUS, perf_servers.LONG)}
     made |= {file: one_backend(name) for name, file in zip(("pat", "fa3", "fa3"), perf_servers.LOADS, strict=True)}
@@ -347,9 +373,7 @@ def files() -> dict[str, Any]:
         "server": [{"policy": name, **figures} for name in ("fcfs", "feather")],
         "replay": {name: figures for name in ("fcfs", "feather")},
     }  # fmt: skip
-    bounded = {**figures, "tbt_p99_ms": 20.0, "slo_share": 0.5, "goodput": 1.0}
-    served = {"policies": dict.fromkeys(perf_promise.SHOWN, bounded)}
-    made[perf_promise.SUITE] = {"slo": "mooncake", "attention": "pat", "cases": {"a": served, "b": served}}
+    made |= dict.fromkeys(perf_promise.FILES, bounds_file())
     made[perf_replay.TAIL] = {"a": {"rate_scale": 1.0, "fcfs": figures, "hrrn": figures, "feather": figures}}
     return json.loads(json.dumps(made))  # nothing in it is the same object twice
 
@@ -437,21 +461,11 @@ def test_a_losing_policy_is_shown(files: dict[str, Any], tmp_path: Path) -> None
     assert rows_with(page, "W3", "p99", "|400.000|4.000|100.00|")
 
 
-def test_a_promise_that_no_server_has_kept_is_said_not_to_be_used(files: dict[str, Any], tmp_path: Path) -> None:
-    for name, share, rate in (("a", 0.9, 55.0), ("b", 0.7, 220.0)):
-        promised = files[perf_promise.SUITE]["cases"][name]["policies"][perf_promise.PROMISE]
-        promised |= {"slo_share": share, "output_tok_s": rate}
-    files[perf_promise.SUITE]["cases"]["a"]["policies"]["hrrn"]["slo_share"] = 0.6
-    runs = files[perf_replay.REPLAYS]["runs"]
-    plain = next(run for run in runs if run["policy"] == "feather")
-    runs.append({**plain, "options": {"slo": "mooncake"}, "server": {**plain["server"], "output_tok_s": 75.0}})
-    folder = written(files, tmp_path)
-    page = performance.page(folder)
-    assert rows_with(page, "|`--feather-slo`|1.00x|", "|80%|") and rows_with(page, "|hrrn|", "|55%|")
-    assert (
-        "had 75 tokens/s with it and 100 without, 25% less" in page
-        and "--feather-slo" not in performance.readme_block(folder)
-    )
+def test_bounds_stand_beside_the_best_of_the_servers_own_settings(files: dict[str, Any], tmp_path: Path) -> None:
+    page = performance.page(written(files, tmp_path))
+    assert rows_with(page, "|no bound|100|1.00|50|5.00|1.0|2.0|1.00|")
+    assert rows_with(page, "|`--feather-tbt 250`|96.0|0.96|50|0.25|")
+    assert rows_with(page, "|SGLang's best: interval 4|98.0|0.98|50|0.60|") and not rows_with(page, "chunks of 512")
 
 
 def test_a_cache_of_8_bits_is_beside_triton_and_16_bits(files: dict[str, Any], tmp_path: Path) -> None:
@@ -500,7 +514,7 @@ def test_a_replay_that_is_far_off_is_shown(files: dict[str, Any], tmp_path: Path
         ("replays.json", lambda content: content["runs"][0].pop("server"), "server"),
         ("tail_h200.json", lambda content: content["replay"].clear(), "replay.fcfs"),
         ("tail.json", lambda content: content["a"].pop("hrrn"), "hrrn"),
-        ("suite.json", lambda content: content["cases"]["b"]["policies"].pop("feather+slo"), "b: no feather+slo"),
+        ("bounds_h200.json", lambda content: content["records"].pop(3), "W2: no feather, tbt 250"),
     ],
 )
 def test_what_is_missing_is_said_in_one_line(

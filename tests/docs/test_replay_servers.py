@@ -17,9 +17,10 @@ from feather_sglang.errors import FeatherError
 from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 
 SERVERS = (
-    *("servers_h200_fa3.json", "servers_h200_flashinfer.json", "servers_h200_pat.json"),
+    *("servers_0517_h200_fa3.json", "servers_0517_h200_flashinfer.json", "servers_0517_h200_pat.json"),
     *("servers_0523_h200_500k.json", "servers_0523_h200_fa3.json", "servers_0523_h200_llama.json"),
-    "servers_0523_h200_pat.json",
+    *("servers_0523_h200_pat.json", "servers_h200_fa3.json", "servers_h200_flashinfer.json", "servers_h200_pat.json"),
+    *("servers_h200_policies.json", "bounds_h200_traces.json", "bounds_h200.json", "bounds_h200_graphs.json"),
 )
 ROOT = Path(__file__).resolve().parents[2]
 QWEN = {"num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
