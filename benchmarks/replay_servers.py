@@ -70,7 +70,7 @@ def packed_prefill(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def own_settings(flags: Mapping[str, str]) -> dict[str, Any]:
-    """SGLang's own settings of how prefill and decode alternate, as a replay takes them; nothing where none is named."""
+    """SGLang's own settings of how prefill and decode alternate, as a replay takes them."""
     found: dict[str, Any] = {}
     if chunk := flags.get("--chunked-prefill-size"):
         found["chunked_prefill"] = int(chunk)

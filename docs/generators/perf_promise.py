@@ -89,19 +89,19 @@ def section(folder: Path) -> Section:
     body = [
         "A bound on the time between two tokens, under loads that a server cannot quite carry:",
         summary(folder),
-        "The longest gap is that of a request, and its p99 over the requests. Goodput counts requests whose first token "
-        "came within 10 s and 99% of whose gaps were within 300 ms.",
+        "The longest gap is that of a request, and its p99 over the requests. Goodput counts requests whose first "
+        "token came within 10 s and 99% of whose gaps were within 300 ms.",
     ]
-    head = ["workload", "setting", "tokens/s", "to no bound", "TBT p99, ms", "longest gap, s", "TTFT mean, s", "end to end mean, s",
-            "goodput, requests/s"]  # fmt: skip
+    head = ["workload", "setting", "tokens/s", "to no bound", "TBT p99, ms", "longest gap, s", "TTFT mean, s",
+            "end to end mean, s", "goodput, requests/s"]  # fmt: skip
     lines = []
     for file, graphs in ((WITHOUT, ""), (SHARED, ""), (WITH, ", prefill graphs")):
         for case, runs in measured(folder, file).items():
             lines += rows(runs, NAMES[case] + graphs)
     body.append(table(head, lines))
     body.append(
-        "`--feather-slo mooncake` did not bound the first burst on an idle server in these runs, which its longest gaps "
-        "on the conversation trace, W2 and W6 show. This was mended since."
+        "`--feather-slo mooncake` did not bound the first burst on an idle server in these runs, which its longest "
+        "gaps on the conversation trace, W2 and W6 show. This was mended since."
     )
     where = f"{setup(folder, WITHOUT)}, `feather` with `pat`; a stream of single tokens; single runs."
     return Section("Between tokens on servers", body, where, files=list(FILES))
