@@ -1,12 +1,16 @@
 """The stock policies that the benchmark compares with are SGLang's own, on its own cache, without the 128 limit."""
 
+import sys
 from array import array
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from feather_sglang.adapter.scheduler.stock_policies import STOCK_POLICIES, StockPolicies
-from feather_sglang.bench.cht_measure import measure_rounds
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from cht_measure import measure_rounds
+from stock_policies import STOCK_POLICIES, StockPolicies
 
 GROUPS = [array("q", range(start, start + 64)) for start in (1000, 2000, 3000)]
 SHARED = [64, 16, 48]  # tokens of each group's prefix that a waiting request repeats

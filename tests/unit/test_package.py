@@ -51,7 +51,7 @@ def test_help_needs_neither_sglang_nor_torch() -> None:
     code = "import sys; from feather_sglang.cli import main\ntry: main(['--help'])\nfinally: print(sorted(sys.modules))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not any(f"'{name}'" in shown for name in HEAVY)
-    for command in ("ab", "train", "trace", "bench", "explain-plan", "doctor"):
+    for command in ("ab", "train", "trace", "explain-plan", "doctor"):
         assert [line for line in shown.splitlines() if line.split()[:1] == [command]]
 
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class StockRounds(Protocol):
-    """The part of ``adapter.stock_policies.StockPolicies`` that is measured here."""
+    """The part of ``stock_policies.StockPolicies`` that is measured here."""
 
     def run_round(self, policy: str) -> Any:
         """Hold one admission round."""
@@ -119,7 +119,7 @@ def measure_calls(requests: int = PAPER_CALLS["insert"], tokens: int = 5_000, ba
             best = tree.find_best()
             assert best is not None
             change("add_to_batch", best.request_id)
-            running.append(best.request_id)  # type: ignore[arg-type]
+            running.append(best.request_id)
             if len(running) > batch:
                 change("finish", running.popleft())
             admitted += 1

@@ -1,4 +1,4 @@
-"""The figures that the Chunked Hash Tree promises, on a reduced size, and the command that measures them in full.
+"""The figures that the Chunked Hash Tree promises, on a reduced size, and the program that measures them in full.
 
 Times on a shared machine are noisy upwards only, so each figure is the best of several attempts.
 """
@@ -10,19 +10,16 @@ import sys
 import timeit
 from array import array
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
-from feather_sglang.bench import cht as bench
-from feather_sglang.bench.cht_measure import (
-    PAPER_US,
-    Prompts,
-    SteadyQueue,
-    garbage_collection_off,
-    measure_calls,
-    measure_scaling,
-)
-from feather_sglang.cli import main
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import bench_cht
+from cht_measure import PAPER_US, Prompts, SteadyQueue, garbage_collection_off, measure_calls, measure_scaling
+
+from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.tree.chunk_hash import hash_vector
 
 ATTEMPTS = 5
@@ -110,16 +107,16 @@ def test_no_operation_hides_a_loop_over_all_that_wait():
     def ratios():
         return {name: row["ratio"] for name, row in measure_scaling(blocks=3, cycles=100).items()}
 
-    best = best_of(ATTEMPTS, ratios, lambda best: max(best.values()) <= bench.MAX_RATIO)
+    best = best_of(ATTEMPTS, ratios, lambda best: max(best.values()) <= bench_cht.MAX_RATIO)
     assert len(best) == 10
     for name, ratio in best.items():
         assert ratio <= 2, name
 
 
 @pytest.mark.slow
-def test_the_command_prints_verdicts_and_writes_json_and_plot(tmp_path, capsys):
+def test_the_program_prints_verdicts_and_writes_json_and_plot(tmp_path, capsys):
     figures, plot = tmp_path / "cht.json", tmp_path / "cht.png"
-    assert main(["bench", "cht", "--quick", "--no-sglang", "--json", str(figures), "--plot", str(plot)]) == 0
+    assert bench_cht.main(["--quick", "--no-sglang", "--json", str(figures), "--plot", str(plot)]) == 0
     printed = capsys.readouterr().out
     assert "Table 5.1" in printed and "Figure 5.9" in printed and "at most the paper's 153.7 us" in printed
     results = json.loads(figures.read_text())
@@ -136,7 +133,7 @@ def test_a_missed_target_is_called_missed():
         "scaling": {"insert": {"ratio": 1.1}, "finish": {"ratio": 1.3}},
         "rounds": {"20000": {"feather_us": 10.0, "lpm_us": 20_000.0, "dfs-weight_us": 900.0}},
     }
-    reached = {verdict["target"]: verdict["reached"] for verdict in bench.verdicts(results)}
+    reached = {verdict["target"]: verdict["reached"] for verdict in bench_cht.verdicts(results)}
     assert [target for target, ok in reached.items() if not ok] == [
         "finish at most the paper's 39.0 us",
         "every operation at 10,000 waiting at most 1.2x its cost at 100; dearest: finish",
@@ -145,30 +142,28 @@ def test_a_missed_target_is_called_missed():
 
 
 @pytest.mark.parametrize("flag", ["--json", "--plot"])
-def test_a_file_that_cannot_be_written_is_refused_before_measuring(flag, tmp_path, capsys):
-    assert main(["bench", "cht", "--no-sglang", flag, str(tmp_path / "missing" / "file")]) == 2
-    assert "create it first" in capsys.readouterr().err
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(flag, tmp_path):
+    with pytest.raises(FeatherError, match="create it first"):
+        bench_cht.main(["--no-sglang", flag, str(tmp_path / "missing" / "file")])
 
 
 @pytest.mark.parametrize("flag", ["--json", "--plot"])
-def test_a_folder_or_a_pipe_is_refused_before_measuring(flag, tmp_path, capsys):
+def test_a_folder_or_a_pipe_is_refused_before_measuring(flag, tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     for path in (tmp_path, tmp_path / "pipe.png"):
-        assert main(["bench", "cht", "--no-sglang", flag, str(path)]) == 2
-        error = capsys.readouterr().err
-        assert f"{path}: it exists and is no regular file" in error and error.count("\n") == 1
+        with pytest.raises(FeatherError, match=f"{path}: it exists and is no regular file"):
+            bench_cht.main(["--no-sglang", flag, str(path)])
 
 
 @pytest.mark.parametrize("name", ["cht.foo", "cht"])
-def test_a_plot_of_an_unknown_kind_is_refused_before_measuring(name, tmp_path, capsys):
-    assert main(["bench", "cht", "--no-sglang", "--plot", str(tmp_path / name)]) == 2
-    assert "must end in one of .png, .pdf, .svg" in capsys.readouterr().err
+def test_a_plot_of_an_unknown_kind_is_refused_before_measuring(name, tmp_path):
+    with pytest.raises(FeatherError, match=r"must end in one of \.png, \.pdf, \.svg"):
+        bench_cht.main(["--no-sglang", "--plot", str(tmp_path / name)])
 
 
-def test_without_sglang_one_line_says_what_to_do(monkeypatch, capsys):
+def test_without_sglang_one_line_says_what_to_do(monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sglang" else find_spec(name))
-    monkeypatch.delitem(sys.modules, "feather_sglang.adapter.scheduler.stock_policies", raising=False)
-    assert main(["bench", "cht"]) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.count("\n") == 0 and "SGLang is not installed" in error and "--no-sglang" in error
+    monkeypatch.delitem(sys.modules, "stock_policies", raising=False)
+    with pytest.raises(FeatherError, match=r"SGLang is not installed.*--no-sglang"):
+        bench_cht.main([])
