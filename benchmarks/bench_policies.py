@@ -34,7 +34,7 @@ def make_states(seed: int = 0) -> list[PolicyState]:
     """States as a busy server shows them, lossy but for a quarter."""
     rng = random.Random(seed)
     return [
-        PolicyState(rng.randint(1, 512), rng.choice((0, 1, 20, 78)), rng.randint(0, 300), rng.random(), (1, (1,)))
+        PolicyState(rng.randint(1, 512), rng.choice((0, 1, 20, 78)), rng.randint(0, 300), (1, (1,)))
         for _ in range(COUNT)
     ]
 

@@ -90,12 +90,6 @@ def _switch_or_auto(value: Any) -> str:
         raise ValueError("expected on, auto or off") from None
 
 
-def _features(value: Any) -> str:
-    if value not in ("paper", "headroom"):
-        raise ValueError("expected paper or headroom")
-    return value
-
-
 def _name(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError("expected a name")
@@ -183,9 +177,6 @@ class FeatherOptions:
         "BOUNDS",
         "Bounds on the first token and between tokens: ttft=SECONDS,tbt=MS (10x: times an idle server's) or mooncake. "
         "Prefill is bounded as by --feather-tbt, with 0.85 of tbt. Tried in replays only so far.",
-    )
-    features: str = _option(
-        "paper", _features, "paper|headroom", "State the learner sees: the paper's, or with memory."
     )
     record_plan: str | None = _option(
         None,

@@ -17,8 +17,8 @@ def open_round(b, now, reward=None, *readings, pending_tokens=0):
     b.open_round(Readings(now, reward, *readings), pending_tokens=pending_tokens)
 
 
-def propose(b, size, headroom=1.0, has_room=True):
-    return b.propose(Batch(size, headroom, has_room))
+def propose(b, size, _share=1.0, has_room=True):
+    return b.propose(Batch(size, has_room))
 
 
 def admit(b, r, cached_tokens=None):

@@ -80,7 +80,6 @@ def test_backends_that_contradict_each_other_end_start_up_with_one_line(flags, s
         ("feather-tbt: null", "tbt", None),
         ("feather-slo: ttft=2,tbt=50", "slo", "ttft=2,tbt=50"),
         ("feather-slo: null", "slo", None),
-        ("feather-features: headroom", "features", "headroom"),
         ("feather-record-plan: null", "record_plan", None),
         ("feather-record-plan: FOLDER", "record_plan", "FOLDER"),
         ("feather-policy-file:", "policy_file", None),

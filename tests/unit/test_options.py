@@ -26,7 +26,7 @@ def test_unset_and_empty_give_the_defaults():
 
 def test_round_trip_through_the_environment():
     options = FeatherOptions(
-        chunk_size=16, max_wait=2.5, seed=7, explore=False, row_order=False, gather=False, pace=0.1, features="headroom"
+        chunk_size=16, max_wait=2.5, seed=7, explore=False, row_order=False, gather=False, pace=0.1
     )
     environment: dict[str, str] = {}
     options.to_environment(environment)
@@ -59,7 +59,6 @@ def test_a_number_that_is_0_by_default_needs_a_value(capsys):
         ('{"pace": Infinity}', "pace=inf: expected seconds, 0 or more"),
         ('{"pace": "fast"}', "pace='fast'"),
         ('{"pace": "Auto"}', "pace='Auto'"),
-        ('{"features": "all"}', "expected paper or headroom"),
         ('{"policy_file": "/no/such/file.json"}', "no such file"),
         ('{"record_plan": "/no/such/folder"}', "no such directory: create it first"),
     ],

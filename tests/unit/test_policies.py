@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from feather_sglang.errors import FeatherError
-from feather_sglang.scheduling.policies import POLICIES, Action, PolicyState, StopPolicy, make_policy
+from feather_sglang.scheduling.policies import POLICIES, Action, PolicyState, StopPolicy, discretiser, make_policy
 from feather_sglang.scheduling.policies.estimates import NEW_CELL, lead, learn
 
 ADD, STOP = Action.ADD, Action.STOP
@@ -17,7 +17,7 @@ def states(seed, count):
     rng = random.Random(seed)
     for _ in range(count):
         group = rng.randrange(3)
-        yield PolicyState(rng.randrange(300), rng.randrange(60), rng.randrange(90), rng.random(), (group, {0, group}))
+        yield PolicyState(rng.randrange(300), rng.randrange(60), rng.randrange(90), (group, {0, group}))
 
 
 def answers(policy, seed, count, machine=lambda action: 100.0 if action is ADD else 150.0):
@@ -88,7 +88,6 @@ def test_unknown_policy_lists_the_choices():
         ("qlearning", {"alpha": "fast"}, "alpha='fast' must be a number"),
         ("heuristic", {"max_loss": 1.5}, "max_loss=1.5 must be an integer"),
         ("heuristic", {"max_loss": True}, "max_loss=True must be an integer"),
-        ("bandit", {"features": "all"}, "features='all' must be one of paper, headroom"),
     ],
 )
 def test_a_wrong_parameter_is_one_clear_line(name, params, message):
@@ -213,7 +212,7 @@ def test_a_reward_is_credited_to_all_decisions_since_the_previous_one_and_to_no_
     policy.decide(third)
     policy.observe(300.0)
     policy.observe(900.0)
-    cells = [policy.table[policy.discretiser.key(s)] for s in (first, second, third)]
+    cells = [policy.table[discretiser.key_of(s)] for s in (first, second, third)]
     assert [cell[:2] for cell in cells] == [[100.0, 1.0], [100.0, 1.0], [300.0, 1.0]]
 
 
@@ -230,10 +229,10 @@ def test_a_cancelled_decision_and_an_ended_episode_learn_nothing(name):
     policy.decide(state)
     policy.decide(PolicyState(10, 0, 10))
     policy.cancel()  # takes back the free addition, not the one before it
-    assert policy.table[policy.discretiser.key(state)] == [0.0] * 5
+    assert policy.table[discretiser.key_of(state)] == [0.0] * 5
     policy.observe(100.0)
     policy.end_episode()
-    assert policy.table[policy.discretiser.key(state)][:2] == [100.0, 1.0]
+    assert policy.table[discretiser.key_of(state)][:2] == [100.0, 1.0]
 
 
 @pytest.mark.parametrize("name", LEARNERS)
@@ -243,7 +242,7 @@ def test_a_reward_that_is_no_throughput_is_refused(name, reward):
     policy.decide(state)
     with pytest.raises(ValueError, match="finite throughput"):
         policy.observe(reward)
-    assert policy.table[policy.discretiser.key(state)] == [0.0] * 5
+    assert policy.table[discretiser.key_of(state)] == [0.0] * 5
 
 
 @pytest.mark.parametrize("name", LEARNERS)
@@ -258,7 +257,7 @@ def test_decisions_without_rewards_take_no_memory(name):
     policy = make_policy(name)
     for state in states(1, 20_000):
         policy.decide(state)
-    assert len(policy._waiting) <= 2 * policy.discretiser.states
+    assert len(policy._waiting) <= 2 * discretiser.STATES
     assert len(policy._waiting) == len(policy.table)  # only ADD is taken before the first reward
 
 
@@ -270,19 +269,6 @@ def test_the_unit_of_the_reward_does_not_matter(name):
         return lambda action: scale * (100.0 if action is ADD else 99.0)
 
     assert answers(make_policy(name), 3, 3000, machine(1.0)) == answers(make_policy(name), 3, 3000, machine(1024.0))
-
-
-@pytest.mark.parametrize("name", LEARNERS)
-def test_headroom_is_told_apart_only_when_asked(name):
-    """STOP pays where memory is short, ADD where it is not: one table row cannot hold both."""
-    short, plenty = PolicyState(20, 40, 10, headroom=0.01), PolicyState(20, 40, 10, headroom=0.9)
-    policy = make_policy(name, features="headroom", **({"gamma": 0} if name == "qlearning" else {}))
-    for _ in range(2000):
-        teach(policy, short, add=50.0, stop=100.0, times=1)
-        teach(policy, plenty, add=100.0, stop=50.0, times=1)
-    policy.explore = False
-    assert (policy.decide(short), policy.decide(plenty)) == (STOP, ADD)
-    assert make_policy(name).discretiser.key(short) == make_policy(name).discretiser.key(plenty)
 
 
 @pytest.mark.parametrize("name", LEARNERS)
@@ -349,7 +335,7 @@ def test_q_learning_closes_a_long_run_of_rewards_without_a_decision():
     policy.decide(state)
     for reward in [300.0] + 50 * [100.0]:
         policy.observe(reward)
-    value = policy.table[policy.discretiser.key(state)][0]
+    value = policy.table[discretiser.key_of(state)][0]
     assert value == pytest.approx(200.0, rel=0.01)  # half the first reward, half all later ones
 
 
@@ -367,7 +353,7 @@ def test_rewards_may_be_numpy_numbers():
     policy = make_policy("bandit")
     policy.decide(PolicyState(20, 40, 10))
     policy.observe(np.float64(5.0))
-    assert type(policy.table[policy.discretiser.key(PolicyState(20, 40, 10))][0]) is float
+    assert type(policy.table[discretiser.key_of(PolicyState(20, 40, 10))][0]) is float
 
 
 def test_a_bandit_gives_an_unlucky_first_trial_another_chance():

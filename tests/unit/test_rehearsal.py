@@ -4,24 +4,22 @@ import random
 
 import pytest
 
-from feather_sglang.scheduling.policies import Action, PolicyState, make_policy
-from feather_sglang.scheduling.policies.discretiser import Discretiser
+from feather_sglang.scheduling.policies import Action, PolicyState, discretiser, make_policy
 from feather_sglang.scheduling.policies.rehearsal import FIRST_RULES, NEVER, Rehearsal, Rule, firm, neighbours, teach
 
 
 def states(count=300):
     rng = random.Random(5)
     return [
-        PolicyState(2 ** rng.randrange(11) + rng.randrange(3), rng.randrange(60), 2 ** rng.randrange(9), rng.random())
+        PolicyState(2 ** rng.randrange(11) + rng.randrange(3), rng.randrange(60), 2 ** rng.randrange(9))
         for _ in range(count)
     ]
 
 
 @pytest.mark.parametrize("learner", ["bandit", "qlearning"])
-@pytest.mark.parametrize("features", ["paper", "headroom"])
 @pytest.mark.parametrize("best", [*FIRST_RULES, Rule(64, 8)])
-def test_the_table_behaves_like_the_best_rule(learner, features, best):
-    policy = make_policy(learner, features=features)
+def test_the_table_behaves_like_the_best_rule(learner, best):
+    policy = make_policy(learner)
     good = {best, Rule(best.batch // 2, best.peers), Rule(best.batch * 2, best.peers)}
     returns = {rule: 1000.0 + 100.0 * (rule in good) for rule in [*FIRST_RULES, *neighbours(best), best]}
     teach(policy, returns)
@@ -71,10 +69,8 @@ def test_a_rule_stops_only_where_prefix_is_lost():
     assert (policy.stops, policy.adds) == (1, 3)
 
 
-@pytest.mark.parametrize("features", ["paper", "headroom"])
-def test_every_key_has_one_corner(features):
-    discretiser = Discretiser(features)
-    assert [key for key, _ in discretiser.corners()] == list(range(discretiser.states))
+def test_every_key_has_one_corner():
+    assert [key for key, _ in discretiser.corners()] == list(range(discretiser.STATES))
 
 
 def test_neighbours_change_one_thing_and_keep_to_the_bins():

@@ -33,8 +33,7 @@ def make_stop_policy(name: str, options: FeatherOptions) -> StopPolicy | None:
             raise FeatherError(f"--schedule-policy {name} has no policy to load {options.policy_file} into; drop it")
         return None
     if not options.policy_file:
-        parameters: dict[str, Any] = {} if kind == "heuristic" else {"features": options.features}
-        policy = make_policy(kind, seed=options.seed, **parameters)
+        policy = make_policy(kind, seed=options.seed)
     else:
         policy = load_policy(options.policy_file, seed=options.seed)
         if policy.name != kind:

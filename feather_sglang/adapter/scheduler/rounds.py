@@ -126,9 +126,7 @@ class AdmissionRounds:
                 self.limit.open(adder)
         while not self.guard.failed:
             with self.guard("no request could be proposed"):
-                # Of the KV pool: free or evictable, and not promised to running requests.
-                headroom = max(0.0, adder.rem_total_tokens / scheduler.max_total_num_tokens)
-                rid = admission.propose(Batch(len(admission.tree.active), headroom, len(adder.can_run_list) < room))
+                rid = admission.propose(Batch(len(admission.tree.active), len(adder.can_run_list) < room))
                 if rid is None:
                     return
                 yield self.life_cycle.requests[rid]

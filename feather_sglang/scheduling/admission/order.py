@@ -108,7 +108,7 @@ class Order:
         loss = max(tree.shared_tip - best.tip_after, tree.branch_loss(best.request_id), 0)
         # The deferred will join as soon as their prefix is computed: the batch is as good as theirs.
         joining = max(0, tree.deferred - state.deferrals.waiting_behind)
-        question = PolicyState(batch.size + joining, loss, best.peers, batch.headroom)
+        question = PolicyState(batch.size + joining, loss, best.peers)
         if self.group_of is not None:
             batch_groups = frozenset(map(self.group_of, tree.active))
             question = question._replace(group=(self.group_of(best.request_id), batch_groups))

@@ -45,12 +45,9 @@ class Batch(NamedTuple):
     ----------
     size
         Requests running or admitted so far.
-    headroom
-        Share of the KV pool that is free or evictable, 0 to 1.
     has_room
         Whether there is a free slot. Without one the stop policy is not asked: its answer could not be carried out.
     """
 
     size: int
-    headroom: float = 1.0
     has_room: bool = True

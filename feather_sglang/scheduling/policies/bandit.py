@@ -6,7 +6,7 @@ from math import log, sqrt
 from typing import Any, ClassVar
 
 from feather_sglang.scheduling.policies.estimates import FORGOTTEN, lead, learn
-from feather_sglang.scheduling.policies.learner import FEATURE_SET, MARGIN, TRIAL, Learner
+from feather_sglang.scheduling.policies.learner import MARGIN, TRIAL, Learner
 from feather_sglang.scheduling.policies.parameters import Number, Spec
 from feather_sglang.scheduling.policies.policy_file import integer
 
@@ -27,7 +27,6 @@ class Bandit(Learner):
         "discount": Number(0.9999, 0.5, 1.0),
         "margin": MARGIN,
         "trial": TRIAL,
-        "features": FEATURE_SET,
     }
 
     def __init__(self, *, seed: int = 0, explore: bool = True, **params: Any) -> None:

@@ -68,7 +68,9 @@ class Policy:
         if document["policy"] != self.name:
             raise FeatherError(f"policy file {path} is for policy {document['policy']!r}, not {self.name!r}")
         try:
-            params = checked(self.name, self.SPEC, mapping(document.get("params"), "params"))
+            given = mapping(document.get("params"), "params")
+            given.pop("features", None)  # of older releases; the description of the states says the same
+            params = checked(self.name, self.SPEC, given)
             fresh = type(self)(seed=self.seed, explore=self.explore, **params)
             fresh._restore(document)
         except (FeatherError, ValueError) as error:

@@ -35,7 +35,7 @@ class Heuristic(Policy):
 
     def decide(self, state: PolicyState) -> Action:
         """Apply the rules in the paper's order."""
-        batch, loss, peers, _, _ = state
+        batch, loss, peers, _ = state
         if (
             loss <= 0
             or batch <= 0

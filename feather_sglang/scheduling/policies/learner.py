@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from feather_sglang.scheduling.policies import discretiser
 from feather_sglang.scheduling.policies.base import Policy
-from feather_sglang.scheduling.policies.discretiser import Discretiser
 from feather_sglang.scheduling.policies.estimates import NEW_CELL
-from feather_sglang.scheduling.policies.parameters import Features, Number
+from feather_sglang.scheduling.policies.parameters import Number
 from feather_sglang.scheduling.policies.policy_file import mapping, number, pairs, sequence
 from feather_sglang.scheduling.policies.protocol import ADD, STOP, Action, PolicyState
 from feather_sglang.scheduling.policies.trial import Trial
@@ -16,7 +16,6 @@ from feather_sglang.scheduling.policies.trial import Trial
 # By how much, relative to ADD, STOP must be better before it is preferred. Within a bin the two often tie, and the
 # reward sees neither the request that STOP keeps waiting nor the batch that shrinks by many STOPs in a row.
 MARGIN = Number(0.02, 0.0, 1.0)
-FEATURE_SET = Features()
 # Rewards that a trial lasts at most: a batch becomes homogeneous within the lifetime of its requests.
 TRIAL = Number(300, 1, 1e6, integer=True)
 
@@ -33,14 +32,12 @@ class Learner(Policy):
 
     def __init__(self, *, seed: int = 0, explore: bool = True, **params: Any) -> None:
         super().__init__(seed=seed, explore=explore, **params)
-        self.discretiser = Discretiser(self.params["features"])
         self.table: dict[int, list[float]] = {}
         self.rewards = 0
         self.free_adds = 0
         self.trials = 0
         self._margin: float = self.params["margin"]
         self._trial = Trial(self.params["trial"])
-        self._key = self.discretiser.key
         self._waiting: dict[int, int] = {}  # decision code -> how many such decisions wait for a reward
         self._last: int | None = None
 
@@ -51,7 +48,7 @@ class Learner(Policy):
             self.adds += 1
             self._last = None
             return ADD
-        key = self._key(state)
+        key = discretiser.key_of(state)
         cell = self.table.get(key)
         if cell is None:
             cell = list(NEW_CELL)
@@ -127,18 +124,18 @@ class Learner(Policy):
 
     def _export(self) -> dict[str, Any]:
         return {
-            "discretiser": self.discretiser.describe(),
-            "table": {self.discretiser.name(key): cell for key, cell in sorted(self.table.items())},
+            "discretiser": discretiser.DESCRIPTION,
+            "table": {discretiser.name_of(key): cell for key, cell in sorted(self.table.items())},
             "waiting": sorted(self._waiting.items()),
             "trial": self._trial.export(),
         }
 
     def _restore(self, document: dict[str, Any]) -> None:
-        if document.get("discretiser") != self.discretiser.describe():
+        if document.get("discretiser") != discretiser.DESCRIPTION:
             raise ValueError("its states are cut otherwise than this release cuts them: train it again")
         for name, row in mapping(document.get("table"), "table").items():
             cell = [number(x, f"table[{name}]") for x in sequence(row, name, len(NEW_CELL))]
-            self.table[self.discretiser.key_of(name)] = cell
+            self.table[discretiser.key_named(name)] = cell
         self._trial.restore(document.get("trial"))
         self._waiting = dict(self._read_codes(document.get("waiting"), "waiting"))
 

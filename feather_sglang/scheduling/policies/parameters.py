@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from feather_sglang.errors import FeatherError
-from feather_sglang.scheduling.policies.discretiser import FEATURES
 
 
 class Number(NamedTuple):
@@ -27,19 +26,7 @@ class Number(NamedTuple):
         return kind(value)
 
 
-class Features(NamedTuple):
-    """The choice of state features (see discretiser.py)."""
-
-    default: str = "paper"
-
-    def check(self, name: str, value: Any) -> str:
-        """Return `value` if it names a feature set, or raise FeatherError."""
-        if value not in FEATURES:
-            raise FeatherError(f"{name}={value!r} must be one of {', '.join(FEATURES)}")
-        return value
-
-
-Spec = Mapping[str, Number | Features]
+Spec = Mapping[str, Number]
 
 
 def checked(policy: str, spec: Spec, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,14 +22,12 @@ class PolicyState(NamedTuple):
     batch_size : requests in the batch now.
     tip_loss : chunks of shared prefix that the whole batch would lose (``tip_before - tip_after``).
     peers : waiting requests that share the prefix down to the new tip.
-    headroom : share of the KV pool, 0 to 1, that is free or evictable and not needed by running requests.
     group : ``(candidate_group, batch_groups)``, read by the oracle alone.
     """
 
     batch_size: int
     tip_loss: int
     peers: int
-    headroom: float = 1.0
     group: Any = None
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any, ClassVar
 
+from feather_sglang.scheduling.policies import discretiser
 from feather_sglang.scheduling.policies.estimates import FORGOTTEN, lead, learn
-from feather_sglang.scheduling.policies.learner import FEATURE_SET, MARGIN, TRIAL, Learner
+from feather_sglang.scheduling.policies.learner import MARGIN, TRIAL, Learner
 from feather_sglang.scheduling.policies.parameters import Number, Spec
 from feather_sglang.scheduling.policies.policy_file import integer, mapping, number, sequence
 
@@ -30,7 +31,6 @@ class QLearning(Learner):
         "eps_decay": Number(0.9, 0.0, 1.0),
         "margin": MARGIN,
         "trial": TRIAL,
-        "features": FEATURE_SET,
     }
 
     def __init__(self, *, seed: int = 0, explore: bool = True, **params: Any) -> None:
@@ -97,14 +97,14 @@ class QLearning(Learner):
         self._random = random.Random(seed)
 
     def _export(self) -> dict[str, Any]:
-        rates = {self.discretiser.name(key): rate for key, rate in sorted(self._epsilon.items())}
+        rates = {discretiser.name_of(key): rate for key, rate in sorted(self._epsilon.items())}
         episode = {"codes": [(code, 1) for code in self._open], "return": self._return, "weight": self._weight}
         return {**super()._export(), "epsilon": rates, "episode": episode, "random": list(self._random.getstate()[1])}
 
     def _restore(self, document: dict[str, Any]) -> None:
         super()._restore(document)
         for state, rate in mapping(document.get("epsilon"), "epsilon").items():
-            self._epsilon[self.discretiser.key_of(state)] = number(rate, f"epsilon[{state}]", high=1.0)
+            self._epsilon[discretiser.key_named(state)] = number(rate, f"epsilon[{state}]", high=1.0)
         episode = mapping(document.get("episode"), "episode")
         self._open = [code for code, _ in self._read_codes(episode.get("codes"), "episode")]
         self._return = number(episode.get("return"), "episode return")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from feather_sglang.scheduling.policies import discretiser
 from feather_sglang.scheduling.policies.base import Policy
 from feather_sglang.scheduling.policies.estimates import NEW_CELL
 from feather_sglang.scheduling.policies.learner import Learner
@@ -86,7 +87,7 @@ def teach(learner: Learner, returns: Mapping[Rule, float]) -> None:
     """Replace what a learner knows by what the passes so far have shown: each rule's output tokens/s."""
     learner.table.clear()
     for rule, value in firm(returns).items():
-        for key, state in learner.discretiser.corners():
+        for key, state in discretiser.corners():
             if state.tip_loss <= 0 or state.batch_size <= 0:
                 continue  # additions that cost nothing are not decided
             cell = learner.table.setdefault(key, list(NEW_CELL))
