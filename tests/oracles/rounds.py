@@ -17,7 +17,7 @@ def open_round(b, now, reward=None, *readings, pending_tokens=0):
     b.open_round(Readings(now, reward, *readings), pending_tokens=pending_tokens)
 
 
-def propose(b, size, _share=1.0, has_room=True):
+def propose(b, size, has_room=True):
     return b.propose(Batch(size, has_room))
 
 

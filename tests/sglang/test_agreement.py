@@ -52,7 +52,7 @@ def serve(rank, store, results, agree):
         open_round(
             builder, *agreement.readings(step + clock.random(), *measured), pending_tokens=int(stream.random() < 0.1)
         )
-        while len(running) < 12 and (r := propose(builder, len(running), 1.0)) is not None:
+        while len(running) < 12 and (r := propose(builder, len(running))) is not None:
             if defers(builder, r, 0, 601, 1 << 40):
                 continue
             admit(builder, r)

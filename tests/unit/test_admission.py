@@ -28,7 +28,7 @@ def tokens(*chunks):
 def run_round(b, batch_size=0, now=0.0, slots=100, barred=(), reward=None):
     open_round(b, now, reward)
     admitted = []
-    while (r := propose(b, batch_size + len(admitted), 1.0, has_room=len(admitted) < slots)) is not None:
+    while (r := propose(b, batch_size + len(admitted), has_room=len(admitted) < slots)) is not None:
         if len(admitted) >= slots:
             break
         if r in barred:
@@ -78,7 +78,7 @@ def test_an_add_that_was_not_carried_out_is_cancelled():
     b = builder(policy)
     b.arrive("a", tokens("A"))
     open_round(b, 0.0, None)
-    assert propose(b, 3, 1.0) == "a"  # the scheduler then runs out of tokens
+    assert propose(b, 3) == "a"  # the scheduler then runs out of tokens
     b.close_round()
     assert policy.cancelled == 1 and set(b.tree.waiting) == {"a"}
 
@@ -92,7 +92,7 @@ def propose_all(b, cached, batch_size=0):
     """One open round: everything proposed is admitted, with so many tokens in the cache."""
     open_round(b, 0.0, None)
     admitted = []
-    while (r := propose(b, batch_size + len(admitted), 1.0)) is not None:
+    while (r := propose(b, batch_size + len(admitted))) is not None:
         admit(b, r, cached)
         admitted.append(r)
     b.close_round()
@@ -130,7 +130,7 @@ def test_requests_deferred_still_count_as_peers_and_can_be_overdue():
     first = policy.states[0]  # b0's: a1 and a2 still wait, and will be in the batch before long
     assert (first.batch_size, first.tip_loss, first.peers) == (3, 128, 2)
     open_round(b, 5.0, None)
-    assert propose(b, 2, 1.0) == "a1"
+    assert propose(b, 2) == "a1"
     b.close_round()
 
 
@@ -183,7 +183,7 @@ def test_late_requests_of_the_urgent_class_do_not_hide_behind_older_ones_of_anot
     b.arrive("background", [9] * 40, priority=9)
     b.arrive("a0", [1] * 40, priority=0)
     open_round(b, 0.0, None)
-    assert propose(b, 0, 1.0) == "a0"
+    assert propose(b, 0) == "a0"
     admit(b, "a0")
     b.close_round()
     b.arrive("stranger", [5] * 40, priority=0)
@@ -192,7 +192,7 @@ def test_late_requests_of_the_urgent_class_do_not_hide_behind_older_ones_of_anot
     for step in range(1, 30):  # others come all the time that match the batch better
         b.arrive(f"a{step}", [1] * 40, priority=0)
         open_round(b, float(step), None)
-        admitted.append(propose(b, len(b.tree.active), 1.0))
+        admitted.append(propose(b, len(b.tree.active)))
         admit(b, admitted[-1])
         b.close_round()
         if step > 1:
@@ -313,10 +313,10 @@ def test_a_batch_that_is_still_small_gathers_around_the_prefix_that_is_being_com
         for group in "AB":
             b.arrive(f"{group}{i}", array("q", [ord(group)] * 640 + [i] * 64))
     open_round(b, 1.0, None)
-    assert propose(b, 1, 1.0) == "A0"
+    assert propose(b, 1) == "A0"
     admit(b, "A0", cached_tokens=0)
     assert b.tree.deferred == 2 and b.tree.branch_loss("B0") == 10 and b.tree.branch_loss("A1") == 0
-    assert propose(b, 2, 1.0) is None
+    assert propose(b, 2) is None
     b.close_round()
     b.computed("A0")
     assert run_round(b, batch_size=2) == ["A1", "A2"]
@@ -453,12 +453,12 @@ def test_whose_prefix_runs_or_is_cached_never_waits():
     b.state.prefix_batching.enough = 10**9
     arrive_all(b, "a1", "a2", "b0", "c0")
     open_round(b, 0.0, None)
-    assert propose(b, 1, 1.0) == "a1"
+    assert propose(b, 1) == "a1"
     # Not even where the cache has not got it yet: another one computes it.
     assert not defers(b, "a1", 0, PROMPT, ROOM)
     assert not defers(b, "a1", PREFIX, 4, ROOM)
     admit(b, "a1", PREFIX)
-    assert propose(b, 2, 1.0) == "a2"
+    assert propose(b, 2) == "a2"
     assert not defers(b, "b0", PREFIX, 4, ROOM) and defers(b, "c0", 0, PROMPT, ROOM)
     b.close_round()
 
@@ -480,9 +480,9 @@ def test_a_lone_one_is_out_of_sight_for_the_round_only():
     arrive_all(b, "a0")
     for _ in range(3):
         open_round(b, 0.0, None)
-        if propose(b, 0, 1.0) == "a0":
+        if propose(b, 0) == "a0":
             assert defers(b, "a0", 0, PROMPT, ROOM)
-        assert propose(b, 0, 1.0) is None and defers(b, "a0", 0, PROMPT, ROOM) is False
+        assert propose(b, 0) is None and defers(b, "a0", 0, PROMPT, ROOM) is False
         b.close_round()
         b.tree.check_invariants()
         assert set(b.tree.waiting) == {"a0"} and b.tree.find_best().request_id == b.tree.oldest() == "a0"
@@ -674,10 +674,10 @@ def test_a_preemption_within_the_round_does_not_make_the_batch_smaller_than_it_i
     assert round_of(b) == ["z0"] and round_of(b, cached=PREFIX) == ["z1", "z2", "z3"]
     arrive_all(b, "a0", "a1", "a2")
     open_round(b, 0.0, None)
-    assert propose(b, 4, 1.0) == "a0" and defers(b, "a0", 0, PROMPT, ROOM)
+    assert propose(b, 4) == "a0" and defers(b, "a0", 0, PROMPT, ROOM)
     b.requeue("z3", prompt_of("z3"))
     policy.states = []
-    assert propose(b, 3, 1.0) == "z3"
+    assert propose(b, 3) == "z3"
     assert policy.states[0].batch_size == 3
     b.close_round()
     b.tree.check_invariants()
@@ -770,7 +770,7 @@ def test_the_whole_rule_over_a_load_that_does_not_fit():
 def big_round(b, now):
     open_round(b, now, None, 1e-4)
     admitted = []
-    while (r := propose(b, len(b.tree.active), 1.0)) is not None:
+    while (r := propose(b, len(b.tree.active))) is not None:
         covered = 2 * (b.tree.depth(r) - b.tree.missing_count(r))
         if not defers(b, r, covered, 1050 - covered, ROOM):
             admit(b, r, covered)

@@ -57,7 +57,7 @@ def test_who_has_least_to_compute_goes_first():
     b.arrive("other turn", prompt(3, 5000), cached_tokens=3900)
     open_round(b, 0.0, None)
     order = []
-    while (name := propose(b, len(b.tree.active), 1.0)) is not None:
+    while (name := propose(b, len(b.tree.active))) is not None:
         assert not defers(b, name, {"turn": 4800, "other turn": 3900}.get(name, 0), 1, 10**6)
         admit(b, name, 0)
         order.append(name)
@@ -71,7 +71,7 @@ def test_what_was_evicted_since_stays_out_for_a_round_and_then_counts_as_it_is()
     for expected in (["turn", "short"], ["turn"]):
         open_round(b, 0.0, None)
         seen = []
-        while (name := propose(b, len(b.tree.active), 1.0)) is not None:
+        while (name := propose(b, len(b.tree.active))) is not None:
             seen.append(name)
             if not defers(b, name, 0, len(prompt(1, 1000 if name == "short" else 5000)), 10**6):
                 admit(b, name, 0)
@@ -86,4 +86,4 @@ def test_a_prompt_cached_as_a_whole_is_believed():
     b = builder()
     b.arrive("again", prompt(1, 1024), cached_tokens=1024)
     open_round(b, 0.0, None)
-    assert propose(b, 0, 1.0) == "again" and not defers(b, "again", 1023, 1, 10**6)
+    assert propose(b, 0) == "again" and not defers(b, "again", 1023, 1, 10**6)

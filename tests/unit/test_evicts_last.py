@@ -81,7 +81,7 @@ def test_nor_for_a_prefix_that_is_short_or_that_another_computes():
     arrive_all(b, "a0", "a1")
     open_round(b, 0.0, None)
     assert not defers(b, "a0", PROMPT - LEAST_TOKENS + 1, LEAST_TOKENS - 1, 0)
-    assert propose(b, 0, 1.0) == "a0"
+    assert propose(b, 0) == "a0"
     admit(b, "a0", 0)
     assert not defers(b, "a1", 0, PROMPT, 0)
     b.close_round()
@@ -108,7 +108,7 @@ def test_in_later_rounds_they_go_last_without_being_looked_up_first():
     asked = []
     assert round_of(b, cached="b", asked=asked, slots=0) == [] and asked == []
     open_round(b, 0.0, None)
-    assert propose(b, 0, 1.0) == "a0" and defers(b, "a0", 0, PROMPT, 0) and set(b.state.deferrals.last) == {"a0"}
+    assert propose(b, 0) == "a0" and defers(b, "a0", 0, PROMPT, 0) and set(b.state.deferrals.last) == {"a0"}
     b.close_round()
     arrive_all(b, "b0")
     assert round_of(b, cached="bc", asked=asked) == ["c0", "b0", "a0"] and asked == ["c0", "b0", "a0"]
@@ -119,7 +119,7 @@ def test_they_are_no_longer_last_once_another_computes_theirs_or_they_leave():
     arrive_all(b, "a0", "a1", "b0")
     open_round(b, 0.0, None)
     for r in ("a0", "b0"):
-        assert propose(b, 0, 1.0) == r and defers(b, r, 0, PROMPT, 0)
+        assert propose(b, 0) == r and defers(b, r, 0, PROMPT, 0)
     b.close_round()
     b.leave_queue("b0")
     assert set(b.state.deferrals.last) == {"a0"}
@@ -136,12 +136,12 @@ def test_in_the_last_call_nobody_is_last_so_who_is_passed_over_by_sglang_is_skip
     arrive_all(b, "a0", "b0")
     open_round(b, 0.0, None)
     for r in ("a0", "b0"):
-        assert propose(b, 0, 1.0) == r and defers(b, r, 0, PROMPT, 0)
-    assert propose(b, 0, 1.0) == "a0" and not b.state.deferrals.last and not defers(b, "a0", 0, PROMPT, 0)
+        assert propose(b, 0) == r and defers(b, r, 0, PROMPT, 0)
+    assert propose(b, 0) == "a0" and not b.state.deferrals.last and not defers(b, "a0", 0, PROMPT, 0)
     skip(b, "a0")
-    assert propose(b, 0, 1.0) == "b0"
+    assert propose(b, 0) == "b0"
     skip(b, "b0")
-    assert propose(b, 0, 1.0) is None
+    assert propose(b, 0) is None
     b.close_round()
     assert set(b.tree.waiting) == {"a0", "b0"}
 
@@ -152,7 +152,7 @@ def test_a_round_that_is_held_calls_nobody():
     assert round_of(b, now=0.0) == ["x0"]
     arrive_all(b, "a0")
     open_round(b, 0.001, None, None, 10.0)
-    assert b.round.delayed and propose(b, 1, 1.0) is None
+    assert b.round.delayed and propose(b, 1) is None
     b.close_round()
 
 
@@ -299,5 +299,5 @@ def test_sglang_decides_about_one_that_is_overdue():
     open_round(b, 0.0, None)
     b.close_round()
     open_round(b, 5.0, None)
-    assert propose(b, 1, 1.0) == "b0" and fits(b, "b0", 0) and b.kv_budget.kept_out == 0
+    assert propose(b, 1) == "b0" and fits(b, "b0", 0) and b.kv_budget.kept_out == 0
     b.close_round()

@@ -123,7 +123,7 @@ def test_only_who_was_proposed_for_somebodys_lateness_counts():
     arrive(b, "x0")
     run_round(b, slots=0)
     open_round(b, 10.0, None)
-    assert propose(b, 0, 1.0) == "x0"  # the scheduler then has no room for it
+    assert propose(b, 0) == "x0"  # the scheduler then has no room for it
     b.close_round()
     assert b.hurried_admissions == 0
     b.state.fairness.max_wait = 100.0  # an operator switches

@@ -311,7 +311,7 @@ class Engine:
         open_round(builder, self.now, rng.choice([None, 100.0]), *self.readings, pending_tokens=pending)
         admitted, computed = [], 0
         while len(admitted) < slots:
-            name = propose(builder, len(builder.tree.active), rng.random(), has_room=rng.random() < 0.9)
+            name = propose(builder, len(builder.tree.active), has_room=rng.random() < 0.9)
             self.proposed.append(name)
             if name is None:
                 break
@@ -373,10 +373,10 @@ def test_whom_the_engine_cannot_take_now_is_no_bound_in_that_round_and_one_in_th
     for now, taken in ((1.0, "next"), (2.0, "last")):
         open_round(builder, now, None)
         for name in ("barred", "long"):
-            assert propose(builder, len(builder.tree.active), 1.0) == name
+            assert propose(builder, len(builder.tree.active)) == name
             skip(builder, name)
         assert builder.state.overtaking.most_urgent() == 1
-        assert propose(builder, len(builder.tree.active), 1.0) == taken
+        assert propose(builder, len(builder.tree.active)) == taken
         admit(builder, taken, 0)
         builder.close_round()
         assert builder.state.overtaking.most_urgent() == 0
@@ -391,7 +391,7 @@ def test_a_late_request_does_not_go_before_a_more_urgent_one_that_awaits_its_pre
     for name in ("urgent", "urgent twin"):
         builder.arrive(name, array("q", [2] * 2000), priority=0)
     open_round(builder, 20.0, None)
-    while (name := propose(builder, len(builder.tree.active), 1.0)) is not None:
+    while (name := propose(builder, len(builder.tree.active))) is not None:
         assert not defers(builder, name, 0, 2000, 100_000)
         admit(builder, name, 0)
     builder.close_round()

@@ -46,7 +46,7 @@ def replay(policy, foreign, seed):
             arrived += 1
             arrival += rng.expovariate(RATE)
         open_round(builder, clock, reward)
-        while len(running) < CAPACITY and (request := propose(builder, len(running), 1.0)) is not None:
+        while len(running) < CAPACITY and (request := propose(builder, len(running))) is not None:
             admit(builder, request)
             running.append((request, step + STEPS))
             rows[request[0]] += 1

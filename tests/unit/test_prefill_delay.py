@@ -247,11 +247,11 @@ def test_who_becomes_overdue_in_a_held_round_is_proposed():
     b.leave_queue("a")
     arrive(b, "b")
     open_round(b, 0.05, None, None, FIXED)
-    assert b.round.delayed and propose(b, 20, 1.0) is None
+    assert b.round.delayed and propose(b, 20) is None
     b.requeue("r3", tokens("r3"))
-    assert propose(b, 19, 1.0) == "r3"
+    assert propose(b, 19) == "r3"
     admit(b, "r3")
-    assert propose(b, 20, 1.0) is None
+    assert propose(b, 20) is None
     b.close_round()
 
 
@@ -260,9 +260,9 @@ def test_those_who_wait_for_a_prefix_that_is_computed_do_not_count():
     for i in range(6):
         b.arrive(i, array("q", [9] * 600) + array("q", [i] * 4))
     open_round(b, 1.0, None, None, FIXED)
-    assert propose(b, 20, 1.0) == 0
+    assert propose(b, 20) == 0
     admit(b, 0, 0)
-    assert propose(b, 21, 1.0) is None and set(b.state.deferrals.in_flight) == {0}
+    assert propose(b, 21) is None and set(b.state.deferrals.in_flight) == {0}
     b.close_round()
     arrive(b, "a")
     # Of six who wait one can be proposed: 1 x 0.4 / 2 is less than 21 x 0.01, 6 x 0.4 / 2 is not.
@@ -285,7 +285,7 @@ def test_postponed_requests_are_not_counted_either():
     b = running(builder(prefix_batching=AlwaysShort(0), max_wait=1e9))
     b.arrive("lone", array("q", [9] * 600))
     open_round(b, 0.5, None, None, FIXED)
-    assert propose(b, 20, 1.0) == "lone" and defers(b, "lone", 0, 600, 10**9)
+    assert propose(b, 20) == "lone" and defers(b, "lone", 0, 600, 10**9)
     b.close_round()
     assert run_round(b, now=0.6) == [] and b.delayed_rounds == 0
     arrive(b, "a")
