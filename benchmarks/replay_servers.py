@@ -25,7 +25,7 @@ from typing import Any
 from finished import read_finished
 from rich.console import Console
 
-from feather_sglang.adapter.options import FeatherOptions
+from feather_sglang.adapter.options import FeatherOptions, parse_flag
 from feather_sglang.compare.server.cases import WORKLOADS, parse_case
 from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS, ServerConfig, words_of_start
 from feather_sglang.errors import FeatherError
@@ -64,8 +64,7 @@ def backend(flags: Mapping[str, str]) -> str | None:
 
 def packed_prefill(flags: Mapping[str, str]) -> dict[str, str]:
     """How prefill is packed, where it is."""
-    given = {"pat_prefill": flags.get("--feather-pat-prefill", FeatherOptions.pat_prefill)}
-    chosen = FeatherOptions.from_flags(given).pat_prefill
+    chosen = parse_flag("pat_prefill", flags.get("--feather-pat-prefill", FeatherOptions.pat_prefill))
     return {} if chosen == "off" else {"pat_prefill": chosen}
 
 

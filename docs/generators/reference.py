@@ -17,7 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from feather_sglang.adapter.attention.matrix import tables
-from feather_sglang.adapter.options import FeatherOptions, add_flags
+from feather_sglang.adapter.options import FeatherOptions, add_flags, has_flag, help_of
 from feather_sglang.cli import COMMANDS
 from feather_sglang.replay.model_shape import load_model
 from feather_sglang.replay.profiles import load_profile
@@ -59,15 +59,16 @@ def argument_rows(parser: argparse.ArgumentParser) -> list[tuple[str, ...]]:
 
 
 def server_rows() -> list[tuple[str, ...]]:
-    """(flag with its value, key in FEATHER_OPTIONS, meaning) of each option of a server."""
+    """(flag with its value, meaning) of each option of a server that has a flag."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    flags = {action.dest: action for action in parser._actions}
-    rows = []
-    for spec in fields(FeatherOptions):
-        action = flags[f"feather_{spec.name}"]
-        rows.append((f"`{cell(f'{action.option_strings[0]} {action.metavar}')}`", cell(action.help or "")))
-    return rows
+    return argument_rows(parser)
+
+
+def variable_rows() -> list[tuple[str, ...]]:
+    """(key with its value, meaning) of each option that FEATHER_OPTIONS alone sets."""
+    rest = [spec for spec in fields(FeatherOptions) if not has_flag(spec.name)]
+    return [(f"`{spec.name}: {spec.metadata['metavar']}`", cell(help_of(spec.name))) for spec in rest]
 
 
 def command_parsers() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
@@ -104,14 +105,21 @@ def flags_page() -> str:
         '`FEATHER_OPTIONS`, JSON with underscores for dashes: `{"max_wait": 60}`.',
         "",
         table(("flag", "meaning"), server_rows()),
+        "",
+        "Set by `FEATHER_OPTIONS` alone, as in `FEATHER_OPTIONS='{\"chunk_size\": 32}'` before a command:",
+        "",
+        table(("key", "meaning"), variable_rows()),
+        "",
+        "`feather ab`, `feather suite` and `feather train` read the variable, too; a flag wins over it.",
     ]
-    shown: dict[tuple[str, ...], str] = {}  # row -> the command that has it first
+    shown: dict[tuple[str, ...], str] = dict.fromkeys(server_rows(), "a server")  # row -> who has it first
     for name, summary, parser in command_parsers():
         parts += ["", f"## `{name}`", "", f"{summary[0].upper()}{summary[1:].rstrip('.')}."]
         rows = argument_rows(parser)
-        if same := [row[0] for row in rows if shown.get(row) == "feather ab"]:
-            rows = [row for row in rows if row[0] not in same]
-            parts += ["", f"As `feather ab`: {', '.join(same)}."]
+        for first, called in (("a server", "a server"), ("feather ab", "`feather ab`")):
+            if same := [row[0] for row in rows if shown.get(row) == first]:
+                rows = [row for row in rows if row[0] not in same]
+                parts += ["", f"As {called}: {', '.join(same)}."]
         shown.update((row, name) for row in rows if row not in shown)
         if rows:
             parts += ["", table(("argument", "meaning"), rows)]

@@ -2,14 +2,16 @@
 
 SGLang's ``ServerArgs`` has no room for a plugin's options and its scheduler runs in other processes, so the flags
 travel in the one environment variable that ``sglang.Engine`` users set themselves. A flag wins over the variable.
+What nobody needs first has no flag. Replays take the same flags and the same variable.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,34 +27,27 @@ from feather_sglang.slo import parse
 VARIABLE = "FEATHER_OPTIONS"
 
 
-def _positive_int(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | str) or int(value) < 1:
-        raise ValueError("expected a whole number of at least 1")
-    return int(value)
+def _whole(least: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | str) or int(value) < least:
+            raise ValueError(f"expected a whole number of at least {least}")
+        return int(value)
+
+    return parse
 
 
-def _seed(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | str) or int(value) < 0:
-        raise ValueError("expected a whole number of at least 0")
-    return int(value)
+def _number(expected: str, fits: Callable[[float], bool]) -> Callable[[Any], float]:
+    def parse(value: Any) -> float:
+        if isinstance(value, bool) or not fits(float(value)):
+            raise ValueError(f"expected {expected}")
+        return float(value)
+
+    return parse
 
 
-def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not 0 <= float(value) < float("inf"):
-        raise ValueError("expected seconds, 0 or more")
-    return float(value)
-
-
-def _milliseconds(value: Any) -> float:
-    if isinstance(value, bool) or not 0 < float(value) < float("inf"):
-        raise ValueError("expected milliseconds, more than 0")
-    return float(value)
-
-
-def _share(value: Any) -> float:
-    if isinstance(value, bool) or not float(value) >= 0:
-        raise ValueError("expected a number of at least 0, or inf")
-    return float(value)
+_seconds = _number("seconds, 0 or more", lambda value: 0 <= value < math.inf)
+_milliseconds = _number("milliseconds, more than 0", lambda value: 0 < value < math.inf)
+_share = _number("a number of at least 0, or inf", lambda value: value >= 0)
 
 
 def _bounds(value: Any) -> str:
@@ -117,26 +112,31 @@ def _writable_folder(value: Any) -> str:
     return os.path.abspath(value)
 
 
-def _option(default: Any, parse: Callable[[Any], Any], metavar: str, text: str, at_start: bool = False) -> Any:
-    """``at_start``: it cannot change while a server runs."""
-    return field(default=default, metadata={"parse": parse, "metavar": metavar, "help": text, "at_start": at_start})
+def _option(default: Any, parse: Callable[[Any], Any], metavar: str, text: str, **further: bool) -> Any:
+    """``at_start``: it cannot change while a server runs; ``flag``: False where FEATHER_OPTIONS alone sets it."""
+    known = {"parse": parse, "metavar": metavar, "help": text, "at_start": False, "flag": True}
+    return field(default=default, metadata=known | further)
 
 
 @dataclass(frozen=True)
 class FeatherOptions:
-    """What an operator can set; one field is one flag and one key of FEATHER_OPTIONS."""
+    """What an operator can set; one field is one key of FEATHER_OPTIONS and, for most, one flag."""
 
     policy_file: str | None = _option(
         None, _readable_file, "FILE", "Policy file written by `feather train`; the learner goes on from it."
     )
-    chunk_size: int = _option(CHUNK_TOKENS, _positive_int, "TOKENS", "Tokens in a chunk of the Chunked Hash Tree.")
+    chunk_size: int = _option(
+        CHUNK_TOKENS, _whole(1), "TOKENS", "Tokens in a chunk of the Chunked Hash Tree.", flag=False
+    )
     max_wait: float = _option(
         MAX_WAIT,
         _seconds,
         "SECONDS",
         "While a request has waited this long, nobody is stopped; it is next once overtaken by as many as were ahead.",
     )
-    max_wait_rounds: int = _option(MAX_WAIT_ROUNDS, _positive_int, "ROUNDS", "The same bound in admission rounds.")
+    max_wait_rounds: int = _option(
+        MAX_WAIT_ROUNDS, _whole(1), "ROUNDS", "The bound of --feather-max-wait, in admission rounds.", flag=False
+    )
     max_overtaking: float = _option(
         SHARE_OF_OWN,
         _share,
@@ -144,7 +144,13 @@ class FeatherOptions:
         "Later requests that go before a request take at most SHARE times the work that arrival order would have put "
         "before it, itself included, and 2,048 tokens; inf: no bound but --feather-max-wait.",
     )
-    seed: int = _option(0, _seed, "SEED", "Seed of the policy's exploration; the same on every rank.")
+    seed: int = _option(
+        0,
+        _whole(0),
+        "SEED",
+        "Seed of the policy's exploration, the same on every rank; of a replay --seed.",
+        flag=False,
+    )
     explore: bool = _option(True, _switch, "on|off", "off freezes the policy: it neither explores nor learns.")
     row_order: bool = _option(
         True, _switch, "on|off", "Keep the rows of the running batch in depth-first prefix order."
@@ -169,14 +175,14 @@ class FeatherOptions:
         _milliseconds,
         "MS",
         "Bound on the time between two tokens of a request while other requests prefill, in milliseconds; gives way as "
-        "far as the load does not allow it.",
+        "far as the load does not allow it. Not under feather-order.",
     )
     slo: str | None = _option(
         None,
         _bounds,
         "BOUNDS",
         "Bounds on the first token and between tokens: ttft=SECONDS,tbt=MS (10x: times an idle server's) or mooncake. "
-        "Prefill is bounded as by --feather-tbt, with 0.85 of tbt. Tried in replays only so far.",
+        "Prefill is bounded as by --feather-tbt, with 0.85 of tbt. Not under feather-order. Tried in replays only.",
     )
     record_plan: str | None = _option(
         None,
@@ -184,6 +190,7 @@ class FeatherOptions:
         "DIR",
         "The pat backend keeps a recent batch there, for `feather explain-plan DIR`.",
         at_start=True,
+        flag=False,
     )
     pat_beside: str | None = _option(
         None,
@@ -229,14 +236,6 @@ class FeatherOptions:
             raise FeatherError(f'{VARIABLE}: expected a JSON object such as {{"max_wait": 30}}, found {quoted(text)}')
         return replace(cls(), **_parse(given, f"{VARIABLE}: "))
 
-    @classmethod
-    def from_flags(cls, given: dict[str, Any]) -> FeatherOptions:
-        """Values of flags, by the names of the options; raises ``FeatherError``, which names the flag."""
-        values: dict[str, Any] = {}
-        for name, value in given.items():
-            values |= _parse({name: value}, "", f"--feather-{name.replace('_', '-')} {value}")
-        return replace(cls(), **values)
-
     def updated(self, given: dict[str, Any]) -> FeatherOptions:
         """Options of another policy on the same server; null stands for the default where that is none.
 
@@ -251,29 +250,56 @@ class FeatherOptions:
                 raise FeatherError(f"options: {spec.name} cannot change while the server runs")
         return replace(self, **values)
 
+    def as_json(self) -> dict[str, Any]:
+        """All of them as FEATHER_OPTIONS has them: JSON knows no infinity."""
+        return {name: "inf" if value == math.inf else value for name, value in asdict(self).items()}
+
+    def of_policy(self) -> dict[str, Any]:
+        """Those that can change while a server runs, in the same form."""
+        return {name: value for name, value in self.as_json().items() if not _spec(name).metadata["at_start"]}
+
     def to_environment(self, environment: Any = os.environ) -> None:
         """Write FEATHER_OPTIONS for the processes that SGLang starts next."""
-        environment[VARIABLE] = json.dumps(asdict(self))
+        environment[VARIABLE] = json.dumps(self.as_json())
 
 
-def _parse(given: dict[str, Any], head: str, called: str | None = None) -> dict[str, Any]:
-    """The values of a JSON object; a mistake raises ``FeatherError``, its line beginning with ``head``.
+def _spec(name: str) -> Any:
+    return FeatherOptions.__dataclass_fields__[name]
 
-    ``called``: what a value is called; by default its name and it.
-    """
-    known = {spec.name: spec for spec in fields(FeatherOptions)}
-    values: dict[str, Any] = {}
-    for name, value in given.items():
+
+def has_flag(name: str) -> bool:
+    """Whether a flag sets that option; FEATHER_OPTIONS sets each."""
+    return bool(_spec(name).metadata["flag"])
+
+
+def flag_of(name: str) -> str:
+    """The flag that sets an option."""
+    return f"--feather-{name.replace('_', '-')}"
+
+
+def parse_flag(name: str, value: Any) -> Any:
+    """What a flag's value is to its option; raises ``FeatherError``, which names the flag."""
+    # SGLang writes a null in YAML so.
+    return _value(name, None if value == "None" else value, f"{flag_of(name)} {quoted(value)}")
+
+
+def _parse(given: dict[str, Any], head: str) -> dict[str, Any]:
+    """The values of a JSON object; a mistake raises ``FeatherError``, its line beginning with ``head``."""
+    known = FeatherOptions.__dataclass_fields__
+    for name in given:
         if name not in known:
             raise FeatherError(f"{head}unknown option {quoted(name)}; the options are {', '.join(known)}")
-        if value is None and known[name].default is None:
-            values[name] = None
-            continue
-        try:
-            values[name] = known[name].metadata["parse"](value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise FeatherError(f"{head}{called or f'{name}={quoted(value)}'}: {error}") from None
-    return values
+    return {name: _value(name, value, f"{head}{name}={quoted(value)}") for name, value in given.items()}
+
+
+def _value(name: str, value: Any, called: str) -> Any:
+    """The value of an option; None stands for the default where that is none."""
+    if value is None and _spec(name).default is None:
+        return None
+    try:
+        return _spec(name).metadata["parse"](value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise FeatherError(f"{called}: {error}") from None
 
 
 def check_file(name: str, path: Any) -> None:
@@ -295,11 +321,8 @@ def packs_prefill(environment: Any = os.environ) -> bool:
     return named and FeatherOptions.from_environment(environment).pat_prefill != "off"
 
 
-class _SetOption(argparse._StoreAction):
-    """Put one ``--feather-*`` flag into FEATHER_OPTIONS as it is parsed.
-
-    SGLang's ``--config`` takes store actions only.
-    """
+class ReplayFlag(argparse._StoreAction):
+    """One ``--feather-*`` flag of a replay."""
 
     def __call__(
         self,
@@ -308,38 +331,55 @@ class _SetOption(argparse._StoreAction):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        value, option = values, option_string
+        """Take its value; a mistake in it raises ``FeatherError``."""
         name = self.dest.removeprefix("feather_")
-        spec = FeatherOptions.__dataclass_fields__[name]
+        value = parse_flag(name, values)
+        if value is not None:
+            check_file(name, value)
+        setattr(namespace, self.dest, value)
+
+
+class ServerFlag(ReplayFlag):
+    """One of a server; a store action, as SGLang's ``--config`` takes no others."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *given: Any) -> None:
+        """Put its value into FEATHER_OPTIONS; a mistake in it ends the program with one line."""
         try:
-            current = asdict(FeatherOptions.from_environment())
-            unset = value == "None" and spec.default is None  # what SGLang makes of a null in YAML
-            current[name] = None if unset else spec.metadata["parse"](value)
-            if not unset:
-                check_file(name, current[name])
-        except (TypeError, ValueError) as error:
-            parser.error(f"argument {option}: {value!r}: {error}")
+            super().__call__(parser, namespace, *given)
+            value = {self.dest.removeprefix("feather_"): getattr(namespace, self.dest)}
+            replace(FeatherOptions.from_environment(), **value).to_environment()
         except FeatherError as error:
-            parser.error(f"argument {option}: {error}")
-        FeatherOptions(**current).to_environment()
-        setattr(namespace, self.dest, current[name])
+            parser.error(str(error))
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add one ``--feather-*`` flag per option to SGLang's server parser."""
+def add_flags(
+    parser: argparse.ArgumentParser, action: type[ReplayFlag] = ServerFlag, without: Collection[str] = ()
+) -> None:
+    """Add one ``--feather-*`` flag per option that has one; those not given are not in the namespace."""
     group = parser.add_argument_group("feather", "options of the feather schedule policies and the pat backend")
     for spec in fields(FeatherOptions):
-        default = ("on" if spec.default else "off") if isinstance(spec.default, bool) else spec.default
-        if spec.metadata["parse"] is _seconds_or_auto:
-            default = "auto"
+        if not has_flag(spec.name) or spec.name in without:
+            continue
         # What is off by default may be named without a value.
-        alone: dict[str, Any] = {"nargs": "?", "const": "on"} if default == "off" else {}
+        alone: dict[str, Any] = {"nargs": "?", "const": "on"} if _shown_default(spec.name) == "off" else {}
         group.add_argument(
-            f"--feather-{spec.name.replace('_', '-')}",
+            flag_of(spec.name),
             dest=f"feather_{spec.name}",
-            action=_SetOption,
+            action=action,
             metavar=spec.metadata["metavar"],
             default=argparse.SUPPRESS,
-            help=f"{spec.metadata['help']} Default: {default}.",
+            help=help_of(spec.name),
             **alone,
         )
+
+
+def help_of(name: str) -> str:
+    """What an option means, and its default."""
+    return f"{_spec(name).metadata['help']} Default: {_shown_default(name)}."
+
+
+def _shown_default(name: str) -> str:
+    default = _spec(name).default
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return "auto" if _spec(name).metadata["parse"] is _seconds_or_auto else str(default)

@@ -24,6 +24,7 @@ from feather_sglang.replay.arguments import (
     add_workload_arguments,
     check_fits,
     check_sglang,
+    feather_options,
     step_model,
     sweep,
 )
@@ -44,10 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="virtual time with a model of the GPU, or real servers (%(default)s)",
     )
     parser.add_argument("--policies", help=f"comma-separated (default {DEFAULT_POLICIES}; as far as SGLang has them)")
-    parser.add_argument("--feather-policy-file", metavar="FILE", help="policy file written by `feather train`")
-    parser.add_argument(
-        "--feather-explore", choices=("on", "off"), default="on", help="off: the policy learns nothing (%(default)s)"
-    )
     parser.add_argument(
         "--jobs", type=int, default=REPLAY_ONLY["jobs"], metavar="N", help="policies replayed at a time (%(default)s)"
     )
@@ -61,7 +58,7 @@ def check_engine(args: argparse.Namespace) -> None:
     """Raise ``FeatherError`` for a flag that the chosen engine would silently ignore."""
     other, foreign = ("server", SERVER_ONLY) if args.engine == "replay" else ("replay", REPLAY_ONLY)
     for name, default in foreign.items():
-        if getattr(args, name) != default:
+        if getattr(args, name, default) != default:
             raise FeatherError(f"--{name.replace('_', '-')} goes with --engine {other}")
 
 
@@ -115,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
             "model": args.model,
             "attention": model.attention_name,
             "prefill_graphs": args.prefill_graphs,
-            "pat_prefill": args.feather_pat_prefill,
+            "pat_prefill": feather_options(args).pat_prefill,
             "settings": settings,
             "options": by_policy,
             **goodput_facts(slo, traces, shares),

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from feather_sglang import __version__
+from feather_sglang.adapter.options import FeatherOptions, flag_of, has_flag
 from feather_sglang.compare.policies import chosen_policies, options_of
 from feather_sglang.compare.rates import Shares, goodput_facts, labels_of, shares_of
 from feather_sglang.compare.results import check_overwrite
@@ -24,12 +26,12 @@ from feather_sglang.compare.server.config import BACKENDS, POLICY_FLAG, ServerCo
 from feather_sglang.compare.server.driver import LEAST_RUN, Driver, Listener, Terms
 from feather_sglang.compare.server.idle import IdleTimes, measure_idle
 from feather_sglang.compare.server.machine import machine
-from feather_sglang.compare.server.process import Server
+from feather_sglang.compare.server.process import Server, environment_with
 from feather_sglang.compare.server.result import RunResult, judged, notes, together
 from feather_sglang.compare.vocabulary import vocabulary_of
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import server_flags
-from feather_sglang.replay.arguments import check_fits, check_sglang, check_sizes, sweep
+from feather_sglang.replay.arguments import check_fits, check_sglang, check_sizes, common_options, sweep
 from feather_sglang.replay.jobs import RESULTS_VERSION, make_folder, write_json
 from feather_sglang.replay.traces import Trace
 from feather_sglang.report import plots
@@ -109,13 +111,11 @@ def configurations(args: argparse.Namespace, policies: Sequence[str]) -> list[Se
 
 
 def feather_flags(options: dict[str, Any]) -> list[str]:
-    """The flags by which a server takes these options; what is None has no flag."""
+    """The flags by which a server takes these options; what is None needs none."""
     flags = []
     for name, value in options.items():
-        if value is None:
-            continue
-        text = ("on" if value else "off") if isinstance(value, bool) else str(value)
-        flags += [f"--feather-{name.replace('_', '-')}", text]
+        if value is not None and has_flag(name):
+            flags += [flag_of(name), ("on" if value else "off") if isinstance(value, bool) else str(value)]
     return flags
 
 
@@ -159,12 +159,16 @@ class Comparison(Listener):
         self.idle: IdleTimes | None = None  # of the first server that is up: the same bounds for all
         key = secrets.token_hex(16)
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", args.model]
+        environment = environment_with({})
+        # What has no flag travels in the variable. Exploration is seeded as the workload is.
+        replace(FeatherOptions.from_environment(), seed=args.seed).to_environment(environment)
         terms = Terms(
             command=[*command, *common_flags(args), *switch_flags(key)],
             vocabulary=vocabulary,
             logs=make_folder(args.out / "logs"),
             check=lambda case, server: check_room(case.trace, server),
             key=key,
+            environment=environment,
             rounds=args.repeat,
             switching=args.one_server,
             afresh=True,
@@ -187,6 +191,7 @@ class Comparison(Listener):
             "workload": {"name": trace.name, "requests": len(trace.requests), "block_size": trace.block_size},
             "model": args.model,
             "dummy_weights": dummy_weights(args.model),
+            "options": {name: value for name, value in common_options(args).items() if not has_flag(name)},
             "stream_interval": args.stream_interval,
         }
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
 from feather_sglang.adapter.hooks import installed_version, lacks_policy
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay.arguments import common_options, suited
+from feather_sglang.replay.arguments import common_options, feather_options, suited
 from feather_sglang.scheduling.policies import load_policy
 from feather_sglang.scheduling.policy_names import FEATHER, REPLAYED, STOCK
 
@@ -37,18 +36,13 @@ def chosen_policies(args: argparse.Namespace) -> list[str]:
 
 def options_of(args: argparse.Namespace, policies: list[str]) -> dict[str, dict[str, Any]]:
     """What FEATHER_OPTIONS holds for each policy; the policy file goes to the policy that it was trained for."""
-    options = {**common_options(args), "explore": args.feather_explore == "on"}
+    options = common_options(args)
     by_policy: dict[str, dict[str, Any]] = {name: suited(name, options) for name in policies}
-    if args.feather_policy_file:
-        kind = check_policy_file(args.feather_policy_file)
+    if path := feather_options(args).policy_file:
+        kind = load_policy(path).name
         takers = [name for name in policies if name in (f"feather-{kind}", "feather" if kind == "bandit" else "")]
         if not takers:
-            raise FeatherError(f"{args.feather_policy_file} holds a {kind} policy; --policies names no feather-{kind}")
+            raise FeatherError(f"{path} holds a {kind} policy; --policies names no feather-{kind}")
         for name in takers:
-            by_policy[name]["policy_file"] = os.path.abspath(args.feather_policy_file)
+            by_policy[name]["policy_file"] = path
     return by_policy
-
-
-def check_policy_file(path: str) -> str:
-    """Kind of policy that a policy file holds; ``FeatherError`` for a file that is none."""
-    return load_policy(path).name

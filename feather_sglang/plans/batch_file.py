@@ -116,7 +116,9 @@ def load_batch(path: Path) -> Batch:
             path = path / LATEST
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise FeatherError(f"{path}: {error.strerror}; a server writes it with --feather-record-plan DIR") from None
+        raise FeatherError(
+            f"{path}: {error.strerror}; a server with record_plan in FEATHER_OPTIONS writes it"
+        ) from None
     except (ValueError, RecursionError):
         raise FeatherError(f"{path}: not JSON, so no recorded batch") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``feather explain-plan``."""
     parser.add_argument(
         "file", nargs="?", type=Path, metavar="FILE",
-        help="batch that a server recorded, or the folder of its --feather-record-plan",
+        help="batch that a server recorded, or the folder of its option record_plan",
     )  # fmt: skip
     parser.add_argument("--tree", metavar="TREE", help="a batch made up: nodes and tokens by level, as in 1,256_512,32")
     parser.add_argument("--heads", type=_heads, metavar="Q/KV", help="query and KV heads (FILE's; of a tree 32/8)")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,13 @@ from feather_sglang.adapter.hooks import (
     lacks_pages,
     lacks_policy,
 )
-from feather_sglang.adapter.options import FeatherOptions
+from feather_sglang.adapter.options import VARIABLE, FeatherOptions, ReplayFlag, add_flags
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import workloads
 from feather_sglang.replay.model_shape import DEFAULT_MODEL, MODELS, load_model
 from feather_sglang.replay.profiles import list_profiles, load_profile
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace, load_trace
-from feather_sglang.scheduling.admission.gate import BOUND
 from feather_sglang.scheduling.policy_names import SINCE
 from feather_sglang.simulation.clients import STREAM_INTERVAL
 from feather_sglang.slo import NAMED
@@ -37,10 +36,11 @@ REPLAY_ONLY = {
     "scheduler_cost": "model",
     "jobs": 2,
 }
+ONLY_ON_SERVERS = ("pat_beside", "allow_switch")  # options that change nothing in a replay
 
 
-def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that say what is replayed and on what."""
+def add_workload_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """Flags that say what is replayed and on what, but for feather's options of these names."""
     parser.add_argument(
         "trace", nargs="?", help="trace in Mooncake's JSON lines; none: the paper's workload, generated"
     )
@@ -83,56 +83,10 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         default=REPLAY_ONLY["prefill_graphs"],
         help="off: the host launches each kernel of a prefill step, which takes it longer (%(default)s)",
     )
-    server.add_argument(
-        "--feather-pat-prefill",
-        choices=("on", "auto", "off"),
-        default=REPLAY_ONLY["feather_pat_prefill"],
-        help="prefill packed by pat (%(default)s)",
-    )
     add_server_flags(server)
     server.add_argument("--seed", type=int, default=0, help="of the generated workload and of exploration")
     add_scheduler_cost(server)
-    policy = parser.add_argument_group("feather policies")
-    policy.add_argument(
-        "--feather-chunk-size",
-        type=int,
-        default=FeatherOptions.chunk_size,
-        metavar="TOKENS",
-        help="of a chunk of the tree (%(default)s)",
-    )
-    policy.add_argument(
-        "--feather-max-wait",
-        type=float,
-        default=FeatherOptions.max_wait,
-        metavar="SECONDS",
-        help="from then on a request is next once as many passed it as were ahead (%(default)g)",
-    )
-    policy.add_argument(
-        "--feather-max-overtaking",
-        type=float,
-        default=FeatherOptions.max_overtaking,
-        metavar="SHARE",
-        help="what later requests take before one, in queues that it found (2); inf: no bound",
-    )
-    policy.add_argument(
-        "--feather-gather", choices=("on", "off"), default="on", help="mind prefixes where memory is short (on)"
-    )
-    policy.add_argument(
-        "--feather-pace",
-        type=_seconds_or_auto,
-        metavar="SECONDS|auto",
-        help=f"longest time for which waiting requests are delayed to share a prefill step (0: never; auto: {BOUND}, "
-        "where prefill steps would take much of the time); not feather-order",
-    )
-    policy.add_argument(
-        "--feather-tbt",
-        type=float,
-        metavar="MS",
-        help="bound on the time between two tokens while other requests prefill; not feather-order",
-    )
-    policy.add_argument(
-        "--feather-slo", metavar="BOUNDS", help="bounds as in --slo; prefill is bounded by its tbt; not feather-order"
-    )
+    add_flags(parser, ReplayFlag, {*ONLY_ON_SERVERS, *without})
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for results and plots")
 
 
@@ -168,13 +122,6 @@ def _numbers(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number, or several with commas between") from None
-
-
-def _seconds_or_auto(text: str) -> float | None:
-    try:
-        return None if text == "auto" else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, or auto") from None
 
 
 def workload(args: argparse.Namespace) -> Trace:
@@ -223,7 +170,8 @@ def _unscaled(args: argparse.Namespace) -> Trace:
 def step_model(args: argparse.Namespace) -> tuple[StepTimeModel, dict[str, Any]]:
     """The step-time model and the replayed server's settings."""
     profile, shape = load_profile(args.profile), load_model(args.model)
-    model = StepTimeModel(profile, shape, args.attention, args.prefill_graphs == "on", args.feather_pat_prefill)
+    packed = feather_options(args).pat_prefill
+    model = StepTimeModel(profile, shape, args.attention, args.prefill_graphs == "on", packed)
     if args.scheduler_cost != "off":
         profile.known_host()
     check_sizes(args)
@@ -283,22 +231,18 @@ def check_fits(trace: Trace, kv_tokens: int, page_size: int) -> None:
         )
 
 
+def feather_options(args: argparse.Namespace) -> FeatherOptions:
+    """What FEATHER_OPTIONS says, the flags, which win over it, and ``--seed``."""
+    flags = {name.removeprefix("feather_"): value for name, value in vars(args).items() if name.startswith("feather_")}
+    options = replace(FeatherOptions.from_environment(), **flags)
+    if options.seed not in (FeatherOptions.seed, args.seed):
+        raise FeatherError(f"{VARIABLE}: seed={options.seed}: leave it out here, and give --seed")
+    return replace(options, seed=args.seed)
+
+
 def common_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What FEATHER_OPTIONS holds for nearly all policies (``suited``), whether they are compared or trained."""
-    if args.feather_pace is not None and not 0 <= args.feather_pace < math.inf:
-        raise FeatherError(f"--feather-pace {args.feather_pace:g}: expected seconds, 0 or more")
-    options = {
-        "seed": args.seed,
-        "chunk_size": args.feather_chunk_size,
-        "gather": args.feather_gather == "on",
-        "pace": args.feather_pace,
-        "tbt": args.feather_tbt,
-        "slo": args.feather_slo,
-        "max_wait": args.feather_max_wait,
-        "max_overtaking": "inf" if args.feather_max_overtaking == math.inf else args.feather_max_overtaking,
-    }
-    FeatherOptions.from_flags(options)  # a mistake ends the command here, not a replay after minutes
-    return options
+    """What FEATHER_OPTIONS holds for nearly all policies (``suited``); each policy file is for one of them."""
+    return {**feather_options(args).of_policy(), "policy_file": None}
 
 
 def suited(policy: str, options: dict[str, Any]) -> dict[str, Any]:

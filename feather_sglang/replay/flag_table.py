@@ -57,7 +57,6 @@ RIGHT = {
 REFUSED = (
     Group("another flag sets it here", ("schedule_policy",), "use --policies"),
     Group("another flag sets it here", ("model_path",), "use --model"),
-    Group("another flag sets it here", ("feather_seed",), "use --seed"),
     Group("a replay reads no file of flags", ("config",), "give its flags themselves"),
     Group(
         "a replay has one GPU",
@@ -121,7 +120,7 @@ WITHOUT_EFFECT = (
          "gc_*", "decode_log_interval", "enable_request_time_stats_logging", "kv_events_config", "enable_trace",
          "trace_modules", "otlp_*", "kv_canary*", "debug_*", "forward_hooks", "msprobe_*", "*watchdog*",
          "enable_profile_cuda_graph", "enable_layerwise_nvtx_marker", "collect_tokens_histogram", "*_distribution_*",
-         "feather_record_plan", "feather_allow_switch"),
+         "feather_allow_switch"),
     ),
     Group(
         "the model's files, and their loading",

@@ -66,15 +66,16 @@ def take(
     flags = sort_flags(_read(words)) if words else ServerFlags()
     parser = argparse.ArgumentParser()
     add_arguments(parser)
+    defaults = {action.dest: action.default for action in parser._actions}
     for name, value in flags.own.items():
         shown = f"--{name.replace('_', '-')}"
         if name in others:
             continue
-        if not hasattr(args, name):
+        if name not in defaults:
             raise FeatherError(f"--server-flags: {shown} cannot be set here; leave it out")
-        now = getattr(args, name)
-        if now not in (value, parser.get_default(name)):
-            raise FeatherError(f"{shown} {now}: --server-flags say {value}; give one of the two")
+        now = getattr(args, name, value)
+        if now not in (value, defaults[name]):
+            raise FeatherError(f"{shown} {_word(now)}: --server-flags say {_word(value)}; give one of the two")
         setattr(args, name, value)
     return flags
 
@@ -101,7 +102,7 @@ def sort_flags(values: dict[str, Any]) -> ServerFlags:
         elif refusal or _group(WITHOUT_EFFECT, name):
             without_effect.append(_spelt(name, value).partition("=")[0])
         elif name.startswith("feather_"):
-            own[name] = ("off", "on")[value] if isinstance(value, bool) else value
+            own[name] = value
         else:
             raise FeatherError(f"--server-flags: {_spelt(name, value)}: not known to a replay; {Group.instead}")
     return ServerFlags(tuple(handed), own, tuple(without_effect))
@@ -110,6 +111,10 @@ def sort_flags(values: dict[str, Any]) -> ServerFlags:
 def _group(groups: Sequence[Group], name: str) -> Group | None:
     """The first of these groups that has a field."""
     return next((group for group in groups if any(fnmatchcase(name, one) for one in group.fields)), None)
+
+
+def _word(value: Any) -> Any:
+    return ("off", "on")[value] if isinstance(value, bool) else value
 
 
 def _spelt(name: str, value: Any) -> str:

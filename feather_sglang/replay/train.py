@@ -55,7 +55,7 @@ class Pass:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``feather train``."""
-    add_workload_arguments(parser)
+    add_workload_arguments(parser, without=("policy_file", "explore"))
     parser.set_defaults(out=Path("policy.json"))
     parser.add_argument("--policy", required=True, choices=("bandit", "qlearning"), help="learner to train")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="most rounds over the training part (4)")

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from feather_sglang.adapter.hooks import installed_version, lacks_policy
+from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import replace_text
 from feather_sglang.replay import server_flags
@@ -20,6 +21,7 @@ from feather_sglang.replay.arguments import (
     check_pages,
     check_sglang,
     check_sizes,
+    common_options,
 )
 from feather_sglang.replay.jobs import make_folder
 from feather_sglang.replay.profiles import load_profile
@@ -100,6 +102,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     profile = load_profile(args.profile)
     if args.scheduler_cost != "off":
         profile.known_host()
+    usual = {**FeatherOptions().of_policy(), "seed": args.seed}
     terms = Terms(
         StepTimeModel(profile, load_model(args.model), args.attention, graphs),
         slo,
@@ -109,6 +112,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         args.short,
         args.scheduler_cost,
         server,
+        {name: value for name, value in common_options(args).items() if value != usual[name]},
     )
     out = make_folder(args.out, "suite.json")
 

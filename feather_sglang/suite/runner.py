@@ -47,6 +47,7 @@ class Terms:
     folder : of the public traces; None: their slices are left out.
     scheduler_cost : of a replay; where it is measured, no two runs agree to the last digit.
     server : what a user's server is started with, beside the memory of a case.
+    options : what FEATHER_OPTIONS sets for the policies of feather.
     """
 
     model: StepTimeModel
@@ -57,6 +58,7 @@ class Terms:
     short: bool = False
     scheduler_cost: str = "model"
     server: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
         """What the results say of all cells."""
@@ -74,6 +76,7 @@ class Terms:
             "form": "short" if self.short else "full",
             "scheduler_cost": self.scheduler_cost,
             **({"server": self.server} if self.server else {}),
+            **({"options": self.options} if self.options else {}),
         }
 
 
@@ -87,7 +90,7 @@ class Cell:
         self.path = folder / f"{name}.json"
         settings = {"kv_tokens": case.kv_tokens, "scheduler_cost": terms.scheduler_cost, **terms.server}
         settings.pop("prefill_graphs", None)  # the model of step times knows
-        told: dict[str, Any] = {"seed": terms.seed}
+        told: dict[str, Any] = {"seed": terms.seed, **terms.options}
         if policy == PROMISING:
             policy, told["slo"] = FEATHER[0], terms.slo.text
         options = suited(policy, told) if policy in (*FEATHER, ORACLE) else {}

@@ -317,10 +317,9 @@ def test_training_under_a_pace(tmp_path):
         (["--slo", ""], "--slo : expected ttft=SECONDS, tbt=MS"),
         (["--rate-scale", "1,2,1"], "--rate-scale 1,2,1: a rate is given twice"),
         (["--rate-scale", "1,-2"], "rate scale -2: must be a positive number"),
-        (["--feather-pace", "-1"], "--feather-pace -1: expected seconds, 0 or more"),
-        (["--feather-max-wait", "nan"], "--feather-max-wait nan: expected seconds, 0 or more"),
-        (["--feather-max-overtaking", "-1"], "--feather-max-overtaking -1.0: expected a number of at least 0, or inf"),
-        (["--feather-chunk-size", "0"], "--feather-chunk-size 0: expected a whole number of at least 1"),
+        (["--feather-pace", "-1"], "--feather-pace '-1': expected seconds, 0 or more"),
+        (["--feather-max-wait", "nan"], "--feather-max-wait 'nan': expected seconds, 0 or more"),
+        (["--feather-max-overtaking", "-1"], "--feather-max-overtaking '-1': expected a number of at least 0, or inf"),
         (["--stream-interval", "0"], "--stream-interval 0: must be at least 1"),
         (["--feather-policy-file", "missing.json"], "missing.json"),
     ],
@@ -381,9 +380,14 @@ def test_training_takes_one_rate_and_an_slo(tmp_path, capsys, flags, says):
     assert says in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
-def test_a_mistake_about_an_option_is_found_before_training(tmp_path, capsys):
-    assert main(["train", "--policy", "bandit", "--feather-chunk-size", "0", "--out", str(tmp_path / "p.json")]) == 2
-    assert "--feather-chunk-size 0" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+def test_a_mistake_about_an_option_is_found_before_training(tmp_path, monkeypatch, capsys):
+    base = ["train", "--policy", "bandit", "--out", str(tmp_path / "p.json")]
+    assert main([*base, "--feather-tbt", "0"]) == 2
+    assert "--feather-tbt '0': expected milliseconds" in capsys.readouterr().err
+    monkeypatch.setenv("FEATHER_OPTIONS", '{"chunk_size": 0}')
+    assert main(base) == 2
+    assert "FEATHER_OPTIONS: chunk_size=0: expected a whole number" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", [["ab"], ["train", "--policy", "bandit"]], ids=" ".join)

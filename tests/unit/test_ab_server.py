@@ -70,9 +70,9 @@ class TestCommandLine:
             (["--jobs", "1"], "--jobs goes with --engine replay"),
             (["--profile", "rtx6000ada"], "--profile goes with --engine replay"),
             (["--prefill-graphs", "off"], "--prefill-graphs goes with --engine replay"),
-            (["--feather-slo", "ttft=2"], "--feather-slo ttft=2: give both bounds, ttft and tbt"),
-            (["--feather-pace", "-1"], "--feather-pace -1: expected seconds, 0 or more"),
-            (["--feather-pace", "inf"], "--feather-pace inf: expected seconds, 0 or more"),
+            (["--feather-slo", "ttft=2"], "--feather-slo 'ttft=2': give both bounds, ttft and tbt"),
+            (["--feather-pace", "-1"], "--feather-pace '-1': expected seconds, 0 or more"),
+            (["--feather-pace", "inf"], "--feather-pace 'inf': expected seconds, 0 or more"),
             (["--policies", "fcfs,fifo"], "unknown ['fifo']"),
             (["--policies", "fcfs,k-lpm"], "fcfs,k-lpm: no server has k-lpm; leave it out, or use --engine replay"),
             (["--attention", "fa3,fa9"], "--attention fa3,fa9: each once, of fa3, flashinfer"),
@@ -86,8 +86,7 @@ class TestCommandLine:
             (["--time-limit", "0"], "must be more than 0 seconds"),
             (["--max-running", "0"], "--max-running 0: must be at least 1"),
             (["--kv-tokens", "0"], "--kv-tokens 0: must be at least 1"),
-            (["--feather-max-wait", "nan"], "--feather-max-wait nan: expected seconds, 0 or more"),
-            (["--feather-chunk-size", "0"], "--feather-chunk-size 0: expected a whole number of at least 1"),
+            (["--feather-max-wait", "nan"], "--feather-max-wait 'nan': expected seconds, 0 or more"),
             (["--bench-serving", "/no/file"], "--bench-serving /no/file: cannot read: No such file"),
             (["--model", "/no/model"], "--model /no/model: servers need the folder of a model"),
         ],
@@ -200,13 +199,44 @@ class TestCommandLine:
         )
 
     def test_a_running_server_is_told_what_a_new_one_gets_as_flags(self):
-        args = arguments("--feather-max-wait", "9", "--server-flags=--feather-chunk-size=32 --device cpu")
+        args = arguments("--feather-max-wait", "9", "--server-flags=--feather-row-order=off --device cpu")
         fcfs, feather = ab.configurations(args, ["fcfs", "feather"])
         assert fcfs.policy_options == {}
-        # Null undoes the policy file of another policy; the chunk size is the user's on all servers.
+        # Null undoes the policy file of another policy; the order of rows is the user's on all servers.
         told = {"policy_file": None, "seed": 0, "max_wait": 9.0, "explore": True, "gather": True, "pace": None}
-        told |= {"max_overtaking": 2.0, "tbt": None, "slo": None}
+        told |= {"max_overtaking": 2.0, "tbt": None, "slo": None, "chunk_size": 64, "max_wait_rounds": 20_000}
         assert feather.policy_options == told
+
+    def test_what_the_variable_says_holds_where_no_flag_says_otherwise(self, monkeypatch, tmp_path):
+        monkeypatch.setenv(VARIABLE, '{"chunk_size": 32, "gather": false, "max_overtaking": "inf", "max_wait": 7}')
+        args = arguments("--feather-max-wait", "9", "--seed", "3")
+        told = policies.options_of(args, ["feather"])["feather"]
+        expected = {"chunk_size": 32, "gather": False, "max_overtaking": "inf", "max_wait": 9, "seed": 3}
+        assert {name: told[name] for name in expected} == expected
+        assert json.loads(json.dumps(told)) == told and FeatherOptions().updated(told) == FeatherOptions(
+            chunk_size=32, gather=False, max_overtaking=float("inf"), max_wait=9, seed=3
+        )
+        (feather,) = ab.configurations(args, ["feather"])
+        words = " ".join(feather.flags)
+        assert "--feather-gather off" in words and "--feather-max-overtaking inf" in words
+        assert "--feather-chunk-size" not in words and "--feather-seed" not in words
+
+    def test_servers_have_what_has_no_flag_in_the_variable(self, model, monkeypatch):
+        monkeypatch.setenv(VARIABLE, '{"chunk_size": 32}')
+        args = arguments("--model", str(model), "--out", str(model), "--seed", "3")
+        trace = Trace("t", 8, [TraceRequest(0, 0.0, 20, 4, (5, 6, 7))])
+        chosen = ab.configurations(args, ["fcfs", "feather"])
+        comparer = ab.Comparison(args, {1.0: trace}, 300, chosen, model / "r.json", Console(quiet=True))
+        environment = comparer.driver.terms.environment
+        assert FeatherOptions.from_environment(environment) == FeatherOptions(chunk_size=32, seed=3)
+        assert comparer.facts["options"] == {"chunk_size": 32, "seed": 3, "max_wait_rounds": 20_000}
+        assert json.loads(os.environ[VARIABLE]) == {"chunk_size": 32}
+
+    def test_a_seed_of_the_variable_is_one_line(self, monkeypatch):
+        monkeypatch.setenv(VARIABLE, '{"seed": 7}')
+        with pytest.raises(FeatherError, match="FEATHER_OPTIONS: seed=7: leave it out here, and give --seed"):
+            policies.options_of(arguments(), ["feather"])
+        assert policies.options_of(arguments("--seed", "7"), ["feather"])["feather"]["seed"] == 7
 
     @pytest.mark.parametrize("word", ["on", "off"])
     def test_whether_prefixes_gather_reaches_servers_new_and_running(self, word):
@@ -410,7 +440,7 @@ class Started:
     made: ClassVar[list] = []  # (log's name, what was done)
     refused = 0  # which of all switches is refused
 
-    def __init__(self, configuration, command, log, key):
+    def __init__(self, configuration, command, log, key, environment):
         log.write_text("Error: an old one\n")
         self.configuration = configuration
         self.command, self.log, self.done = [*command, *configuration.flags], log, []

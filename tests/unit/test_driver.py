@@ -27,7 +27,7 @@ class World(Listener):
     def __init__(self):
         self.did, self.told, self.problems = [], [], {}
 
-    def server(self, configuration, command, log, key):
+    def server(self, configuration, command, log, key, environment):
         """Stands for ``Server``."""
         return Server(self, configuration, command, key)
 

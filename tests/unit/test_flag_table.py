@@ -9,7 +9,7 @@ import pytest
 from feather_sglang.cli import main
 from feather_sglang.compare import ab
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay import server_flags
+from feather_sglang.replay import server_flags, train
 from feather_sglang.replay.server_flags import ServerFlags, sort_flags, take
 
 
@@ -41,7 +41,7 @@ def test_what_shapes_scheduling_is_handed_on_in_one_spelling_and_order():
         ({"decode_attention_backend": "pat", "attention_backend": "fa3"}, {"attention": "pat"}),
         ({"disable_prefill_cuda_graph": True}, {"prefill_graphs": "off"}),
         ({"cuda_graph_backend_prefill": "disabled"}, {"prefill_graphs": "off"}),
-        ({"feather_gather": False, "feather_max_wait": 9.0}, {"feather_gather": "off", "feather_max_wait": 9.0}),
+        ({"feather_gather": False, "feather_max_wait": 9.0}, {"feather_gather": False, "feather_max_wait": 9.0}),
         ({"feather_pace": None}, {"feather_pace": None}),
     ],
 )
@@ -62,13 +62,18 @@ def test_a_flag_given_twice_with_one_value_is_no_mistake(monkeypatch):
         ({"max_total_tokens": 9000}, ["--kv-tokens", "8000"], ("--kv-tokens 8000", "9000")),
         ({"attention_backend": "fa3"}, ["--attention", "pat"], ("--attention pat", "fa3")),
         ({"feather_gather": True}, ["--feather-gather", "off"], ("--feather-gather off", "on")),
-        ({"feather_row_order": False}, [], ("--feather-row-order", "leave it out")),
     ],
 )
 def test_two_values_for_one_thing_are_one_line(monkeypatch, values, words, names):
     with pytest.raises(FeatherError) as error:
         taken(monkeypatch, values, *words)
     assert all(name in str(error.value) for name in names) and "\n" not in str(error.value)
+
+
+def test_what_a_command_has_no_flag_for_is_one_line(monkeypatch):
+    monkeypatch.setattr(server_flags, "_read", lambda words: {"feather_explore": False})
+    with pytest.raises(FeatherError, match="--server-flags: --feather-explore cannot be set here; leave it out"):
+        take(argparse.Namespace(server_flags="--something"), train.add_arguments)
 
 
 def test_what_has_no_effect_is_named_in_one_line():
@@ -96,7 +101,6 @@ def test_what_has_no_effect_is_named_in_one_line():
         ("disable_cuda_graph", True, "--disable-cuda-graph:"),
         ("schedule_policy", "lpm", "use --policies"),
         ("model_path", "m", "use --model"),
-        ("feather_seed", 3, "use --seed"),
         ("of_the_next_release", 1, "--of-the-next-release=1"),
     ],
 )

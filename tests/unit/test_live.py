@@ -163,7 +163,7 @@ class TestServers:
         one = parse_server("x=--feather-pace 0.1 --page-size 16 --schedule-policy feather --feather-max-wait=30")
         assert (one.policy, one.policy_options) == ("feather", {"pace": "0.1", "max_wait": "30"})
         assert one.server_flags == ("--page-size", "16")
-        assert parse_server("x=--feather-record-plan DIR").server_flags == ("--feather-record-plan", "DIR")
+        assert parse_server("x=--feather-pat-beside fa3").server_flags == ("--feather-pat-beside", "fa3")
         with pytest.raises(ValueError, match="x=--feather-pace: --feather-pace has no value"):
             parse_server("x=--feather-pace")
 

@@ -283,3 +283,22 @@ class TestReport:
         for table in tables(self.results):
             console.print(table)
         assert "to fcfs" in capsys.readouterr().out
+
+
+def test_what_the_variable_sets_is_for_feather_whose_cells_run_again(tmp_path, monkeypatch):
+    Replays(monkeypatch)
+    run(tmp_path)
+    rest = Replays(monkeypatch)
+    results = run(tmp_path, terms=replace(TERMS, options={"chunk_size": 32}))
+    assert [(job.policy, job.options) for job in rest.ran] == [("feather", {"seed": 0, "chunk_size": 32})] * 2
+    assert results["options"] == {"chunk_size": 32}
+
+
+def test_the_command_reads_the_variable(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(command, "check_sglang", lambda policies: "0.5.23")
+    monkeypatch.setattr(command, "Suite", lambda cases, policies, terms, *rest: given.append(terms) or 1 / 0)
+    monkeypatch.setenv("FEATHER_OPTIONS", '{"chunk_size": 32, "max_wait": 120}')
+    with pytest.raises(ZeroDivisionError):
+        main(["suite", "--seed", "3", "--out", str(tmp_path)])
+    assert given[0].options == {"chunk_size": 32} and given[0].seed == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -36,6 +36,7 @@ class Terms:
     check : raises an error for a case that a server cannot run: ``Misfit`` ends this run alone.
     warm : what else is asked of a server that each run finds afresh, after the probes and before its cache is emptied.
     key : the servers' admin key, where they have one: then their policy can be switched.
+    environment : the servers' variables; None: those of this process.
     rounds : every other one goes backwards.
     together : servers that start together and stay up together.
     switching : neighbours that differ in the policy alone are one server, which is switched before a run.
@@ -49,6 +50,7 @@ class Terms:
     logs: Path
     check: Callable[[Case, Server], None]
     key: str | None = None
+    environment: Mapping[str, str] | None = None
     rounds: int = 1
     together: int = 1
     switching: bool = False
@@ -186,7 +188,7 @@ class Driver:
         self.listener.say(f"starting {name}")
         if terms.switching and not terms.afresh:  # it starts without what a switch to any of them sets
             configuration = ServerConfig(name, configuration.server_flags)
-        server = Server(configuration, terms.command, self.log_of(name, number), terms.key)
+        server = Server(configuration, terms.command, self.log_of(name, number), terms.key, terms.environment)
         for other in group if terms.switching else [configuration]:
             if other.name not in self._failed:
                 self._up[other.name] = server
