@@ -24,11 +24,12 @@ from collections.abc import Sequence
 
 from finished import read_finished
 from server_arguments import arguments, bench
+from server_report import merged, rates, report
 
 from feather_sglang import ending
 from feather_sglang.errors import FeatherError
 from feather_sglang.report.plots import rates as plot
-from feather_sglang.report.servers import incomplete, merged, rates, report
+from feather_sglang.report.servers import incomplete
 
 
 def main(argv: Sequence[str] | None = None) -> int:

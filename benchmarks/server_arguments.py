@@ -13,7 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from feather_sglang.compare.server.bench_file import BenchFile
+from server_file import BenchFile
+
 from feather_sglang.compare.server.cases import check_fit, parse_case
 from feather_sglang.compare.server.config import COMMON_FLAGS, POLICY_FLAG, parse_server, switch_flags
 from feather_sglang.compare.server.driver import Terms

@@ -9,12 +9,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench_server as bench
+import server_report as report
 
 from feather_sglang.compare.server.cases import Misfit, check_fit, parse_case
 from feather_sglang.compare.server.config import parse_server
 from feather_sglang.compare.server.driver import plan
 from feather_sglang.compare.server.stats import spread
-from feather_sglang.report import servers as report
 
 
 def record(server, case, rate, *, round=1, **changes):
@@ -140,6 +140,9 @@ class TestReport:
             records = [record("fa3", "W1", 10.0, overall=lost)]
             (tmp_path / "run.json").write_text(json.dumps(content | {"records": records}))
             assert bench.main(["--from", str(tmp_path / "run.json")]) == status
+
+    def test_agreement_of_tokens_ends_at_the_first_that_differs(self):
+        assert [report.agreeing([1, 2, 3], other) for other in ([1, 2, 3], [1, 9, 3], [1, 2], [])] == [3, 1, 2, 0]
 
     def test_what_admission_took(self):
         counted = {"rounds": 200, "seconds": 0.05, "stops": 1234}

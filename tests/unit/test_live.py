@@ -19,7 +19,6 @@ from feather_sglang.compare.server.stats import Stream, overall, peak_running, s
 from feather_sglang.compare.server.watch import read_log
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.traces import Trace, TraceRequest
-from feather_sglang.report.servers import agreeing
 
 
 def stream(*events, due=0.0, prompt=10, cached=0, finished=True, error=None):
@@ -126,9 +125,6 @@ class TestStatistics:
         assert peak_running([]) == 0
         assert peak_running([stream((0, 1), (2, 2)), stream((1, 1), (3, 2)), stream((2.5, 1), (4, 2))]) == 2
         assert peak_running([stream((0, 1), (2, 2)), stream((2, 1), (3, 2))]) == 2
-
-    def test_agreement(self):
-        assert [agreeing([1, 2, 3], other) for other in ([1, 2, 3], [1, 9, 3], [1, 2], [])] == [3, 1, 2, 0]
 
 
 class TestServers:

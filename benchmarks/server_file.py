@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from server_report import progress
+
 from feather_sglang.compare.server.cases import Case
 from feather_sglang.compare.server.config import ServerConfig, shown
 from feather_sglang.compare.server.driver import Driver, Listener, Terms
@@ -17,7 +19,6 @@ from feather_sglang.compare.server.machine import machine
 from feather_sglang.compare.server.process import Server
 from feather_sglang.compare.server.result import RunResult
 from feather_sglang.file_writing import replace_text
-from feather_sglang.report.servers import progress
 
 
 class BenchFile(Listener):
