@@ -15,7 +15,7 @@ from feather_sglang.compare.server.cases import WORKLOADS
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import traffic
 from feather_sglang.replay.traces import Trace, load_trace
-from feather_sglang.replay.workloads import no_sharing, shared_prefix
+from feather_sglang.replay.workloads import shared_prefix
 
 KV_TOKENS = 200_000  # what a 48 GB card has left for Qwen3-8B
 CONVERSATION, SYNTHETIC = "mooncake_conversation.jsonl", "mooncake_synthetic_first1800.jsonl"
@@ -74,10 +74,10 @@ def _sweep(name: str, short: int = 0, **figures: int) -> Case:
     return Case(name, "the paper's sweeps", partial(shared_prefix, **figures), short=short)
 
 
-def _slice(trace: str, first: int, count: int, load: float, kv_tokens: int, short: int = 0, kind: str = SLICES) -> Case:
+def _slice(trace: str, first: int, count: int, load: float, kv_tokens: int, short: int) -> Case:
     file = CONVERSATION if trace == "conversation" else SYNTHETIC
     name = f"{trace} {first}, load {load:g}, {kv_tokens // 1000}K"
-    return Case(name, kind, None, kv_tokens, short, load, file, first, count)
+    return Case(name, SLICES, None, kv_tokens, short, load, file, first, count)
 
 
 _LOADS, _POOLS = (0.5, 0.8, 1.0, 1.2), (200_000, 500_000, 824_000)
@@ -128,31 +128,6 @@ CASES: tuple[Case, ...] = (
     Case("samples", TODAY, partial(traffic.samples, 64), short=512),
     Case("few-shot", TODAY, partial(traffic.few_shot, requests=2000), short=1000),
 )
-
-
-LEARNT = "what is learnt from"
-# None of them is in the suite: other figures, another seed, other parts of the traces.
-_MADE = (
-    Case("30 groups", LEARNT, partial(shared_prefix, groups=30, rate=40), count=300),
-    Case("15 groups of 8K", LEARNT, partial(shared_prefix, groups=15, prefix_tokens=8000, rate=60), count=300),
-    Case("8 groups at 300", LEARNT, partial(shared_prefix, groups=8, rate=300), count=600),
-    Case("private", LEARNT, partial(no_sharing, rate=35), count=250),
-    Case("chats", LEARNT, partial(traffic.chat, 200, 12.0), count=250),
-    Case("agents at 3", LEARNT, partial(traffic.agents, 100, 3.0), count=250),
-)
-
-
-def _parts(conversation: int, synthetic: int) -> tuple[Case, ...]:
-    """Of both traces, from these requests on."""
-    return tuple(
-        _slice(trace, first, count, load, pool, kind=LEARNT)
-        for trace, first, count in (("conversation", conversation, 160), ("synthetic", synthetic, 120))
-        for load, pool in ((0.8, 500_000), (1.0, 824_000), (1.2, 200_000))
-    )
-
-
-TRAINING: tuple[Case, ...] = (*_MADE, *_parts(2000, 200))
-VALIDATION: tuple[Case, ...] = (*_MADE, *_parts(4000, 500))  # at the next seed
 
 
 def chosen(short: bool, patterns: Sequence[str]) -> list[Case]:

@@ -1,6 +1,7 @@
 """The contract of every policy: the protocol, the rules common to learners, what a reward is credited to."""
 
 import random
+from math import prod
 
 import numpy as np
 import pytest
@@ -257,7 +258,7 @@ def test_decisions_without_rewards_take_no_memory(name):
     policy = make_policy(name)
     for state in states(1, 20_000):
         policy.decide(state)
-    assert len(policy._waiting) <= 2 * discretiser.STATES
+    assert len(policy._waiting) <= 2 * prod(discretiser.SHAPE)
     assert len(policy._waiting) == len(policy.table)  # only ADD is taken before the first reward
 
 

@@ -15,8 +15,7 @@ BATCH_BINS = 13  # 0, 1, 2-3, 4-7, ... 2048 and more
 PEER_BINS = 10  # 0, 1, 2-3, ... 256 and more
 LOSS_EDGES = (0, 2, 8, 32)  # chunks: none | 1-2 | 3-8 | 9-32 | more
 _LOSS_BINS = len(LOSS_EDGES) + 1
-SHAPE = (BATCH_BINS, _LOSS_BINS, PEER_BINS)
-STATES = BATCH_BINS * _LOSS_BINS * PEER_BINS  # every key is below it
+SHAPE = (BATCH_BINS, _LOSS_BINS, PEER_BINS)  # every key is below their product
 
 # Everything a table depends on, for the policy file: a file with other bins is refused. The first and the last are
 # from when free KV memory could be a fourth feature; a state's name still ends in its bin, 0.
