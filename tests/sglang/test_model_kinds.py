@@ -216,9 +216,9 @@ def test_the_tokens_of_sglangs_own_backend(server, name):
     attended, read = tokens_read() - before
     assert 0 < read < 0.8 * attended
     others = sorted(set(attention_layers(one)) - set(kind.packed))
-    assert [layer for layer in attention_layers(one) if layer in backend._engines] == kind.packed
+    assert [layer for layer in attention_layers(one) if layer in backend.planner.engines] == kind.packed
     assert sorted(backend.beside.calls if backend.beside else []) == others
-    assert len(backend._engines.plans) == 1  # for layers that differ in scores only
+    assert len(backend.planner.engines.plans) == 1  # for layers that differ in scores only
     facts, line = facts_of(runner_of(one), True), next(line.model for line in matrix.KINDS if line.name == name)
     assert [left_to_another(layer) for layer in facts.layers] == [left_to_another(layer) for layer in line.layers]
     assert (facts.pool, facts.full_pool) == (line.pool, line.full_pool)
@@ -272,7 +272,8 @@ def test_a_kv_cache_in_fp8(server, name, scales, monkeypatch):
     pool = runner_of(one).token_to_kv_pool
     assert pool.get_key_buffer(kind.packed[0]).dtype == torch.float8_e4m3fn
     assert_same(serve(one), expected)
-    assert [layer for layer in attention_layers(one) if layer in runner_of(one).feather_pat._engines] == kind.packed
+    engines = runner_of(one).feather_pat.planner.engines
+    assert [layer for layer in attention_layers(one) if layer in engines] == kind.packed
     exact = serve(server(name))
     assert any(got[1] != pytest.approx(exact[rid][1], abs=1e-3) for rid, got in expected.items())
 

@@ -31,7 +31,7 @@ def packed(server, monkeypatch):  # noqa: F811
         with monkeypatch.context() as patch:
             patch.setenv(VARIABLE, json.dumps({"pat_prefill": chosen}))
             one = server(name, "pat", **overrides)
-        assert runner_of(one).feather_pat.packed_prefill is not None
+        assert hasattr(runner_of(one), "feather_prefill")
         return one
 
     return make
@@ -181,7 +181,7 @@ def test_auto_packs_what_it_predicts_to_gain_by(server, packed, monkeypatch, cap
 
 def plan_time(server):  # noqa: F811
     """What plans took on this host, as it was learned."""
-    return runner_of(server).feather_pat.packed_prefill._gain.plan_time
+    return runner_of(server).feather_prefill._gain.plan_time
 
 
 def pace_of(server):  # noqa: F811
@@ -192,9 +192,9 @@ def pace_of(server):  # noqa: F811
 
 
 def test_off_nothing_stands_before_sglangs_prefill_backend(server):  # noqa: F811
-    hybrid = runner_of(server("dense", "pat")).attn_backend
-    assert type(hybrid.prefill_backend).__name__ == "PlainAttention"
-    assert hybrid.decode_backend.packed_prefill is None
+    runner = runner_of(server("dense", "pat"))
+    assert type(runner.attn_backend.prefill_backend).__name__ == "PlainAttention"
+    assert not hasattr(runner, "feather_prefill")
 
 
 def test_a_step_of_more_tokens_than_were_reckoned_with(server, packed, monkeypatch, caplog):  # noqa: F811
@@ -211,7 +211,7 @@ def test_a_step_of_more_tokens_than_were_reckoned_with(server, packed, monkeypat
 def test_a_plan_that_does_not_fit(server, packed, caplog):  # noqa: F811
     expected = serve(server("windows"))
     one = packed("windows")
-    (engine,), before = runner_of(one).feather_pat.packed_prefill._engines._engines, counts()
+    (engine,), before = runner_of(one).feather_prefill._engines._engines, counts()
     options = engine.planner.options
     engine.planner = Planner(  # by naive, sharing anything needs parts
         options.num_qo_heads, options.num_kv_heads, options.head_dim, max_requests=options.max_requests, n_sm=4,
@@ -271,7 +271,7 @@ def test_what_sglang_asks_of_its_own_backend_it_gets(packed):
 def test_no_plan_outlives_its_step(packed):
     """Whoever comes next, such as a graph that is captured."""
     one = packed()
-    prefill = runner_of(one).feather_pat.packed_prefill
+    prefill = runner_of(one).feather_prefill
     one.submit("r", [5, 6, 7] * 9, max_new_tokens=1)
     one.step()
     assert prefill.packs

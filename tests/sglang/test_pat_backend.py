@@ -162,12 +162,12 @@ def test_the_tokens_of_torch_native_from_fewer_reads(server, expected, overrides
     one.step()
     backend = pat_of(one)
     assert backend.plan.n_requests == 1  # the last request's
-    assert len(backend.sharing.trie) <= 1
+    assert len(backend.planner.sharing.trie) <= 1
 
 
 def test_a_plan_that_does_not_fit_shares_nothing(server, expected, caplog):
     one = server()
-    (engine,), before = pat_of(one)._engines._engines, pat_metrics().unshared._value.get()
+    (engine,), before = pat_of(one).planner.engines._engines, pat_metrics().unshared._value.get()
     options = engine.planner.options
     engine.planner = Planner(  # no memory for parts: by naive, sharing anything needs some
         num_qo_heads=options.num_kv_heads * options.group_size, num_kv_heads=options.num_kv_heads,
@@ -212,7 +212,7 @@ def test_in_the_overlap_schedulers_order(server, expected, overrides):
     """Equal prompts are computed side by side, so rows are rewritten while they decode; every step is checked."""
     before = counts()
     one = server(kind=OverlapServer, **overrides)
-    assert pat_of(one).sharing._settled_at == 2
+    assert pat_of(one).planner.sharing._settled_at == 2
     assert_same(serve(one), expected)
     _, _, attended, read = counts() - before
     assert read < 0.8 * attended
@@ -295,7 +295,7 @@ def test_batches_are_recorded_for_explain_plan(server, monkeypatch, tmp_path, ca
 def test_rows_of_padding_are_recorded_as_such(one_rank, started, monkeypatch, tmp_path):
     recorder = pat_record.PlanRecorder(tmp_path)
     backend = pat_of(started)
-    plan = backend._engines._engines[0].planner.plan(
+    plan = backend.planner.engines._engines[0].planner.plan(
         RowSharing(torch.zeros(2, 9), np.ones(2), 1).forest(np.ones(1), lengths(5, 1))
     )
     recorder.offer(plan, 1)
@@ -331,7 +331,7 @@ def test_a_folder_to_record_in_that_does_not_exist_ends_start_up(server, monkeyp
 def test_a_replay_with_padding_after_a_capture(one_rank, started):
     """SGLang's calls around a CUDA graph: capture with dummy rows, then a replay of a smaller batch."""
     backend, runner = pat_of(started), runner_of(started)
-    heads, _, dim = backend._engines.shape(0)
+    heads, _, dim = backend.planner.engines.shape(0)
     backend.init_cuda_graph_state(4, 4)
     fill = backend.get_cuda_graph_seq_len_fill_value()
     static = torch.full((4,), fill, dtype=torch.int64)
@@ -342,7 +342,7 @@ def test_a_replay_with_padding_after_a_capture(one_rank, started):
 
     backend.init_forward_metadata_out_graph(view(batch_size=4, seq_lens_cpu=static.clone()), in_capture=True)
     backend.init_forward_metadata_in_graph(view())
-    captured = backend._lens.data_ptr()
+    captured = backend.planner.lens.data_ptr()
 
     generator = torch.Generator().manual_seed(1)
     pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
@@ -374,10 +374,10 @@ def test_a_replay_with_padding_after_a_capture(one_rank, started):
             )  # fmt: skip
             assert torch.allclose(out.view(4, heads, dim), torch.from_numpy(exact).float(), atol=1e-5)
         assert backend.plan.forest.length.tolist() == [64]
-        assert backend._lens.data_ptr() == captured  # where the graph reads
+        assert backend.planner.lens.data_ptr() == captured  # where the graph reads
     finally:
         table.copy_(kept)
-        backend.sharing.forget()
+        backend.planner.sharing.forget()
 
 
 def test_a_replay_for_other_ranks_has_no_rows_of_requests_that_have_left(one_rank, started):
@@ -397,7 +397,7 @@ def test_a_replay_for_other_ranks_has_no_rows_of_requests_that_have_left(one_ran
     backend.init_forward_metadata_out_graph(replay)
     assert backend.plan.n_requests == 2 and backend.plan.forest.n_nodes == 0
     assert backend.plan.forest.seq_len.tolist() == [1, 1]
-    backend.sharing.forget()
+    backend.planner.sharing.forget()
 
 
 def test_sglang_may_write_to_the_table_once_a_replay_has_begun(one_rank, started):
@@ -725,7 +725,7 @@ def test_a_servers_requests_share_what_was_cached_from_their_first_step_on(serve
     if "page_size" in flags and lacks_pages(installed_version()):
         pytest.skip("this SGLang allocates pages with a GPU kernel")
     one = server(**flags)
-    pat_of(one).sharing._settled_at = 2
+    pat_of(one).planner.sharing._settled_at = 2
     prefix = [7] * 150
     one.submit("a", [*prefix, 8], max_new_tokens=20)
     for _ in range(4):
@@ -741,7 +741,8 @@ def test_a_servers_requests_share_what_was_cached_from_their_first_step_on(serve
 def test_a_page_that_the_cache_holds_in_part_is_not_its_own(server, monkeypatch):
     backend, seen = pat_of(server()), []
     monkeypatch.setattr(backend, "_page", 64)
-    monkeypatch.setattr(backend.sharing, "prefill", lambda rows, cached: seen.append((rows.tolist(), cached.tolist())))
+    sharing = backend.planner.sharing
+    monkeypatch.setattr(sharing, "prefill", lambda rows, cached: seen.append((rows.tolist(), cached.tolist())))
     batch = SimpleNamespace(
         forward_mode=ForwardMode.EXTEND, req_pool_indices_cpu=torch.tensor([1, 2, 3]), prefix_lens=[127, 128, 0],
         reqs=["a", "b", "c"], decoding_reqs=None,
@@ -843,7 +844,7 @@ def test_what_it_cannot_serve_is_named(one_rank, started, where, name, value, sa
     else:
         fields[name] = value
     with pytest.raises(FeatherError, match=f"^the pat backend does not support {says}.*: choose another|{says}; drop"):
-        pat_backend.PatBackend(SimpleNamespace(**fields))
+        pat_backend.backend_of(SimpleNamespace(**fields))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from test_model_kinds import change_layers
 
 from feather_sglang.adapter import failures
-from feather_sglang.adapter.attention import backend as pat_backend
+from feather_sglang.adapter.attention.lengths import DRAFT_TAIL
 from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.attention.registration import _refuse_contradictions
 from feather_sglang.adapter.attention.speculation import chain
@@ -102,10 +102,10 @@ def watch_reads(steps):
     def watched(number, layer_id, forward_batch):
         reach(number, layer_id, forward_batch)
         if layer_id == steps._first_layer:
-            lens = steps._lens[: len(forward_batch.seq_lens)]
+            lens = steps.planner.lens[: len(forward_batch.seq_lens)]
             assert (lens == forward_batch.seq_lens + number + 1).all()
-            grown = int(lens.sum()) - steps._planned
-            seen.append((steps._read + grown, int(lens.sum())))
+            grown = int(lens.sum()) - steps.planner._planned
+            seen.append((steps.planner._read + grown, int(lens.sum())))
 
     steps.reach = watched
     return seen
@@ -183,8 +183,8 @@ def test_drafts_by_pat(server, expected, caplog, drafter, kind):
     assert f"they are drafted by pat and {STAND_IN}" in caplog.text
     drafts, extensions = draft_of(one).feather_pat, []
     seen = watch_reads(drafts.steps)
-    plan = drafts.extension.pat._plan_step
-    drafts.extension.pat._plan_step = lambda view: extensions.append(len(view.seq_lens)) or plan(view)
+    plan = drafts.extension.pat._plan
+    drafts.extension.pat._plan = lambda view: extensions.append(len(view.seq_lens)) or plan(view)
     assert serve(one) == expected
     other = server(drafter, kind=kind)
     serve(other)
@@ -271,10 +271,10 @@ def test_a_plan_is_kept_while_few_tokens_are_committed_under_it(server):
     while one.step():
         if (plan := pat_of(one).plan) is not None and plan.n_requests == DRAFTS:
             plans.append(plan.serial)
-            lens = pat_of(one)._lens[:DRAFTS].numpy()
+            lens = pat_of(one).planner.lens[:DRAFTS].numpy()
             tails.append(int((lens - plan.forest.shared_length).max()))
-    assert 60 / (pat_backend.DRAFT_TAIL + DRAFTS) < len(set(plans)) < len(plans) / 3
-    assert pat_backend.DRAFT_TAIL / 2 < max(tails) <= pat_backend.DRAFT_TAIL + DRAFTS
+    assert 60 / (DRAFT_TAIL + DRAFTS) < len(set(plans)) < len(plans) / 3
+    assert DRAFT_TAIL / 2 < max(tails) <= DRAFT_TAIL + DRAFTS
 
 
 # Who does what --------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def test_a_replay_with_padding_after_a_capture(server):
     """SGLang's calls around a CUDA graph of a verify step: capture with dummy rows, then replays of two requests."""
     one = server("NGRAM")
     backend, runner = pat_of(one), runner_of(one)
-    heads, kv_heads, dim = backend._engines.shape(0)
+    heads, kv_heads, dim = backend.planner.engines.shape(0)
     backend.init_cuda_graph_state(4, 4 * DRAFTS)
     fill = backend.get_cuda_graph_seq_len_fill_value()
     static, rows = torch.full((4,), fill, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
@@ -356,7 +356,7 @@ def test_a_replay_with_padding_after_a_capture(server):
 
     backend.init_forward_metadata_out_graph(view(batch_size=4, seq_lens_cpu=static.clone()), in_capture=True)
     backend.init_forward_metadata_in_graph(view())
-    captured = backend._lens.data_ptr()
+    captured = backend.planner.lens.data_ptr()
     generator = torch.Generator().manual_seed(1)
     keys, values, table = two_rows_that_share(runner, generator)
     layer = SimpleNamespace(layer_id=0, k_scale=None, v_scale=None)
@@ -368,7 +368,7 @@ def test_a_replay_with_padding_after_a_capture(server):
         before = table.clone()
         table[3] = 0  # for the next step SGLang gives the row away, through which the other's prefix is read
         backend.init_forward_metadata_in_graph(view())
-        assert backend._lens.data_ptr() == captured
+        assert backend.planner.lens.data_ptr() == captured
         q = torch.randn(4 * DRAFTS, heads * dim, generator=generator)
         out = backend.forward_extend(q, None, None, layer, view(), save_kv_cache=False)
         table.copy_(before)
@@ -388,7 +388,7 @@ def test_draft_steps_replayed_after_a_capture(server):
     """The same around a graph of all decode steps of a draft model."""
     one = server("STANDALONE", **BY_PAT)
     steps, runner = draft_of(one).feather_pat.steps, draft_of(one)
-    heads, kv_heads, dim = steps._engines.shape(0)
+    heads, kv_heads, dim = steps.planner.engines.shape(0)
     steps.init_cuda_graph_state(4, 4)
     fill = steps.attn_backends[0].get_cuda_graph_seq_len_fill_value()
     static, rows = torch.full((4,), fill, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
@@ -400,7 +400,7 @@ def test_draft_steps_replayed_after_a_capture(server):
 
     steps.init_forward_metadata_out_graph(view(seq_lens_cpu=static.clone()), in_capture=True)
     steps.init_forward_metadata_in_graph(view())
-    captured = steps._lens.data_ptr()
+    captured = steps.planner.lens.data_ptr()
     generator = torch.Generator().manual_seed(1)
     keys, values, table = two_rows_that_share(runner, generator)
     layer = SimpleNamespace(layer_id=0, k_scale=None, v_scale=None)
@@ -417,7 +417,7 @@ def test_draft_steps_replayed_after_a_capture(server):
         made = [
             step.forward_decode(q[i], None, None, layer, view(), False) for i, step in enumerate(steps.attn_backends)
         ]
-        assert steps._lens.data_ptr() == captured and len(made) == DRAFTS - 2
+        assert steps.planner.lens.data_ptr() == captured and len(made) == DRAFTS - 2
         table.copy_(before)
         for number, out in enumerate(made):
             for place, row in enumerate((3, 7)):
@@ -434,7 +434,7 @@ def test_a_draft_models_pass_over_what_was_verified_replayed_after_a_capture(ser
     """SGLang's buffers are those of the largest batch; lengths count the tokens of the step, which pads do not have."""
     one = server("STANDALONE", **BY_PAT)
     extension, runner = draft_of(one).feather_pat.extension, draft_of(one)
-    heads, kv_heads, dim = extension.pat._engines.shape(0)
+    heads, kv_heads, dim = extension.pat.planner.engines.shape(0)
     extension._stock.init_cuda_graph_state = lambda *sizes: None
     extension.init_cuda_graph_state(6, 6 * DRAFTS)
     static, rows = torch.full((6,), 1, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)
@@ -457,7 +457,7 @@ def test_a_draft_models_pass_over_what_was_verified_replayed_after_a_capture(ser
         before = table.clone()
         table[3] = 0
         extension.init_forward_metadata_in_graph(view(seq_lens_cpu=None))
-        assert extension.pat._lens[2 * DRAFTS : 4 * DRAFTS].min() > 0
+        assert extension.pat.planner.lens[2 * DRAFTS : 4 * DRAFTS].min() > 0
         q = torch.randn(4 * DRAFTS, heads * dim, generator=generator)
         out = extension.forward(q, None, None, layer, view(seq_lens_cpu=None), save_kv_cache=False)
         table.copy_(before)
@@ -515,7 +515,7 @@ class Verifying:
 
     def __init__(self, server, seed):
         self.backend, runner = pat_of(server), runner_of(server)
-        self.heads, self.kv_heads, self.dim = self.backend._engines.shape(0)
+        self.heads, self.kv_heads, self.dim = self.backend.planner.engines.shape(0)
         self.backend.init_cuda_graph_state(8, 8 * DRAFTS)
         self.rng, self.draw = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
         self.pool, self.table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
@@ -531,7 +531,7 @@ class Verifying:
         self.table[row, :shared] = torch.from_numpy(self.prefixes[self.rng.integers(2), :shared])
         private = np.arange(1001 + row * 400, 1401 + row * 400)
         self.table[row, shared : shared + 400] = torch.from_numpy(private)
-        self.backend.sharing.prefill(np.array([row]), np.array([shared]))
+        self.backend.planner.sharing.prefill(np.array([row]), np.array([shared]))
         self.requests[row] = [f"r{next(self.names)}", shared + own]
 
     def leave(self):
@@ -589,7 +589,7 @@ def test_whoever_joins_leaves_and_whatever_is_accepted(server):
             verifying.step(int(verifying.rng.integers(0, 9 - len(verifying.requests))) if graph else 0, graph)
             if max(committed for _, committed in verifying.requests.values()) > 420:
                 break
-        verifying.backend.sharing.forget()
+        verifying.backend.planner.sharing.forget()
         plan = verifying.backend.plan
         assert plan.tokens_read < plan.forest.seq_len.sum()
 

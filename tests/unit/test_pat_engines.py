@@ -13,7 +13,7 @@ import feather_kernels
 from feather_kernels.errors import PlanError
 from feather_kernels.reference import direct_decode
 from feather_kernels.trees import forest_table, tree_forest
-from feather_sglang.adapter.attention.engines import Engines
+from feather_sglang.adapter.attention.engines import Engines, PackedLayers
 from feather_sglang.adapter.attention.limits import LayerFacts
 
 SMALL = LayerFacts(0, 4, 2, 16, 16, 0.25, reference=True)
@@ -29,7 +29,7 @@ LAYERS = (
 def test_layers_share_the_plan_of_their_shape_and_have_scores_of_their_own():
     forest = tree_forest((1, 5), (40, 9))
     table, slots = forest_table(forest)
-    engines = Engines(LAYERS, torch.float32, torch.float32, "cpu", 8, reference=True)
+    engines = Engines(PackedLayers(LAYERS, torch.float32, torch.float32, "cpu", reference=True), 8)
     lens = torch.from_numpy(np.array(forest.seq_len))
     assert not engines.valid_for(forest.seq_len) and 1 not in engines
     engines.plan(forest, torch.from_numpy(table), lens)
@@ -68,8 +68,8 @@ def test_the_kernels_that_layers_need_are_loaded_and_no_others(monkeypatch, laye
             asked.add((soft_cap, sinks, self.kv_dtype))
 
     monkeypatch.setattr(feather_kernels, "PackedDecodeWrapper", Wrapper)
-    layers = [replace(layer, head_dim=64, reference=False) for layer in layers]
-    Engines(layers, torch.bfloat16, kv_dtype, "cuda", 8, reference=False)
+    layers = tuple(replace(layer, head_dim=64, reference=False) for layer in layers)
+    Engines(PackedLayers(layers, torch.bfloat16, kv_dtype, "cuda"), 8)
     assert asked == {(*scores, kv_dtype) for scores in loaded}
 
 
@@ -77,7 +77,7 @@ def test_a_layer_that_comes_with_other_scores_than_it_said_is_no_surprise_to_a_c
     """The reference refuses what the kernel would have to load."""
     forest = tree_forest((1, 5), (40, 9))
     table, slots = forest_table(forest)
-    engines = Engines(LAYERS[2:3], torch.float32, torch.float32, "cpu", 8, reference=True)
+    engines = Engines(PackedLayers(LAYERS[2:3], torch.float32, torch.float32, "cpu", reference=True), 8)
     engines.plan(forest, torch.from_numpy(table), torch.from_numpy(np.array(forest.seq_len)))
     q, kv = torch.zeros(5, 6, 8), torch.zeros(slots, 1, 8)
     engines.run(5, q, kv, kv, torch.empty_like(q), None)

@@ -21,26 +21,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from feather_sglang.adapter.attention.around import AroundBackend
 from feather_sglang.adapter.attention.backend import PatBackend
 from feather_sglang.adapter.attention.beside import DRAFTS_BY_PAT
-from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts
+from feather_sglang.adapter.attention.engines import PackedLayers
+from feather_sglang.adapter.attention.facts import packed_of
+from feather_sglang.adapter.attention.lengths import Lengths
 from feather_sglang.adapter.failures import refusals_end_start_up
 from feather_sglang.errors import FeatherError
-
-
-class _DraftModel(PatBackend):
-    """pat for some steps of a draft model, all of whose layers it packs."""
-
-    def __init__(self, runner: Any, verified: int = 0, **steps: int) -> None:
-        self._verified = verified
-        super().__init__(runner, **steps)
-        self._metrics = self._recorder = None  # which are the model's
-
-    def _drafts(self, server_args: Any, facts: ModelFacts, layers: tuple[LayerFacts, ...]) -> int:
-        """Tokens of each request in a step that is packed as a verify step."""
-        if len(layers) < len(facts.layers):
-            raise FeatherError(
-                "--speculative-draft-attention-backend pat: not all layers of the draft model can be packed; drop it"
-            )
-        return self._verified
 
 
 class DraftStep(AttentionBackend):
@@ -65,7 +50,7 @@ class DraftStep(AttentionBackend):
         return self._steps.forward_decode(q, k, v, layer, forward_batch, *a, **kw)
 
 
-class PatDraftSteps(_DraftModel):
+class PatDraftSteps(PatBackend):
     """The container of a draft model's decode steps, as SGLang's draft workers call it.
 
     Parameters
@@ -83,7 +68,9 @@ class PatDraftSteps(_DraftModel):
 
     def __init__(self, runner: Any, steps: int) -> None:
         # A step sees what is committed, the tokens of the steps before it, and its own.
-        super().__init__(runner, own_tokens=1, ahead=steps - 1)
+        packed = _whole_model(runner)
+        super().__init__(runner, packed, decode=Lengths(own=1, ahead=steps - 1), observed=False)
+        self._first_layer = min(layer.layer_id for layer in packed.layers)
         self.attn_backends = [DraftStep(self, number) for number in range(steps - 1)]
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
@@ -92,7 +79,7 @@ class PatDraftSteps(_DraftModel):
     def reach(self, number: int, layer_id: int, forward_batch: Any) -> None:
         """Let the lengths be those of a step, before its first layer."""
         if layer_id == self._first_layer:
-            self._copy_lengths(forward_batch, number)
+            self._set_lens(forward_batch, number)
 
 
 class PatDraftExtension(AroundBackend):
@@ -111,7 +98,7 @@ class PatDraftExtension(AroundBackend):
     def __init__(self, stock: Any, runner: Any, tokens: int) -> None:
         super().__init__(stock)
         self._tokens = tokens
-        self.pat = _DraftModel(runner, verified=tokens)
+        self.pat = PatBackend(runner, _whole_model(runner), verify=Lengths(drafts=tokens), observed=False)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Make room for the largest captured batch."""
@@ -120,24 +107,18 @@ class PatDraftExtension(AroundBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare a step that no graph replays."""
-        if _extends_drafts(forward_batch):
-            self.pat.init_forward_metadata(self._to_verify(forward_batch))
-        else:
-            self._stock.init_forward_metadata(forward_batch)
+        backend, step = self._whose(forward_batch)
+        backend.init_forward_metadata(step)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare a step before its graph is replayed."""
-        if _extends_drafts(forward_batch):
-            self.pat.init_forward_metadata_out_graph(self._to_verify(forward_batch), in_capture)
-        else:
-            self._stock.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        backend, step = self._whose(forward_batch)
+        backend.init_forward_metadata_out_graph(step, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Prepare a step, as part of its graph."""
-        if _extends_drafts(forward_batch):
-            self.pat.init_forward_metadata_in_graph(self._to_verify(forward_batch))
-        else:
-            self._stock.init_forward_metadata_in_graph(forward_batch)
+        backend, step = self._whose(forward_batch)
+        backend.init_forward_metadata_in_graph(step)
 
     def forward(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """q [tokens, heads * head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim]"""
@@ -157,17 +138,30 @@ class PatDraftExtension(AroundBackend):
                 return self.pat.shared_read_ends(ForwardMode.TARGET_VERIFY)
             return self._stock.shared_read_ends(fm)
 
-    def _to_verify(self, forward_batch: Any) -> Any:
-        """The step as one that verifies: its lengths count the tokens of the step, and rows may be padded by one."""
+    def _whose(self, forward_batch: Any) -> tuple[Any, Any]:
+        """The backend of a step, and the step as that one takes it."""
+        if not _extends_drafts(forward_batch):
+            return self._stock, forward_batch
+        # As one that verifies: its lengths count the tokens of the step, and rows may be padded by one.
         requests, tokens = forward_batch.batch_size, self._tokens
         lens, on_host = forward_batch.seq_lens, forward_batch.seq_lens_cpu
-        return SimpleNamespace(
+        return self.pat, SimpleNamespace(
             forward_mode=ForwardMode.TARGET_VERIFY,
             seq_lens=(lens[:requests] - tokens).clamp_(min=0),
             seq_lens_cpu=None if on_host is None else (on_host[:requests] - tokens).clamp_(min=0),
             req_pool_indices=forward_batch.req_pool_indices[:requests],
             input_ids=SimpleNamespace(shape=(requests * tokens,)),
         )
+
+
+def _whole_model(runner: Any) -> PackedLayers:
+    """The layers of a draft model, all of which are packed."""
+    packed = packed_of(runner)
+    if packed.others:
+        raise FeatherError(
+            "--speculative-draft-attention-backend pat: not all layers of the draft model can be packed; drop it"
+        )
+    return packed
 
 
 def _extends_drafts(forward_batch: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,18 +10,44 @@ import torch
 
 from feather_kernels import BuildError
 from feather_kernels.forest import Forest
+from feather_kernels.options import PlannerOptions
 from feather_kernels.plan import SHARED_LEVELS, PackPlan, default_parts
 from feather_sglang.adapter.attention.limits import LayerFacts
-from feather_sglang.attention.new_tokens import prompt_block
 from feather_sglang.errors import FeatherError
 
 
+@dataclass(frozen=True)
+class PackedLayers:
+    """The layers of a model that are packed, and what their KV is.
+
+    Attributes
+    ----------
+    layers : tuple of LayerFacts
+        At least one.
+    dtype, kv_dtype, device
+        Of queries, and of caches.
+    pool : KVCache, optional
+        SGLang's, with the KV of all layers.
+    others : int
+        Layers of the model that are left to another backend.
+    reference : bool
+        The NumPy reference instead of the kernel.
+    """
+
+    layers: tuple[LayerFacts, ...]
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: Any
+    pool: Any = None
+    others: int = 0
+    reference: bool = False
+
+
 class _Served(NamedTuple):
-    """A layer's engine, and how its scores differ from those of others in the same plan."""
+    """A packed layer and its engine."""
 
     engine: Any
-    sm_scale: float
-    logit_soft_cap: float
+    layer: LayerFacts
 
 
 class Engines:
@@ -29,16 +55,16 @@ class Engines:
 
     Parameters
     ----------
-    layers : sequence of LayerFacts
-        Those to pack, at least one.
-    dtype, kv_dtype, device
-        Of queries, and of caches.
-    max_requests : int
-        Rows of the largest batch.
-    reference : bool
-        The NumPy reference instead of the kernel.
+    packed : PackedLayers
+    max_rows : int
+        Query rows of the largest batch.
     levels : int
         Shared levels of a row that there is memory for.
+
+    Attributes
+    ----------
+    plans : list of PackPlan
+        Those in force, one a shape, or none.
 
     Raises
     ------
@@ -46,25 +72,19 @@ class Engines:
         The kernel cannot be built or loaded here.
     """
 
-    def __init__(
-        self, layers: Sequence[LayerFacts], dtype: Any, kv_dtype: Any, device: Any, max_requests: int, reference: bool,
-        levels: int = SHARED_LEVELS,
-    ) -> None:  # fmt: skip
+    def __init__(self, packed: PackedLayers, max_rows: int, levels: int = SHARED_LEVELS) -> None:
+        self._packed = packed
         engines: dict[tuple[int, int, int], Any] = {}
         try:
-            for layer in layers:
+            for layer in packed.layers:
                 if layer.shape not in engines:
-                    max_parts = default_parts(max_requests, layer.q_heads, levels)
-                    engines[layer.shape] = _engine(layer, dtype, kv_dtype, device, max_requests, max_parts, reference)
+                    engines[layer.shape] = _engine(packed, layer, max_rows, levels)
                 # Compiled now, and not while a graph is captured.
                 engines[layer.shape].load(layer.logit_soft_cap > 0, layer.sinks)
         except (BuildError, ValueError) as error:
             raise FeatherError(f"the pat backend cannot start: {error}") from None
         self._engines = list(engines.values())
-        self._served = {
-            layer.layer_id: _Served(engines[layer.shape], layer.sm_scale, layer.logit_soft_cap) for layer in layers
-        }
-        self._shapes = {layer.layer_id: layer.shape for layer in layers}
+        self._served = {layer.layer_id: _Served(engines[layer.shape], layer) for layer in packed.layers}
         self.plans: list[PackPlan] = []
 
     def __contains__(self, layer_id: int) -> bool:
@@ -72,17 +92,12 @@ class Engines:
 
     def shape(self, layer_id: int) -> tuple[int, int, int]:
         """Query heads, KV heads and head_dim of a layer."""
-        return self._shapes[layer_id]
+        return self._served[layer_id].layer.shape
 
     @property
-    def layer_shapes(self) -> list[tuple[int, int, int]]:
-        """The same of all layers."""
-        return list(self._shapes.values())
-
-    @property
-    def prompt_block(self) -> int:
-        """Tokens of a prompt's block, the same for every shape of heads."""
-        return min(prompt_block(engine.planner.options) for engine in self._engines)
+    def planner_options(self) -> list[PlannerOptions]:
+        """One a shape."""
+        return [engine.planner.options for engine in self._engines]
 
     def plan(self, forest: Forest, table: torch.Tensor, lens: torch.Tensor) -> None:
         """Plan a batch for every shape; raises ``PlanError`` where one does not fit."""
@@ -97,28 +112,57 @@ class Engines:
         """Whether there are plans, and they hold for these lengths."""
         return bool(self.plans) and all(plan.valid_for(lens)[0] for plan in self.plans)
 
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: Any, forward_batch: Any,
+        save_kv_cache: bool = True, sinks: torch.Tensor | None = None, **extras: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Write a step's KV into the pool, and attend with the last plan.
+
+        q [rows, heads * head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads * head_dim]
+        """
+        if given := [name for name, value in extras.items() if value is not None and value is not False]:
+            raise FeatherError(
+                f"the pat backend does not support {', '.join(given)} in attention, which this model uses: choose "
+                "another --decode-attention-backend"
+            )
+        pool, (heads, _, dim) = self._packed.pool, self.shape(layer.layer_id)
+        if save_kv_cache and k is not None:
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, layer.k_scale, layer.v_scale)
+        q = q.reshape(-1, heads * dim)
+        out = q.new_empty(q.shape)
+        caches = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        self.run(layer.layer_id, q.view(-1, heads, dim), *caches, out.view(-1, heads, dim), sinks, self._scales(layer))
+        return out
+
+    def _scales(self, layer: Any) -> tuple[float, float]:
+        """What a layer's keys and values in the pool stand for times, as SGLang divides them when it writes them."""
+        if self._packed.kv_dtype == self._packed.dtype:
+            return 1.0, 1.0
+        scales = ((layer.k_scale, layer.k_scale_float), (layer.v_scale, layer.v_scale_float))
+        k_scale, v_scale = (1.0 if scale is None else number for scale, number in scales)
+        return k_scale, v_scale
+
     def run(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, sinks: Any,
-        k_scale: float = 1.0, v_scale: float = 1.0,
+        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        sinks: torch.Tensor | None, kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:  # fmt: skip
         """Attend with the last plan: q and out (rows, heads, head_dim), k and v (slots, kv_heads, head_dim)."""
-        engine, scale, cap = self._served[layer_id]
+        engine, layer = self._served[layer_id]
         if sinks is not None and sinks.dtype != q.dtype:  # SGLang has them in bfloat16 under a model in float16, too
             sinks = sinks.float()
-        scores = {"sm_scale": scale, "logit_soft_cap": cap, "sinks": sinks}
-        engine.run(q, k, v, out=out, **scores, k_scale=k_scale, v_scale=v_scale)
+        scores = {"sm_scale": layer.sm_scale, "logit_soft_cap": layer.logit_soft_cap, "sinks": sinks}
+        engine.run(q, k, v, out=out, **scores, k_scale=kv_scales[0], v_scale=kv_scales[1])
 
 
-def _engine(
-    layer: LayerFacts, dtype: Any, kv_dtype: Any, device: Any, max_requests: int, max_parts: int, reference: bool
-) -> Any:
-    if reference:
+def _engine(packed: PackedLayers, layer: LayerFacts, max_rows: int, levels: int) -> Any:
+    room: dict[str, Any] = {"max_requests": max_rows, "max_parts": default_parts(max_rows, layer.q_heads, levels)}
+    if packed.reference:
         from feather_sglang.adapter.attention.reference import ReferenceEngine
 
-        return ReferenceEngine(*layer.shape, max_requests=max_requests, max_parts=max_parts, kv_dtype=kv_dtype)
+        return ReferenceEngine(*layer.shape, **room, kv_dtype=packed.kv_dtype)
     from feather_kernels import PackedDecodeWrapper
 
     return PackedDecodeWrapper(
-        *layer.shape, page_size=1, dtype=dtype, kv_dtype=kv_dtype, device=device, max_requests=max_requests,
-        max_parts=max_parts, logit_soft_cap=layer.logit_soft_cap, sinks=layer.sinks,
+        *layer.shape, **room, dtype=packed.dtype, kv_dtype=packed.kv_dtype, device=packed.device,
+        logit_soft_cap=layer.logit_soft_cap, sinks=layer.sinks,
     )  # fmt: skip

@@ -10,9 +10,22 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.runtime_context import get_parallel, get_spec
 
-from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts, refuse_capability
-from feather_sglang.adapter.refusals import ANOTHER_BACKEND, REFERENCE
+from feather_sglang.adapter.attention.engines import PackedLayers
+from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts, packed_layers, refuse_capability
+from feather_sglang.adapter.refusals import ANOTHER_BACKEND, REFERENCE, refuse_pat_flags
 from feather_sglang.errors import FeatherError
+
+
+def packed_of(runner: Any) -> PackedLayers:
+    """The packed layers of a model runner; raises ``FeatherError`` for what pat cannot serve."""
+    reference = uses_reference(runner)
+    refuse_pat_flags(runner.server_args)
+    facts = facts_of(runner, reference)
+    layers = packed_layers(facts)
+    return PackedLayers(
+        layers, runner.dtype, runner.kv_cache_dtype, runner.device, runner.token_to_kv_pool,
+        others=len(facts.layers) - len(layers), reference=reference,
+    )  # fmt: skip
 
 
 def uses_reference(runner: Any) -> bool:

@@ -14,27 +14,26 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.layers.attention import base_attn_backend
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from feather_kernels import PlanError
 from feather_kernels.forest import Forest
 from feather_sglang.adapter.attention.around import AroundBackend
+from feather_sglang.adapter.attention.backend import PatBackend
 from feather_sglang.adapter.attention.cached_prefixes import cached_paths
+from feather_sglang.adapter.attention.engines import Engines
 from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.failures import refusals_end_start_up
-from feather_sglang.adapter.options import FeatherOptions
+from feather_sglang.adapter.options import FeatherOptions, packs_prefill
 from feather_sglang.adapter.refusals import resolved
-from feather_sglang.attention.new_tokens import PROMPT_LEVELS, tokens_seen, with_new_tokens
+from feather_sglang.attention.new_tokens import PROMPT_LEVELS, prompt_block, tokens_seen, with_new_tokens
 from feather_sglang.attention.prefill_gain import PrefillGain
 from feather_sglang.attention.prefix_paths import forest_of_paths
-
-if TYPE_CHECKING:
-    from feather_sglang.adapter.attention.backend import PatBackend
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +61,13 @@ class PackedPrefill(AroundBackend):
 
     def __init__(self, stock: Any, pat: PatBackend, server_args: Any) -> None:
         super().__init__(stock)
-        self._pat = pat
+        self._pat, self._planner = pat, pat.planner
         self._most = rows_of(server_args)
-        self._engines = pat.make_engines(self._most, PROMPT_LEVELS)
-        self._block = self._engines.prompt_block
+        self._engines = Engines(pat.packed, self._most, PROMPT_LEVELS)
+        self._block = min(map(prompt_block, self._engines.planner_options))
         self._gain: PrefillGain | None = None  # packs whatever fits
         if FeatherOptions.from_environment().pat_prefill == "auto":
-            self._gain = PrefillGain(self._engines.layer_shapes, self._block)
+            self._gain = PrefillGain((layer.shape for layer in pat.packed.layers), self._block)
         self._metrics = pat_metrics()
         self._expected: tuple[Any, Any] | None = None
         self.packs = self._packed_any = self._warned = False
@@ -105,7 +104,7 @@ class PackedPrefill(AroundBackend):
     ) -> torch.Tensor:
         """q [tokens, heads * head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim]"""
         if self.packs and layer.layer_id in self._engines:
-            return self._pat.attend(self._engines, q, k, v, layer, forward_batch, *args, **kwargs)
+            return self._engines.attend(q, k, v, layer, forward_batch, *args, **kwargs)
         return self._stock.forward_extend(q, k, v, layer, forward_batch, *args, **kwargs)
 
     def forward(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,14 +144,14 @@ class PackedPrefill(AroundBackend):
             return False
         seen = tokens_seen(shared.seq_len, counts)
         try:
-            self._engines.plan(with_new_tokens(shared, counts, self._block), self._pat.table, self._on_device(seen))
+            self._engines.plan(with_new_tokens(shared, counts, self._block), self._planner.table, self._on_device(seen))
         except PlanError as error:
             self._leave(str(error))
             return False
         if self._gain is not None:
             self._gain.plan_time.learn(tokens, time.perf_counter() - start)
-        if self._pat.debug:
-            self._pat.sharing.check(shared, shared.seq_len + counts)
+        if self._planner.debug:
+            self._planner.sharing.check(shared, shared.seq_len + counts)
         attended, read = int(seen.sum()), self._engines.plans[0].tokens_read
         if not self._packed_any:
             self._packed_any = True
@@ -179,10 +178,10 @@ class PackedPrefill(AroundBackend):
         """The forest of what the requests have committed."""
         rows = batch.req_pool_indices_cpu.numpy()
         whose = batch.reqs if len(batch.reqs) == len(rows) else [None] * len(rows)  # beams have rows of their own
-        return forest_of_paths(cached_paths(batch.tree_cache, whose), committed, rows * self._pat.table.stride(0))
+        return forest_of_paths(cached_paths(batch.tree_cache, whose), committed, rows * self._planner.table.stride(0))
 
     def _on_device(self, lens: np.ndarray) -> torch.Tensor:
-        on_host, device = torch.from_numpy(lens), self._pat.table.device
+        on_host, device = torch.from_numpy(lens), self._planner.table.device
         return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
 
     def _leave(self, why: str) -> None:
@@ -213,13 +212,21 @@ def pack_prefill() -> None:
     """Put `PackedPrefill` around the prefill backend that SGLang pairs with a pat backend, in this process."""
     from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 
-    original = HybridAttnBackend.__init__
+    construct, init_new = HybridAttnBackend.__init__, ForwardBatch.__dict__["init_new"].__func__
 
-    @functools.wraps(original)
+    @functools.wraps(construct)
     def __init__(hybrid: Any, model_runner: Any, prefill_backend: Any, decode_backend: Any) -> None:
-        if (wrap := getattr(decode_backend, "around_prefill", None)) is not None:
+        if packs_prefill() and isinstance(decode_backend, PatBackend):
             with refusals_end_start_up():
-                prefill_backend = wrap(prefill_backend)
-        original(hybrid, model_runner, prefill_backend, decode_backend)
+                prefill_backend = PackedPrefill(prefill_backend, decode_backend, model_runner.server_args)
+            model_runner.feather_prefill = prefill_backend
+        construct(hybrid, model_runner, prefill_backend, decode_backend)
 
-    HybridAttnBackend.__init__ = __init__
+    @functools.wraps(init_new)
+    def announce(cls: Any, batch: Any, model_runner: Any, *args: Any, **kwargs: Any) -> Any:
+        result = init_new(cls, batch, model_runner, *args, **kwargs)
+        if (prefill := getattr(model_runner, "feather_prefill", None)) is not None:
+            prefill.expect(batch, result)
+        return result
+
+    HybridAttnBackend.__init__, ForwardBatch.init_new = __init__, classmethod(announce)

@@ -9,6 +9,7 @@ from typing import Any
 from feather_sglang.adapter.attention.beside import DRAFT, DRAFTS_BY_PAT, PAT, resolve_beside
 from feather_sglang.adapter.failures import refusals_end_start_up
 from feather_sglang.adapter.hooks import installed_version, require_fit, untested
+from feather_sglang.adapter.options import packs_prefill
 from feather_sglang.errors import FeatherError
 
 logger = logging.getLogger(__name__)
@@ -64,13 +65,17 @@ def create_backend(runner: Any) -> Any:
             raise FeatherError("SGLang would prefill with pat, as a hook did not work; use --decode-attention-backend")
         if importlib.util.find_spec("feather_kernels") is None:
             raise FeatherError("the pat backend needs the package feather_kernels: reinstall feather-sglang")
-        from feather_sglang.adapter.attention.backend import PatBackend
+        from feather_sglang.adapter.attention.backend import backend_of
 
-        backend = runner.feather_pat = PatBackend(runner)
+        backend = runner.feather_pat = backend_of(runner)
         if getattr(runner.server_args, DRAFTS_BY_PAT, False):
             from feather_sglang.adapter.attention.draft_model import draft_by_pat
 
             draft_by_pat()
+        if packs_prefill():
+            from feather_sglang.adapter.attention.prefill import pack_prefill
+
+            pack_prefill()
     logger.info("feather: pat is active (sglang %s)", installed_version())
     return backend
 
