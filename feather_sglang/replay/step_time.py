@@ -11,7 +11,7 @@ import numpy as np
 
 from feather_kernels.options import PlannerOptions
 from feather_sglang.attention.new_tokens import prompt_block
-from feather_sglang.attention.prefill_gain import PrefillGain
+from feather_sglang.attention.packed_prefill.gain import PrefillGain
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.attention_time import Packed, as_lengths
 from feather_sglang.replay.batch_sharing import BatchSharing

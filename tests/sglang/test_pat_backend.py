@@ -747,10 +747,10 @@ def test_a_page_that_the_cache_holds_in_part_is_not_its_own(server, monkeypatch)
         forward_mode=ForwardMode.EXTEND, req_pool_indices_cpu=torch.tensor([1, 2, 3]), prefix_lens=[127, 128, 0],
         reqs=["a", "b", "c"], decoding_reqs=None,
     )  # fmt: skip
-    backend.prefill(batch)
+    backend.notice(batch)
     assert seen == [([1, 2, 3], [64, 128, 0])]
     batch.decoding_reqs = batch.reqs  # whose rows are not the cache's, and may not be final yet
-    backend.prefill(batch)
+    backend.notice(batch)
     assert len(seen) == 1
 
 

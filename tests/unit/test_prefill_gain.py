@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from feather_kernels.trees import random_forest
-from feather_sglang.attention import prefill_gain
 from feather_sglang.attention.new_tokens import with_new_tokens
-from feather_sglang.attention.plan_time import SLOWEST
-from feather_sglang.attention.prefill_gain import MARGIN, PrefillGain
+from feather_sglang.attention.packed_prefill import gain as gain_module
+from feather_sglang.attention.packed_prefill.gain import MARGIN, PrefillGain
+from feather_sglang.attention.packed_prefill.plan_time import SLOWEST
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -77,10 +77,10 @@ def test_packed_products_are_those_of_the_forest_that_is_planned(seed, most, blo
             node = int(rows.parent[node])
     pairs = int((-(-below // block) * block * rows.length).sum())
     heads, _, dim = SHAPE
-    products = 4 * heads * dim * pairs / prefill_gain.PACKED_FLOP_PER_S
-    tails = heads * dim * int(counts.sum()) * prefill_gain.PACKED_VALUE_S
+    products = 4 * heads * dim * pairs / gain_module.PACKED_FLOP_PER_S
+    tails = heads * dim * int(counts.sum()) * gain_module.PACKED_VALUE_S
     gain = PrefillGain([SHAPE], block)
-    assert gain.packed_seconds(forest, counts) == pytest.approx(prefill_gain.PACKED_S + products + tails)
+    assert gain.packed_seconds(forest, counts) == pytest.approx(gain_module.PACKED_S + products + tails)
     many = PrefillGain([SHAPE] * 1000, block)
     assert many.may_pay(forest.seq_len, counts) or not many.pays(forest, counts)
 
@@ -91,7 +91,7 @@ def test_layers_of_other_shapes_add_up_by_their_products(batches):
     stock = [gain.stock_seconds(batch.forest.seq_len, batch.counts) for gain in (one, half, both)]
     packed = [gain.packed_seconds(batch.forest, batch.counts) for gain in (one, half, both)]
     assert stock[1] == pytest.approx(stock[0] / 2) and stock[2] == pytest.approx(stock[0] * 1.5)
-    assert packed[1] - prefill_gain.PACKED_S == pytest.approx((packed[0] - prefill_gain.PACKED_S) / 2)
+    assert packed[1] - gain_module.PACKED_S == pytest.approx((packed[0] - gain_module.PACKED_S) / 2)
     assert packed[2] == pytest.approx(packed[0] + packed[1])
     wide = PrefillGain([(32, 2, 128)], 8)  # 16 heads to a KV head: 8 tokens fill a tile
     few = np.full(64, 8)

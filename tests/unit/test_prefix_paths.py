@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.attention.prefix_paths import forest_of_paths
+from feather_sglang.attention.packed_prefill.prefix_paths import forest_of_paths
 
 
 @st.composite

@@ -11,7 +11,7 @@ from feather_sglang.adapter.scheduler.agreement import is_first_rank
 
 
 class PatMetrics(NamedTuple):
-    """Counters over all decode steps, and over prefill steps that are packed. Tokens are KV tokens of one layer."""
+    """Counters over all decode steps. Tokens are KV tokens of one layer."""
 
     plans: Counter
     kept: Counter
@@ -19,11 +19,6 @@ class PatMetrics(NamedTuple):
     seconds: Histogram
     attended: Counter
     read: Counter
-    prefills: Counter
-    prefill_left: Counter
-    prefill_declined: Counter
-    prefill_attended: Counter
-    prefill_read: Counter
 
     def step(self, seconds: float | None, attended: int, read: int) -> None:
         """Count a decode step that took so long to plan, or kept its plan (None), and its tokens."""
@@ -34,12 +29,6 @@ class PatMetrics(NamedTuple):
             self.seconds.observe(seconds)
         self.attended.inc(attended)
         self.read.inc(read)
-
-    def prefill_step(self, attended: int, read: int) -> None:
-        """Count a packed prefill step and its tokens."""
-        self.prefills.inc()
-        self.prefill_attended.inc(attended)
-        self.prefill_read.inc(read)
 
 
 def pat_metrics() -> PatMetrics | None:
@@ -63,9 +52,4 @@ def _metrics() -> PatMetrics:
         ),
         Counter("feather_pat_attended_tokens", "KV tokens that the requests of all decode steps attended to."),
         Counter("feather_pat_read_tokens", "KV tokens that their plans read, shared ones once a row tile."),
-        Counter("feather_pat_prefills", "Prefill steps that were packed (`--feather-pat-prefill`)."),
-        Counter("feather_pat_prefills_left", "Prefill steps that SGLang's backend computed for want of memory."),
-        Counter("feather_pat_prefills_declined", "Prefill steps that `auto` left to SGLang for want of a gain."),
-        Counter("feather_pat_prefill_attended_tokens", "KV tokens that the new tokens of packed prefill attended to."),
-        Counter("feather_pat_prefill_read_tokens", "KV tokens that the plans of packed prefill read."),
     )

@@ -73,7 +73,7 @@ def create_backend(runner: Any) -> Any:
 
             draft_by_pat()
         if packs_prefill():
-            from feather_sglang.adapter.attention.prefill import pack_prefill
+            from feather_sglang.adapter.attention.packed_prefill.backend import pack_prefill
 
             pack_prefill()
     logger.info("feather: pat is active (sglang %s)", installed_version())

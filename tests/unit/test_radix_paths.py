@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from feather_sglang.adapter.attention import cached_prefixes
-from feather_sglang.adapter.attention.cached_prefixes import cached_paths
+from feather_sglang.adapter.attention.packed_prefill import radix_paths
+from feather_sglang.adapter.attention.packed_prefill.radix_paths import cached_paths
 
 
 def node(parent, tokens):
@@ -36,7 +36,7 @@ def test_a_tree_that_cannot_say_is_named_once(caplog):
     def resolve(node):
         raise NotImplementedError("not yet ported")
 
-    cached_prefixes._say_unknown.cache_clear()
+    radix_paths._say_unknown.cache_clear()
     for _ in range(2):
         assert cached_paths(SimpleNamespace(resolve_node_handle=resolve), requests(3, None)) == [[], []]
     assert [record.message for record in caplog.records if "CORE_BACKEND=python" in record.message] == [

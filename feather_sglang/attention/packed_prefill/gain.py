@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from feather_kernels.forest import Forest
-from feather_sglang.attention.plan_time import PlanTime
+from feather_sglang.attention.packed_prefill.plan_time import PlanTime
 
 Ints = npt.NDArray[np.integer]
 Shape = tuple[int, int, int]  # query heads, KV heads, head_dim

@@ -25,15 +25,15 @@ from feather_kernels import PlanError
 from feather_kernels.forest import Forest
 from feather_sglang.adapter.attention.around import AroundBackend
 from feather_sglang.adapter.attention.backend import PatBackend
-from feather_sglang.adapter.attention.cached_prefixes import cached_paths
 from feather_sglang.adapter.attention.engines import Engines
-from feather_sglang.adapter.attention.metrics import pat_metrics
+from feather_sglang.adapter.attention.packed_prefill.metrics import prefill_metrics
+from feather_sglang.adapter.attention.packed_prefill.radix_paths import cached_paths
 from feather_sglang.adapter.failures import refusals_end_start_up
 from feather_sglang.adapter.options import FeatherOptions, packs_prefill
 from feather_sglang.adapter.refusals import resolved
 from feather_sglang.attention.new_tokens import PROMPT_LEVELS, prompt_block, tokens_seen, with_new_tokens
-from feather_sglang.attention.prefill_gain import PrefillGain
-from feather_sglang.attention.prefix_paths import forest_of_paths
+from feather_sglang.attention.packed_prefill.gain import PrefillGain
+from feather_sglang.attention.packed_prefill.prefix_paths import forest_of_paths
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class PackedPrefill(AroundBackend):
         self._gain: PrefillGain | None = None  # packs whatever fits
         if FeatherOptions.from_environment().pat_prefill == "auto":
             self._gain = PrefillGain((layer.shape for layer in pat.packed.layers), self._block)
-        self._metrics = pat_metrics()
+        self._metrics = prefill_metrics()
         self._expected: tuple[Any, Any] | None = None
         self.packs = self._packed_any = self._warned = False
         where = " that it makes faster" if self._gain else ""
@@ -140,7 +140,7 @@ class PackedPrefill(AroundBackend):
         shared = self._worth_packing(batch, forward_batch.seq_lens_cpu.numpy() - counts, counts)
         if shared is None:
             if self._metrics is not None:
-                self._metrics.prefill_declined.inc()
+                self._metrics.declined.inc()
             return False
         seen = tokens_seen(shared.seq_len, counts)
         try:
@@ -160,7 +160,9 @@ class PackedPrefill(AroundBackend):
                 len(counts), tokens, read, attended,
             )  # fmt: skip
         if self._metrics is not None:
-            self._metrics.prefill_step(attended, read)
+            self._metrics.packed.inc()
+            self._metrics.attended.inc(attended)
+            self._metrics.read.inc(read)
         return True
 
     def _worth_packing(self, batch: Any, committed: np.ndarray, counts: np.ndarray) -> Forest | None:
@@ -186,7 +188,7 @@ class PackedPrefill(AroundBackend):
 
     def _leave(self, why: str) -> None:
         if self._metrics is not None:
-            self._metrics.prefill_left.inc()
+            self._metrics.left.inc()
         if not self._warned:
             self._warned = True
             logger.warning("feather: a prefill step is left to SGLang's backend, and more may be: %s", why)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from feather_sglang.attention.prefix_paths import Path
+from feather_sglang.attention.packed_prefill.prefix_paths import Path
 
 logger = logging.getLogger(__name__)
 
