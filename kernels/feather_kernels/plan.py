@@ -221,8 +221,8 @@ class PackPlan:
         With ``merge="fused"``, the queue of the smallest m >= G has three such runs: items that neither wait for an
         item of this queue nor are waited for; those that others wait for; and closing items that wait for any of these.
         So an item waits for earlier ones only. No item that neither deposits nor waits may stand behind the first run:
-        a warp that still owes a part passes over slots of its ring from there on (`csrc/sm80`). Closing items
-        without tokens are in no queue: they follow the last one, and wait for any other.
+        a warp that still owes a part passes over slots of its ring from there on (`csrc/common/tail_stream.cuh`).
+        Closing items without tokens are in no queue: they follow the last one, and wait for any other.
         """
         return self.buffer[_QUEUE : _QUEUE + len(self.tiles) + 1]
 

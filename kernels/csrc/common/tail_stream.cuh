@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "common/queue.cuh"
-#include "sm80/tail_tile.cuh"
+#include "common/tail_tile.cuh"
 
 namespace feather {
 

@@ -1,7 +1,7 @@
 // A warp works through the queue of tails.
 #pragma once
 #include "common/merge.cuh"
-#include "sm80/tail_stream.cuh"
+#include "common/tail_stream.cuh"
 
 namespace feather {
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <algorithm>
 
-#include "sm80/tail_warp.cuh"
+#include "common/tail_warp.cuh"
 #include "sm80/warp_team.cuh"
 
 namespace feather {

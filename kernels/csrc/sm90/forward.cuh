@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
+#include "common/tail_warp.cuh"
 #include "heuristics.h"
-#include "sm80/tail_warp.cuh"
 #include "sm80/warp_team.cuh"
 #include "sm90/warpgroup_team.cuh"
 
