@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,9 +39,11 @@ class HostWrapper(PackedDecodeWrapper):
         may_fuse = launch == "persistent" and max(self._tiles[0][0], q_heads // kv_heads) <= 16
         if merge == "fused" and not may_fuse:
             raise ValueError("merge is 'fused' in several launches, a large tile, or of wide groups")
-        self.device, self.dtype, self.page_size, self.debug = torch.device(device), dtype, page_size, debug
-        self.kv_dtype = kv_dtype or dtype
-        self.num_qo_heads, self.num_kv_heads, self.head_dim = q_heads, kv_heads, head_dim
+        self.config = SimpleNamespace(
+            device=torch.device(device), dtype=dtype, kv_dtype=kv_dtype or dtype, num_qo_heads=q_heads,
+            num_kv_heads=kv_heads, head_dim=head_dim,
+        )  # fmt: skip
+        self.page_size, self.debug = page_size, debug
         self.sm_scale, self.logit_soft_cap = sm_scale, logit_soft_cap
         self.planner = Planner(
             q_heads, kv_heads, head_dim, max_requests=max_requests, strategy=strategy, split=split, grow=grow, n_sm=8,
@@ -226,7 +229,7 @@ class OddFirst(HostWrapper):
 
     def write(self, out, values):
         pairs = values.unflatten(-1, (-1, 8, 2)).transpose(-1, -2)
-        out.copy_(pairs.flatten(-3) if self.kv_dtype != self.dtype else values)
+        out.copy_(pairs.flatten(-3) if self.config.kv_dtype != self.config.dtype else values)
 
 
 class WrongSum(HostWrapper):

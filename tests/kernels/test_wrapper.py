@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,33 +15,58 @@ pytest.importorskip("torch")
 import torch
 from plan_checks import HEADS
 
+import feather_kernels.config as config_module
 import feather_kernels.wrapper as wrapper_module
+from feather_kernels.config import KernelConfig
 from feather_kernels.device import Device, NRule
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
-from feather_kernels.plan import Planner
 from feather_kernels.tiles import TILES
 from feather_kernels.wrapper import PackedDecodeWrapper
 
 
-class HostWrapper(PackedDecodeWrapper):
-    """Plans into the host's memory; ``recorded`` has the streams that its copies were recorded on."""
+class HostConfig(KernelConfig):
+    """Of a layer on the CPU, for which libraries of compute capability 9.0 are asked for."""
 
-    def __init__(self):
-        self.device, self.page_size, self.debug = torch.device("cpu"), 1, True
-        self.dtype = self.kv_dtype = torch.float16
-        self.num_qo_heads, self.num_kv_heads, self.head_dim = HEADS.values()
-        self.planner, self.recorded = Planner(**HEADS, max_requests=8), []
-        self._plan = torch.zeros(len(self.planner.buffer), dtype=torch.int32)
-        self._staging = [torch.zeros_like(self._plan) for _ in range(2)]
-        self._copied = [SimpleNamespace(synchronize=lambda: None, record=self.recorded.append)] * 2
-        self._turn, self._seq_lens = 0, torch.zeros(8, dtype=torch.int32)
+    def __post_init__(self):
+        device = torch.device("cpu")
+        self._settle(device=device, kv_dtype=self.kv_dtype or self.dtype, path="hopper", tiles=TILES["hopper"])
 
 
 @pytest.fixture
-def wrapper(monkeypatch):
+def runs(monkeypatch):
+    """The libraries that wrappers on the host load, and what those run with, instead of running; ``recorded`` has the
+    streams that copies of plans were recorded on."""
+    seen = SimpleNamespace(loaded=[], ran=[], recorded=[], capturing=False)
+
+    def load_kernel(dtype, head_dim, capability, soft_cap, tiles, sinks, fp8_kv, causal):
+        name = soft_cap, sinks, fp8_kv
+        seen.loaded.append(name)
+        return SimpleNamespace(forward=lambda *given: seen.ran.append((name, *given)), merge=lambda *_: None)
+
+    monkeypatch.setattr(wrapper_module, "KernelConfig", HostConfig)
+    monkeypatch.setattr(config_module, "load_kernel", load_kernel)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: seen.capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"the stream of {device}")
-    return HostWrapper()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return seen
+
+
+@pytest.fixture
+def made(runs):
+    """Makes wrappers with a plan of three requests."""
+
+    def make(**options):
+        wrapper = PackedDecodeWrapper(*HEADS.values(), max_requests=8, sm_scale=0.125, debug=True, **options)
+        copied = SimpleNamespace(synchronize=lambda: None, record=runs.recorded.append)
+        wrapper.scratch._copied = [copied, copied]
+        wrapper.plan(alone([1, 1, 1], [0, 1, 2]), torch.arange(3))
+        return wrapper
+
+    return make
 
 
 def alone(seq_len, row_offset):
@@ -55,8 +81,8 @@ def tensor(heads, first=0):
 
 
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "out"])
-def test_a_tensor_that_begins_between_16_bytes_is_refused(wrapper, name):
-    wrapper.plan(alone([1, 1, 1], [0, 1, 2]), torch.arange(3))
+def test_a_tensor_that_begins_between_16_bytes_is_refused(made, name):
+    wrapper = made()
     heads = {"q": 8, "k_cache": 2, "v_cache": 2, "out": 8}
     for first in (0, 8):
         wrapper._checked(*(tensor(count, first) for count in heads.values()))
@@ -65,7 +91,8 @@ def test_a_tensor_that_begins_between_16_bytes_is_refused(wrapper, name):
         wrapper._checked(*tensors.values())
 
 
-def test_rows_of_requests_without_tokens_may_lie_behind_the_table(wrapper):
+def test_rows_of_requests_without_tokens_may_lie_behind_the_table(made):
+    wrapper = made()
     table = torch.arange(3)
     for forest in (alone([3, 0], [0, 3]), alone([0, 0], [3, 3]), alone([], [])):
         assert wrapper.plan(forest, table).n_requests == forest.n_requests
@@ -73,36 +100,13 @@ def test_rows_of_requests_without_tokens_may_lie_behind_the_table(wrapper):
         wrapper.plan(alone([3, 1], [0, 3]), table)
 
 
-def test_a_copy_is_recorded_on_the_wrappers_device(wrapper):
-    wrapper.plan(alone([1], [0]), torch.arange(1))
-    assert wrapper.recorded == ["the stream of cpu"]
+def test_a_copy_is_recorded_on_the_wrappers_device(made, runs):
+    made()
+    assert runs.recorded == ["the stream of cpu"]
 
 
-@pytest.fixture
-def runs(wrapper, monkeypatch):
-    """`wrapper` with a plan of three requests; what its kernels are asked for, and run with, instead of running."""
-    wrapper.sm_scale, wrapper.logit_soft_cap, wrapper._flags, wrapper.launch = 0.125, 0.0, 0, "persistent"
-    wrapper._tiles, wrapper._build, wrapper._modules = TILES["hopper"], ("float16", 64, 90, (), False), {}
-    seen = SimpleNamespace(loaded=[], ran=[], capturing=False)
-
-    def load_kernel(dtype, head_dim, capability, soft_cap, tiles, sinks, fp8_kv, causal):
-        name = soft_cap, sinks, fp8_kv
-        seen.loaded.append(name)
-        return SimpleNamespace(forward=lambda *given: seen.ran.append((name, *given)), merge=lambda *_: None)
-
-    monkeypatch.setattr(wrapper_module, "load_kernel", load_kernel)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: seen.capturing)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    for name in ("_part_out", "_part_stats", "_counters"):
-        setattr(wrapper, name, None)
-    wrapper.planner = Planner(**HEADS, max_requests=8, merge="fused", tiles=TILES["hopper"])
-    wrapper._staging = [torch.zeros(len(wrapper.planner.buffer), dtype=torch.int32) for _ in range(2)]
-    wrapper._plan = torch.zeros_like(wrapper._staging[0])
-    wrapper.plan(alone([1, 1, 1], [0, 1, 2]), torch.arange(3))
-    return seen
-
-
-def test_layers_of_one_plan_may_have_other_scores_and_sinks(wrapper, runs):
+def test_layers_of_one_plan_may_have_other_scores_and_sinks(made, runs):
+    wrapper = made()
     tensors = tensor(8), tensor(2), tensor(2)
     sinks = torch.zeros(8)
     wrapper.run(*tensors)
@@ -129,8 +133,8 @@ def test_layers_of_one_plan_may_have_other_scores_and_sinks(wrapper, runs):
     assert len(runs.ran) == 5
 
 
-def test_caches_in_fp8_have_scales_and_kernels_of_their_own(wrapper, runs):
-    wrapper.kv_dtype = torch.float8_e4m3fn
+def test_caches_in_fp8_have_scales_and_kernels_of_their_own(made, runs):
+    wrapper = made(kv_dtype=torch.float8_e4m3fn)
     q, *caches = tensor(8), tensor(2), tensor(2)
     with pytest.raises(PlanError, match=r"k_cache is torch.float16 on cpu: the wrapper is for torch.float8_e4m3fn"):
         wrapper.run(q, *caches)
@@ -140,7 +144,7 @@ def test_caches_in_fp8_have_scales_and_kernels_of_their_own(wrapper, runs):
             wrapper.run(q, *caches, **wrong)
     wrapper.run(q, *caches, sm_scale=0.5, logit_soft_cap=30.0, k_scale=0.25, v_scale=3.0)
     wrapper.run(q, *caches, sinks=torch.zeros(8))
-    assert runs.loaded == [(True, False, True), (False, True, True)]
+    assert runs.loaded == [(False, False, True), (True, False, True), (False, True, True)]
     given = [(name, args[1].dtype, *args[12:14], args[15]) for name, *args in runs.ran]
     assert given == [
         ((True, False, True), torch.uint8, 0.125, 30.0, 3.0), ((False, True, True), torch.uint8, 0.125, 0.0, 1.0)
@@ -148,8 +152,8 @@ def test_caches_in_fp8_have_scales_and_kernels_of_their_own(wrapper, runs):
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn])
-def test_a_capture_loads_nothing(wrapper, runs, kv_dtype):
-    wrapper.kv_dtype = kv_dtype
+def test_a_capture_loads_nothing(made, runs, kv_dtype):
+    wrapper = made(kv_dtype=kv_dtype, sinks=True)
     tensors = tensor(8), *(tensor(2).to(kv_dtype) for _ in range(2))
     sinks = torch.zeros(8)
     wrapper.run(*tensors, sinks=sinks)
@@ -159,6 +163,27 @@ def test_a_capture_loads_nothing(wrapper, runs, kv_dtype):
         with pytest.raises(PlanError, match=rf"captured and its kernels .* not loaded: call load\({missing}\) before$"):
             wrapper.run(*tensors, logit_soft_cap=soft_cap)
     assert runs.loaded == [(False, True, kv_dtype != torch.float16)] and len(runs.ran) == 2
+
+
+# How it launches ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("launch", "queues"), [("persistent", [0b1111]), ("serial", [1, 2, 4, 8])])
+def test_queues_are_launched_together_or_one_by_one(made, runs, launch, queues):
+    wrapper = made(launch=launch)
+    wrapper.run(tensor(8), tensor(2), tensor(2))
+    assert [args[-1] for args in runs.ran] == queues
+    assert wrapper.planner.options.merge == ("fused" if launch == "persistent" else "kernel")
+    with pytest.raises(ValueError, match="merge is 'fused': that needs launch='persistent'"):
+        made(launch="serial", merge="fused")
+    with pytest.raises(ValueError, match="launch is 'parallel': use one of persistent, streams, serial"):
+        made(launch="parallel")
+
+
+def test_who_names_no_other_launch_reads_none_of_its_code(made, runs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "feather_kernels.launches", None)
+    made().run(tensor(8), tensor(2), tensor(2))
+    assert len(runs.ran) == 1
 
 
 # Which library a wrapper asks for --------------------------------------------------------------------------------
@@ -182,7 +207,7 @@ def asks(monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-        monkeypatch.setattr(wrapper_module, "load_kernel", lambda *asked: (_ for _ in ()).throw(Asked(*asked)))
+        monkeypatch.setattr(config_module, "load_kernel", lambda *asked: (_ for _ in ()).throw(Asked(*asked)))
         with pytest.raises(Asked) as error:
             PackedDecodeWrapper(8, 2, head_dim, **arguments)
         return error.value.args

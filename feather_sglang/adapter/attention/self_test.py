@@ -53,6 +53,6 @@ def self_test() -> str:
         raise FeatherError(f"the packed kernel's result is {worst:.3g} away from attention: report this GPU")
     now = time.perf_counter()
     return (
-        f"can serve here ({wrapper.path} path, {forest.n_nodes} shared nodes, largest error {worst:.1e}; loaded in "
-        f"{built - start:.1f} s, tested in {now - built:.1f} s)"
+        f"can serve here ({wrapper.config.path} path, {forest.n_nodes} shared nodes, largest error {worst:.1e}; loaded "
+        f"in {built - start:.1f} s, tested in {now - built:.1f} s)"
     )
