@@ -71,24 +71,8 @@ def checksum_of(plan: PackPlan) -> int:
 
 def batch_text(plan: PackPlan, requests: int) -> str:
     """The file of a planned batch, whose rows from ``requests`` on are padding."""
-    options, forest = plan.options, plan.forest
-    arguments = {
-        "num_qo_heads": options.num_qo_heads,
-        "num_kv_heads": options.num_kv_heads,
-        "head_dim": options.head_dim,
-        "kv_value_bytes": options.kv_value_bytes,
-        "strategy": options.strategy,
-        "split": options.split,
-        "merge": options.merge,
-        "tiles": options.tiles,
-        "head_pack": options.head_pack,
-        "n_sm": options.n_sm,
-        "tail_warps": options.tail_warps,
-        "max_requests": options.max_requests,
-        "max_items": options.max_items,
-        "max_members": options.max_members,
-        "max_parts": options.max_parts,
-    }
+    names = (*_NUMBERS, *_NAMES, "kv_value_bytes", "tiles", "head_pack")
+    arguments, forest = {name: getattr(plan.options, name) for name in names}, plan.forest
     arrays = {name: getattr(forest, name).tolist() for name in ("parent", "length", "request_node", "seq_len")}
     return json.dumps(
         {

@@ -47,102 +47,54 @@ class Spread:
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Shared nodes below the same parents whose subtrees look alike; ``parent`` is a group's place in the list, or -1.
+    """Shared nodes below the same parents whose subtrees look alike."""
 
-    Attributes
-    ----------
-    nodes : int
-        How many they are.
-    tokens, requests : int
-        Of each: its KV tokens, and the requests at or below it.
-    tails : Spread
-        Private tails of the requests that end at these nodes.
-    """
-
-    parent: int
+    parent: int  # a group's place in the list, or -1
     nodes: int
-    tokens: int
-    requests: int
-    tails: Spread
+    tokens: int  # KV tokens of each
+    requests: int  # at or below each
+    tails: Spread  # private ones of the requests that end at these nodes
 
 
 @dataclass(frozen=True)
 class QueueFacts:
-    """The work of one tile shape.
+    """The work of one tile shape."""
 
-    Attributes
-    ----------
-    m, n : int
-        Query rows and KV tokens of the tile.
-    items, units : int
-        A unit is an item and a KV head, or the planner's ``head_pack`` KV heads for tails.
-    tokens, longest : int
-        KV tokens of all items, and of the longest.
-    rows : float
-        Query rows of a unit, in the mean.
-    padding : float
-        The share of the m rows that is left empty.
-    parts : int
-        Partial results that the items deposit.
-    teams, busy : int
-        Teams of warps on the GPU that take such units, and how many of them get one.
-    processors : int
-        Most processors that get one.
-    rounds : int
-        Units of the busiest team if each takes as many.
-    modelled_us : float
-        Processors' modelled time, spread evenly over all of them.
-    """
-
-    m: int
-    n: int
+    m: int  # query rows
+    n: int  # KV tokens
     items: int
-    units: int
-    tokens: int
-    longest: int
-    rows: float
-    padding: float
-    parts: int
-    teams: int
-    busy: int
-    processors: int
-    rounds: int
-    modelled_us: float
+    units: int  # an item and a KV head, or for tails the planner's ``head_pack`` KV heads
+    tokens: int  # KV tokens of all items
+    longest: int  # of an item
+    rows: float  # query rows of a unit, in the mean
+    padding: float  # the share of the m rows that is left empty
+    parts: int  # partial results that the items deposit
+    teams: int  # of warps on the GPU that take such units
+    busy: int  # of them, that get a unit
+    processors: int  # the most that get one
+    rounds: int  # units of the busiest team if each takes as many
+    modelled_us: float  # processors' modelled time, spread evenly over all of them
 
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """A plan as a whole. Tokens are KV tokens of one layer, bytes those of all its KV heads.
-
-    Attributes
-    ----------
-    pack_requests, pack_tokens : Spread
-        Of the packs that several requests share: requests of each, and KV tokens.
-    read, reuse : int, float
-        KV tokens that the items load, and how often each of those is attended to.
-    parts, divided, most_parts : int
-        Partial results; requests that have any; the most that one has.
-    merges : int
-        Requests whose results are combined behind the queues, not by the unit of their last tokens.
-    widened : bool
-        Whether the server's capacity made chunks longer than the split asks for.
-    """
+    """A plan as a whole. Tokens are KV tokens of one layer, bytes those of all its KV heads."""
 
     strategy: str
-    pack_requests: Spread
+    pack_requests: Spread  # of each pack that several requests share
     pack_tokens: Spread
     items: int
     units: int
-    read: int
-    reuse: float
-    parts: int
-    divided: int
-    most_parts: int
-    merges: int
+    read: int  # KV tokens that the items load
+    reuse: float  # how often each of those is attended to
+    parts: int  # partial results
+    divided: int  # requests that have any
+    most_parts: int  # that one has
+    merges: int  # requests whose results are combined behind the queues, not by the unit of their last tokens
     kv_bytes: int
     part_bytes: int
     modelled_us: float
-    widened: bool
+    widened: bool  # chunks are longer than the split asks for, by the server's capacity
 
 
 @dataclass(frozen=True)
@@ -161,43 +113,25 @@ class ItemFacts:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that ``feather explain-plan`` says.
-
-    Attributes
-    ----------
-    requests, padding : int
-        Rows of the batch with and without a request.
-    attended, unique : int
-        KV tokens that the rows attend to, and how many different ones those are.
-    same_as_server : bool or None
-        Whether this is the very plan of the server that recorded the batch; None if that was not asked.
-    forest : list of NodeGroup
-        Parents first.
-    alone : Spread
-        Tokens of the requests that share nothing.
-    compared : list of PlanFacts, or None
-        Other strategies' plans.
-    refused : dict of str to str
-        Strategies that cannot plan this batch, and why.
-    """
+    """Everything that ``feather explain-plan`` says."""
 
     source: str
-    requests: int
-    padding: int
+    requests: int  # rows of the batch
+    padding: int  # rows without a request
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
     n_sm: int
     head_pack: int
-    attended: int
-    unique: int
-    same_as_server: bool | None
-    forest: list[NodeGroup]
-    alone: Spread
+    attended: int  # KV tokens, by the rows
+    unique: int  # of these
+    same_as_server: bool | None  # this is the very plan of the server that recorded the batch; None if not asked
+    forest: list[NodeGroup]  # parents first
+    alone: Spread  # tokens of the requests that share nothing
     plan: PlanFacts
     queues: list[QueueFacts]
-    compared: list[PlanFacts] | None
-    refused: dict[str, str]
+    compared: list[PlanFacts] | None  # other strategies' plans
+    refused: dict[str, str]  # strategies that cannot plan this batch, and why
     items: list[ItemFacts] | None
 
 
@@ -227,14 +161,12 @@ def explain(batch: Batch, *, compare: bool = False, items: bool = False) -> Repo
     forest, requests = batch.forest, batch.forest.n_requests - batch.padding
     own = forest.seq_len - forest.shared_length
     groups, alone = _groups(forest, own, requests)
+    options = plan.options
     return Report(
         source=batch.source,
         requests=requests,
         padding=batch.padding,
-        num_qo_heads=plan.options.num_qo_heads,
-        num_kv_heads=plan.options.num_kv_heads,
-        head_dim=plan.options.head_dim,
-        n_sm=plan.options.n_sm,
+        **{name: getattr(options, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim", "n_sm")},
         head_pack=plan.head_pack,
         attended=int(forest.seq_len.sum(dtype=np.int64)),
         unique=sum(group.nodes * group.tokens for group in groups if group.requests) + int(own.sum()),
@@ -364,22 +296,12 @@ def _queue(
     costs = UnitCosts()
     spent = len(items) * unit_ns + int((-(-tokens // n)).sum()) * step_ns
     spent += parts * (costs.part + plan.group_size * costs.part_row)
+    n_sm = plan.options.n_sm
     return QueueFacts(
-        m=m,
-        n=n,
-        items=len(items),
-        units=units,
-        tokens=int(tokens.sum()),
-        longest=int(tokens.max()),
-        rows=rows,
-        padding=1 - rows / m,
-        parts=parts,
-        teams=teams,
-        busy=min(units, teams),
-        processors=min(units, plan.options.n_sm),
-        rounds=-(-units // teams),
-        modelled_us=float(spent * plan.options.num_kv_heads / plan.options.n_sm / 1000),
-    )
+        m, n, len(items), units, tokens=int(tokens.sum()), longest=int(tokens.max()), rows=rows, padding=1 - rows / m,
+        parts=parts, teams=teams, busy=min(units, teams), processors=min(units, n_sm), rounds=-(-units // teams),
+        modelled_us=float(spent * plan.options.num_kv_heads / n_sm / 1000),
+    )  # fmt: skip
 
 
 def _items(plan: PackPlan) -> list[ItemFacts]:
@@ -388,18 +310,8 @@ def _items(plan: PackPlan) -> list[ItemFacts]:
     for _, _, start, stop, grows, first, count, tile, *_, taken in plan.items.tolist():
         mine = members[first : first + count]
         m, n = plan.tiles[tile]
-        found.append(
-            ItemFacts(
-                m=m,
-                n=n,
-                start=start,
-                stop=stop,
-                grows=grows >= 0,
-                requests=[request for request, _ in mine],
-                parts=[part for _, part in mine if part >= 0],
-                takes=taken,
-            )
-        )
+        requests, parts = [request for request, _ in mine], [part for _, part in mine if part >= 0]
+        found.append(ItemFacts(m, n, start, stop, grows >= 0, requests, parts, taken))
     return found
 
 

@@ -155,47 +155,48 @@ def _megabytes(number: int) -> str:
     return f"{number / 1e6:,.1f} MB"
 
 
+QUEUE_COLUMNS = {
+    "tile": "{0.m} x {0.n}",
+    "items": "{0.items:,}",
+    "units": "{0.units:,}",
+    "KV tokens": "{0.tokens:,}",
+    "longest": "{0.longest:,}",
+    "rows": "{0.rows:.1f}",
+    "padding": "{0.padding:.0%}",
+    "parts": "{0.parts:,}",
+    "processors": "{0.processors:,}",
+    "teams busy": "{0.busy:,} of {0.teams:,}",
+    "rounds": "{0.rounds:,}",
+}
+STRATEGY_COLUMNS = {
+    "strategy": "{0.strategy}",
+    "packs": "{0.pack_requests.count:,}",
+    "items": "{0.items:,}",
+    "units": "{0.units:,}",
+    "KV read": "{0.read:,}",
+    "reuse": "{0.reuse:.2f}x",
+    "KV MB": "{1:,.1f}",
+    "partial MB": "{2:,.1f}",
+    "model us": "{0.modelled_us:,.1f}",
+}
+
+
 def queues_table(queues: Sequence[QueueFacts]) -> Table:
     """A row per tile that has work."""
-    table = _numbers(
-        "tile", "items", "units", "KV tokens", "longest", "rows", "padding", "parts", "processors", "teams busy",
-        "rounds", "time",
-    )  # fmt: skip
-    whole = sum(queue.modelled_us for queue in queues)
+    table, whole = _numbers(*QUEUE_COLUMNS, "time"), sum(queue.modelled_us for queue in queues)
     for queue in queues:
-        table.add_row(
-            f"{queue.m} x {queue.n}",
-            f"{queue.items:,}",
-            f"{queue.units:,}",
-            f"{queue.tokens:,}",
-            f"{queue.longest:,}",
-            f"{queue.rows:.1f}",
-            f"{queue.padding:.0%}",
-            f"{queue.parts:,}",
-            f"{queue.processors:,}",
-            f"{queue.busy:,} of {queue.teams:,}",
-            f"{queue.rounds:,}",
-            f"{queue.modelled_us / whole:.0%}" if whole else "",
-        )
+        share = f"{queue.modelled_us / whole:.0%}" if whole else ""
+        table.add_row(*(form.format(queue) for form in QUEUE_COLUMNS.values()), share)
     return table
 
 
 def strategies_table(plans: Sequence[PlanFacts], chosen: str) -> Table:
     """A row per strategy; the plan's own is bold."""
-    table = _numbers("strategy", "packs", "items", "units", "KV read", "reuse", "KV MB", "partial MB", "model us")
+    table = _numbers(*STRATEGY_COLUMNS)
     for plan in plans:
-        table.add_row(
-            plan.strategy,
-            f"{plan.pack_requests.count:,}",
-            f"{plan.items:,}",
-            f"{plan.units:,}",
-            f"{plan.read:,}",
-            f"{plan.reuse:.2f}x",
-            f"{plan.kv_bytes / 1e6:,.1f}",
-            f"{plan.part_bytes / 1e6:,.1f}",
-            f"{plan.modelled_us:,.1f}",
-            style="bold" if plan.strategy == chosen else None,
-        )
+        megabytes = plan.kv_bytes / 1e6, plan.part_bytes / 1e6
+        row = (form.format(plan, *megabytes) for form in STRATEGY_COLUMNS.values())
+        table.add_row(*row, style="bold" if plan.strategy == chosen else None)
     return table
 
 
