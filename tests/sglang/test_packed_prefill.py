@@ -16,7 +16,7 @@ from test_model_kinds import KINDS, N_GRAMS, assert_same, environment, runner_of
 from feather_kernels.plan import Planner
 from feather_sglang.adapter import failures
 from feather_sglang.adapter.attention.packed_prefill import backend as pat_prefill
-from feather_sglang.adapter.attention.packed_prefill.metrics import prefill_metrics
+from feather_sglang.adapter.attention.packed_prefill.metrics import counters
 from feather_sglang.adapter.hooks import installed_version, lacks_pages
 from feather_sglang.adapter.options import VARIABLE
 from feather_sglang.attention.packed_prefill.gain import PrefillGain
@@ -59,9 +59,7 @@ def serve(server, prefix=130):  # noqa: F811
 
 def counts():
     """Packed steps, those left to SGLang's backend, and tokens attended to and read by packed ones."""
-    metrics = prefill_metrics()
-    counters = metrics.packed, metrics.left, metrics.attended, metrics.read
-    return np.array([counter._value.get() for counter in counters])
+    return np.array([counters()[name]._value.get() for name in ("packed", "left", "attended", "read")])
 
 
 @pytest.mark.parametrize(
@@ -159,7 +157,7 @@ def shared_by(forest, i, j):
 def test_auto_packs_what_it_predicts_to_gain_by(server, packed, monkeypatch, caplog):  # noqa: F811
     caplog.set_level("INFO")
     expected, before = serve(server("dense")), counts()
-    one, declined = packed(chosen="auto"), prefill_metrics().declined._value
+    one, declined = packed(chosen="auto"), counters()["declined"]._value
     was = declined.get()
     with monkeypatch.context() as patch:
         patch.setattr(pat_prefill, "cached_paths", None)  # nothing is looked up: layers so small gain nothing

@@ -22,7 +22,7 @@ from test_model_kinds import change_layers
 from feather_sglang.adapter import failures
 from feather_sglang.adapter.attention.lengths import DRAFT_TAIL
 from feather_sglang.adapter.attention.metrics import pat_metrics
-from feather_sglang.adapter.attention.packed_prefill.metrics import prefill_metrics
+from feather_sglang.adapter.attention.packed_prefill.metrics import counters
 from feather_sglang.adapter.attention.registration import _refuse_contradictions
 from feather_sglang.adapter.attention.speculation import chain
 from feather_sglang.adapter.hooks import installed_version, lacks_pages
@@ -293,12 +293,12 @@ def test_drafts_stay_with_sglangs_own_backend(server, caplog):
     [*((name, {}) for name in DRAFTERS), ("NGRAM", {"speculative_attention_mode": "prefill"}), ("STANDALONE", BY_PAT)],
 )
 def test_prompts_that_are_packed_too(server, expected, monkeypatch, drafter, overrides):
-    before = prefill_metrics().packed._value.get()
+    before = counters()["packed"]._value.get()
     with monkeypatch.context() as patch:
         patch.setenv(VARIABLE, '{"pat_prefill": true}')
         one = server(drafter, **overrides)
     assert serve(one) == expected
-    assert prefill_metrics().packed._value.get() > before + 3
+    assert counters()["packed"]._value.get() > before + 3
 
 
 def test_drafts_that_the_prefill_backend_verifies(server, expected, caplog):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,13 +43,6 @@ class PackedLayers:
     reference: bool = False
 
 
-class _Served(NamedTuple):
-    """A packed layer and its engine."""
-
-    engine: Any
-    layer: LayerFacts
-
-
 class Engines:
     """Engines for the packed layers of a model; a step is planned once a shape and run once a layer.
 
@@ -84,7 +77,7 @@ class Engines:
         except (BuildError, ValueError) as error:
             raise FeatherError(f"the pat backend cannot start: {error}") from None
         self._engines = list(engines.values())
-        self._served = {layer.layer_id: _Served(engines[layer.shape], layer) for layer in packed.layers}
+        self._served = {layer.layer_id: (engines[layer.shape], layer) for layer in packed.layers}
         self.plans: list[PackPlan] = []
 
     def __contains__(self, layer_id: int) -> bool:
@@ -92,7 +85,7 @@ class Engines:
 
     def shape(self, layer_id: int) -> tuple[int, int, int]:
         """Query heads, KV heads and head_dim of a layer."""
-        return self._served[layer_id].layer.shape
+        return self._served[layer_id][1].shape
 
     @property
     def planner_options(self) -> list[PlannerOptions]:

@@ -135,7 +135,6 @@ MODES = (
 )
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 GPU_TESTS = {90: "tests/gpu/test_decode_kernel.py"}  # what has run on a GPU of that architecture
-TESTED_RELEASES = SUPPORTED  # those with pins in requirements/
 RELEASE_TEST = "python3 dev.py test --releases="
 
 
@@ -182,10 +181,8 @@ def limit_rows() -> list[tuple[str, str]]:
 
 
 def release_rows() -> list[tuple[str, str, str]]:
-    """(SGLang release, yes or untested, what shows it) of every release that is not refused."""
-    return [
-        (name, "yes", RELEASE_TEST + name) if name in TESTED_RELEASES else (name, "untested", "") for name in SUPPORTED
-    ]
+    """(SGLang release, yes, what shows it) of every release that has pins in requirements/."""
+    return [(name, "yes", RELEASE_TEST + name) for name in SUPPORTED]
 
 
 def tables() -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:

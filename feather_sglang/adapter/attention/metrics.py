@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 from prometheus_client import Counter, Histogram
 
 from feather_sglang.adapter.scheduler.agreement import is_first_rank
 
 
-class PatMetrics(NamedTuple):
+class PatMetrics:
     """Counters over all decode steps. Tokens are KV tokens of one layer."""
 
-    plans: Counter
-    kept: Counter
-    unshared: Counter
-    seconds: Histogram
-    attended: Counter
-    read: Counter
+    def __init__(self) -> None:
+        self.plans = Counter("feather_pat_plans", "Decode steps that were planned anew.")
+        self.kept = Counter("feather_pat_plans_kept", "Decode steps that kept the plan of the step before.")
+        self.unshared = Counter(
+            "feather_pat_plans_unshared", "Plans without sharing, as the one with it did not fit into memory."
+        )
+        self.seconds = Histogram(
+            "feather_pat_plan_seconds",
+            "Time to build the prefix forest and the plan of a decode step.",
+            buckets=(50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3, 12.8e-3),
+        )
+        self.attended = Counter(
+            "feather_pat_attended_tokens", "KV tokens that the requests of all decode steps attended to."
+        )
+        self.read = Counter("feather_pat_read_tokens", "KV tokens that their plans read, shared ones once a row tile.")
 
     def step(self, seconds: float | None, attended: int, read: int) -> None:
         """Count a decode step that took so long to plan, or kept its plan (None), and its tokens."""
@@ -39,17 +47,4 @@ def pat_metrics() -> PatMetrics | None:
     return _metrics() if is_first_rank() else None
 
 
-@functools.cache
-def _metrics() -> PatMetrics:
-    return PatMetrics(
-        Counter("feather_pat_plans", "Decode steps that were planned anew."),
-        Counter("feather_pat_plans_kept", "Decode steps that kept the plan of the step before."),
-        Counter("feather_pat_plans_unshared", "Plans without sharing, as the one with it did not fit into memory."),
-        Histogram(
-            "feather_pat_plan_seconds",
-            "Time to build the prefix forest and the plan of a decode step.",
-            buckets=(50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3, 12.8e-3),
-        ),
-        Counter("feather_pat_attended_tokens", "KV tokens that the requests of all decode steps attended to."),
-        Counter("feather_pat_read_tokens", "KV tokens that their plans read, shared ones once a row tile."),
-    )
+_metrics = functools.cache(PatMetrics)

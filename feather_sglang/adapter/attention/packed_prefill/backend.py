@@ -26,7 +26,7 @@ from feather_kernels.forest import Forest
 from feather_sglang.adapter.attention.around import AroundBackend
 from feather_sglang.adapter.attention.backend import PatBackend
 from feather_sglang.adapter.attention.engines import Engines
-from feather_sglang.adapter.attention.packed_prefill.metrics import prefill_metrics
+from feather_sglang.adapter.attention.packed_prefill.metrics import count
 from feather_sglang.adapter.attention.packed_prefill.radix_paths import cached_paths
 from feather_sglang.adapter.failures import refusals_end_start_up
 from feather_sglang.adapter.options import FeatherOptions, packs_prefill
@@ -68,7 +68,7 @@ class PackedPrefill(AroundBackend):
         self._gain: PrefillGain | None = None  # packs whatever fits
         if FeatherOptions.from_environment().pat_prefill == "auto":
             self._gain = PrefillGain((layer.shape for layer in pat.packed.layers), self._block)
-        self._metrics = prefill_metrics()
+        count(packed=0, left=0, declined=0, attended=0, read=0)  # so that they are there from the start
         self._expected: tuple[Any, Any] | None = None
         self.packs = self._packed_any = self._warned = False
         where = " that it makes faster" if self._gain else ""
@@ -139,8 +139,7 @@ class PackedPrefill(AroundBackend):
         start = time.perf_counter()
         shared = self._worth_packing(batch, forward_batch.seq_lens_cpu.numpy() - counts, counts)
         if shared is None:
-            if self._metrics is not None:
-                self._metrics.declined.inc()
+            count(declined=1)
             return False
         seen = tokens_seen(shared.seq_len, counts)
         try:
@@ -159,10 +158,7 @@ class PackedPrefill(AroundBackend):
                 "feather: pat packs a first prefill step: %d requests, %d new tokens, KV tokens read: %d for %d",
                 len(counts), tokens, read, attended,
             )  # fmt: skip
-        if self._metrics is not None:
-            self._metrics.packed.inc()
-            self._metrics.attended.inc(attended)
-            self._metrics.read.inc(read)
+        count(packed=1, attended=attended, read=read)
         return True
 
     def _worth_packing(self, batch: Any, committed: np.ndarray, counts: np.ndarray) -> Forest | None:
@@ -187,8 +183,7 @@ class PackedPrefill(AroundBackend):
         return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
 
     def _leave(self, why: str) -> None:
-        if self._metrics is not None:
-            self._metrics.left.inc()
+        count(left=1)
         if not self._warned:
             self._warned = True
             logger.warning("feather: a prefill step is left to SGLang's backend, and more may be: %s", why)
