@@ -18,16 +18,6 @@ __device__ __forceinline__ void cp_async_zfill(uint32_t to, void const* from, bo
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copies ? 16 : 0) : "memory");
 }
 
-// L2 prefetch of one row (papers/l2_prefetch: the next iteration's KV block).
-template <int kBytes>
-__device__ __forceinline__ void prefetch_row(void const* from) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(kBytes) : "memory");
-#else
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
-#endif
-}
-
 // Where a row's elements lie in a tile: the 128-byte swizzle that wgmma reads, which keeps ldmatrix free of bank
 // conflicts too. Blocks of 64 columns, 16-byte chunks permuted in each row. Rows padded apart instead would straddle
 // the lines that memory delivers, and cp.async would write each line in two. It is cute::Swizzle<3, 3, 3> of the

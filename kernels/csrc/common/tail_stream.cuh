@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 
+#include "common/prefetch.cuh"
 #include "common/queue.cuh"
 #include "common/tail_tile.cuh"
 
@@ -190,21 +191,9 @@ struct TailStream {
     if (v_next || block) look_ahead();
     if (v_next && block++ % 2) {
       pos += kWarp;
-      if (params.prefetch) prefetch();
+      if (params.prefetch) prefetch_tail<kHeads>(*this);
     }
     v_next = !v_next;
-  }
-
-  // The rows of the 32 tokens from `pos` on, into L2.
-  __device__ void prefetch() const {
-    if (pos + token() >= stop) return;
-    uint64_t const slot = uint32_t(slot_of(params, pages, pos + token()));
-    char const* const k_row = reinterpret_cast<char const*>(params.k) + slot * params.k_slot_bytes + column;
-    char const* const v_row = reinterpret_cast<char const*>(params.v) + slot * params.v_slot_bytes + column;
-    for (int head = 0; head < kHeads; ++head) {
-      prefetch_row<kRowBytes>(k_row + head * kRowBytes);
-      prefetch_row<kRowBytes>(v_row + head * kRowBytes);
-    }
   }
 
   // Whether parts have been deposited is asked early and looked at late.

@@ -4,6 +4,7 @@
 // runs ahead of the arithmetic across work units, so that the next unit's rows travel while the last one is written.
 #pragma once
 #include "common/copy.cuh"
+#include "common/prefetch.cuh"
 #include "common/queue.cuh"
 #include "common/work_item.cuh"
 
@@ -183,7 +184,7 @@ struct KvStream {
       look_up();
     }
     publish(stage, rows, this_head, slots);
-    if (params.prefetch && !last) prefetch();
+    if (params.prefetch && !last) prefetch_stage<kHeadDim, kTokens>(*this);
   }
 
   // Request the stage's rows, 16 bytes a lane; its barrier completes once they are there.
@@ -203,18 +204,6 @@ struct KvStream {
     __syncwarp();
     if (lane == 0) barrier_arrive(full + stage);  // publishes the stage's info and members
     cp_async_barrier_arrive_noinc(full + stage);
-  }
-
-  __device__ void prefetch() const {  // the rows of the next stage, whose slots have just been looked up
-    if (lane % Copy::kLanes >= kTokens / Copy::kRowsAtOnce) return;
-#pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      uint64_t const slot = uint32_t(this->slot(j));
-      prefetch_row<kRowBytes>(reinterpret_cast<char const*>(params.k + head * kHeadDim) +
-                              slot * params.k_slot_bytes);
-      prefetch_row<kRowBytes>(reinterpret_cast<char const*>(params.v + head * kHeadDim) +
-                              slot * params.v_slot_bytes);
-    }
   }
 
   // Consumers: the next stage, once it is there; then hand it back.

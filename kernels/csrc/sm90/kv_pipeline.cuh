@@ -3,6 +3,7 @@
 #include <cutlass/arch/barrier.h>
 
 #include "common/copy.cuh"
+#include "common/prefetch.cuh"
 #include "common/queue.cuh"
 #include "common/work_item.cuh"
 
@@ -194,7 +195,7 @@ struct KvProducer {
         }
         // The address goes in a uniform register: else the assembler has every lane ask whether it is the others', too.
         cp_async_barrier_arrive_noinc(control.full + uniform(stage));
-        if (params.prefetch && !last) prefetch(from, pages, pos, stop);
+        if (params.prefetch && !last) prefetch_rows(*this, from, pages, pos, stop);
         if (++stage == kStages) stage = 0, parity ^= 1;
         first = false;
         if (last) break;
@@ -236,15 +237,6 @@ struct KvProducer {
           Copy::template cp_async_zfill<kTokens>(at, rows[i], own_first + Copy::row() + row < n_rows);
         }
       }
-    }
-  }
-
-  __device__ void prefetch(char const* from, int const (&pages)[kPerLane], int pos, int stop) const {
-    char const* const row = from - Copy::byte();
-#pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      uint64_t const slot = uint32_t(slot_of(params, pages[j], min(pos + token(j), stop - 1)));
-      prefetch_row<kHeadDim * kKvBytes>(row + slot * slot_bytes);
     }
   }
 };

@@ -112,7 +112,7 @@ struct WideningProducer : KvProducer<T, Pipeline> {
         }
         if (++place == kPlaces) place = 0;
         if (++slot == kDepth) slot = 0;
-        if (params.prefetch && !last) this->prefetch(from, pages, pos, stop);
+        if (params.prefetch && !last) prefetch_rows(static_cast<Base const&>(*this), from, pages, pos, stop);
         first = false;
         if (last) break;
       }
