@@ -78,7 +78,7 @@ class PackedDecodeWrapper:
         self.logit_soft_cap = logit_soft_cap
         check_scores(self.sm_scale, logit_soft_cap)
         options = {name: value for name, value in options.items() if value is not None}
-        kernels = {name: value for name, value in options.items() if name in _OF_KERNELS}
+        kernels = {name: options.pop(name) for name in _OF_KERNELS & options.keys()}
         self.config = config = KernelConfig(num_qo_heads, num_kv_heads, head_dim, **kernels)
         self._flags = _PREFETCH * prefetch | _PORTABLE * (config.path == "portable")
         self._launch = _launcher(launch, config.device, len(config.tiles))
@@ -92,14 +92,13 @@ class PackedDecodeWrapper:
             )
         max_parts = default_parts(max_requests, num_qo_heads) if max_parts is None else max_parts
         defaults = {**config.planner_defaults, "merge": "fused" if may_fuse else "kernel"}
-        chosen = {name: value for name, value in options.items() if name == "causal_tails" or name not in _OF_KERNELS}
         self.planner = Planner(
             num_qo_heads, num_kv_heads, head_dim, max_requests=max_requests, max_parts=max_parts, tiles=config.tiles,
             n_sm=torch.cuda.get_device_properties(config.device).multi_processor_count,
-            kv_value_bytes=config.kv_dtype.itemsize, **(defaults | chosen),
+            kv_value_bytes=config.kv_dtype.itemsize, causal_tails=config.causal_tails, **(defaults | options),
         )  # fmt: skip
         self.scratch = Scratch(config, len(self.planner.buffer), max_requests, max_parts)
-        self._part_out, self._part_stats = self.scratch.part_out, self.scratch.part_stats
+        self._part_out, self._part_stats = self.scratch.part_out, self.scratch.part_stats  # for the checks
         self.pack_plan: PackPlan | None = None
         self._table: torch.Tensor | None = None
 
