@@ -610,16 +610,44 @@ def test_nobody_makes_a_retracted_request_wait():
     assert round_of(b) == [] and "b3" in b.state.deferrals.batching  # it is done: newcomers wait like any other
 
 
+def with_a_queue(policy):
+    """Who waits came at 0 s: from 1 s on it is a queue."""
+    b = gathering_builder(policy=policy)
+    b.state.prefix_batching.is_short = False
+    arrive_all(b, "a0")
+    open_round(b, 0.0)
+    b.close_round()
+    return b
+
+
+@pytest.mark.parametrize("explores", [True, False])
+def test_stop_is_tried_where_somebody_has_waited_for_a_second(explores):
+    """A trial makes requests wait: where nobody does, they would for its sake alone."""
+    policy = make_policy("bandit", seed=0)
+    policy.explore = explores
+    b, found = with_a_queue(policy), []
+    for now in (0.5, 0.9, 1.0, 2.0):
+        open_round(b, now)
+        found.append(policy.explore)
+        b.close_round()
+    b.leave_queue("a0")
+    arrive_all(b, "a1")
+    for now in (3.0, 3.9, 4.0):
+        open_round(b, now)
+        found.append(policy.explore)
+        b.close_round()
+    assert found == [explores and queue for queue in (False, False, True, True, False, False, True)]
+
+
 @pytest.mark.parametrize("explores", [True, False])
 @pytest.mark.parametrize("kind", ["bandit", "heuristic"])
 def test_stop_is_not_tried_while_memory_is_short(kind, explores):
     policy = make_policy(kind, seed=0)
     policy.explore = explores
-    b = gathering_builder(policy=policy)
-    found = []
+    b, found = with_a_queue(policy), []
     for short in (False, True, True, False, False, True, False):
         b.state.prefix_batching.is_short = short
-        open_round(b, 0.0, None)
+        open_round(b, 1.0, None)
         found.append(policy.explore)
         b.close_round()
     assert found == [explores and not short for short in (False, True, True, False, False, True, False)]
@@ -627,10 +655,10 @@ def test_stop_is_not_tried_while_memory_is_short(kind, explores):
 
 def test_decisions_before_memory_became_short_get_no_reward():
     policy = Scripted()
-    b = gathering_builder(policy=policy)
-    b.state.prefix_batching.is_short = False
-    open_round(b, 0.0, None)
-    assert not hasattr(policy, "ended")
+    b = with_a_queue(policy)
+    policy.ended = False
+    open_round(b, 1.0, None)
+    assert not policy.ended
     b.state.prefix_batching.is_short = True
     open_round(b, 1.0, None)
     assert policy.ended
@@ -641,8 +669,8 @@ def test_another_policy_does_not_inherit_whether_the_last_one_explored(explores)
     """Training sets one policy after the other into a builder."""
     first, second = make_policy("bandit", seed=0), make_policy("bandit", seed=0)
     second.explore = explores
-    b = gathering_builder(policy=first)
-    open_round(b, 0.0, None)
+    b = with_a_queue(first)
+    open_round(b, 1.0, None)
     b.policy = second
     for short in (True, False):
         b.state.prefix_batching.is_short = short
@@ -690,7 +718,7 @@ def test_without_gathering_nothing_waits():
         b = builder(prefix_batching=gathering)
         arrive_all(b, *names)
         found.append([round_of(b), round_of(b, cached=PREFIX), b.stats()])
-        assert not b.state.deferrals.batching and b.state.deferrals.postponements == 0 and b.policy.explore
+        assert not b.state.deferrals.batching and b.state.deferrals.postponements == 0
     assert found[0] == found[1] and found[0][0] == ["a0", "b0", "c0"]
     b = builder()
     arrive_all(b, "a0")

@@ -32,6 +32,7 @@ def replay(policy, foreign, seed):
         ChunkedHashTree(64, seed=1), policy, max_wait=1e9, max_wait_rounds=10**9, group_of=lambda request: request[0]
     )
     policy.end_episode()
+    policy.explore = True  # which the builder of the replay before ended without: its queue was empty
     clock = arrival = 0.0
     arrived = step = tokens = 0
     running, rows, reward = deque(), [0] * GROUPS, None  # with the step at which each ends, the first to end in front

@@ -39,6 +39,9 @@ from feather_sglang.scheduling.meters.readings import Readings
 from feather_sglang.scheduling.policies import StopPolicy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 
+# A trial of STOP makes requests wait: it is for a queue in which the oldest has waited for so many seconds anyway.
+QUEUE_SECONDS = 1.0
+
 
 class Admission:
     """Admission of one scheduler.
@@ -178,7 +181,9 @@ class Admission:
         if state.prefix_batching is not None:
             state.prefix_batching.seconds_per_token = readings.prefill_seconds
         state.work.pair_tokens, state.work.step_tokens = readings.pair_tokens or 0.0, readings.step_tokens or 0.0
-        self.stopping.explore(not state.deferrals.memory_is_short())
+        oldest = self.tree.oldest()
+        queues = oldest is not None and state.waited(oldest, readings.now) >= QUEUE_SECONDS
+        self.stopping.explore(queues and not state.deferrals.memory_is_short())
         self.round = Round(pending_tokens=pending_tokens)
         state.open_round(readings.now, self.round)
         self.round.delayed = self._delays(readings.fixed_seconds)

@@ -50,7 +50,11 @@ class Stopping:
             self.policy.observe(reward)
 
     def explore(self, allowed: bool) -> None:
-        """No trials of STOP while memory is short: their reward would not see the prefixes that are lost by it."""
+        """Whether STOP may be tried now.
+
+        Not while memory is short: its reward would not see the prefixes that are lost by it. Nor where nobody has
+        waited long: the reward would not see that a trial makes requests wait.
+        """
         if self._frozen is not None and (allowed or self._frozen[0] is not self.policy):
             policy, explores = self._frozen
             policy.explore, self._frozen = explores, None
