@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import platform
 from dataclasses import asdict
-from importlib import metadata
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from feather_sglang import __version__
+from feather_sglang.adapter.environment import why_inactive
 from feather_sglang.adapter.hooks import (
     FEATURES,
     HOOKS,
@@ -30,6 +29,11 @@ from feather_sglang.adapter.hooks import (
 )
 from feather_sglang.adapter.options import VARIABLE, FeatherOptions, check_file
 from feather_sglang.errors import FeatherError
+
+ACTIVE = (
+    "a server started here loads the plugin; --schedule-policy feather activates it. SGLang's own benchmarks with a "
+    "server's flags (sglang.benchmark.one_batch, one_batch_server, offline_throughput) load no plugin: measure a server"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,17 +59,6 @@ def _sm(device: int) -> str:
 
     major, minor = torch.cuda.get_device_capability(device)
     return f"{major}{minor}"
-
-
-def _activation() -> tuple[bool, str]:
-    """Whether SGLang would load this plugin, and why not."""
-    plugins = [e for e in metadata.entry_points(group="sglang.srt.plugins") if e.name == "feather"]
-    if not plugins:
-        return False, "the plugin is not registered; install feather-sglang with pip"
-    allowed = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
-    if allowed and "feather" not in allowed:
-        return False, f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} leaves feather out; add it"
-    return True, "a server started here loads the plugin; --schedule-policy feather activates it"
 
 
 def _hooks() -> list[dict[str, Any]]:
@@ -127,7 +120,7 @@ def examine() -> dict[str, Any]:
     torch_version, gpu = _torch()
     hooks = _hooks() if version is not None else []
     points = extension_points() if version is not None else None
-    loaded, activation = _activation()
+    inactive = why_inactive()
     try:
         given = FeatherOptions.from_environment()
         for name, value in asdict(given).items():
@@ -138,7 +131,7 @@ def examine() -> dict[str, Any]:
         options, options_problem = "", str(error)
     fits = {
         "sglang": is_usable(version),
-        "activation": loaded,
+        "activation": inactive is None,
         "options": options_problem is None,
         "hooks": all(hook["problem"] is None for hook in hooks if hook["part"] == "policy"),
     }
@@ -154,7 +147,7 @@ def examine() -> dict[str, Any]:
         "gpu": gpu,
         "kernels": kernels,
         "pat": _pat(),
-        "activation": activation,
+        "activation": inactive or ACTIVE,
         "options": options_problem or f"{VARIABLE}: {options}",
         "extension_points": points,
         "policies": _way(points),

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from feather_sglang.adapter.environment import check_output_limit, require_plugin
 from feather_sglang.adapter.hooks import (
     PAGES_SINCE,
     SUPPORTED,
@@ -24,7 +25,7 @@ from feather_sglang.replay.model_shape import DEFAULT_MODEL, MODELS, load_model
 from feather_sglang.replay.profiles import list_profiles, load_profile
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace, load_trace
-from feather_sglang.scheduling.policy_names import SINCE
+from feather_sglang.scheduling.policy_names import K_LPM, SINCE, STOCK
 from feather_sglang.simulation.clients import STREAM_INTERVAL
 from feather_sglang.slo import NAMED
 
@@ -206,7 +207,10 @@ def check_pages(page_size: int) -> None:
 
 
 def check_sglang(policies: Sequence[str] = ()) -> str:
-    """Version of the installed SGLang; one clear line if there is none, or none that fits and has these policies."""
+    """Version of the installed SGLang; one clear line if there is none that fits and has these policies.
+
+    Without any, or where one is not SGLang's, it must load the plugin.
+    """
     if importlib.util.find_spec("sglang") is None:
         raise FeatherError("SGLang is not installed here: `python3 dev.py ab` in a checkout sets everything up")
     version = installed_version()
@@ -217,14 +221,17 @@ def check_sglang(policies: Sequence[str] = ()) -> str:
             raise FeatherError(
                 f"--policies: sglang {version} has no {name}; leave it out, or install sglang {SINCE[name]} or later"
             )
+    if not policies or not {*STOCK, K_LPM}.issuperset(policies):
+        require_plugin()
     assert version is not None  # there is an SGLang
     return version
 
 
-def check_fits(trace: Trace, kv_tokens: int, page_size: int) -> None:
-    """Raise ``FeatherError`` if a request could never run, or not to its end."""
+def check_fits(trace: Trace, kv_tokens: int | None, page_size: int) -> None:
+    """Raise ``FeatherError`` if a request could never run, or not to its end; `kv_tokens` None: not known yet."""
+    check_output_limit(trace.name, max((request.output_length for request in trace.requests), default=0))
     least = trace.least_pool(page_size)
-    if least > kv_tokens:
+    if kv_tokens and least > kv_tokens:
         pages = f" in pages of {page_size}" if page_size > 1 else ""
         raise FeatherError(
             f"a request of {trace.name} needs {least} tokens of KV{pages}, --kv-tokens is {kv_tokens}; raise it"

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from feather_sglang.adapter.environment import sglang_variables
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import check_target
 from feather_sglang.replay import server_flags
@@ -169,6 +170,7 @@ def run(args: argparse.Namespace) -> int:
         {
             "version": RESULTS_VERSION,
             **({"slo": slo.text} if slo is not None else {}),
+            "environment": sglang_variables(),
             "settings": settings,
             "training": [asdict(one) for one in passes],
             "held_out": {label: r.summary.as_dict() for label, r in results.items()},

@@ -164,10 +164,11 @@ def page(results: Results, command: str) -> str:
 
 
 def _server(results: Results) -> str:
-    """What the servers were started with, where that was said."""
+    """What the servers were started with, where that was said: variables, then flags."""
     server = dict(results.get("server", {}))
+    variables = [f"{name}={value}" for name, value in results.get("environment", {}).items()]
     flags = server.pop("server_flags", [])
-    words = [*(f"--{name.replace('_', '-')}={value}" for name, value in server.items()), *flags]
+    words = [*variables, *(f"--{name.replace('_', '-')}={value}" for name, value in server.items()), *flags]
     return f" Servers: `{' '.join(words)}`." if words else ""
 
 

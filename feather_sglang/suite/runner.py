@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from feather_sglang import __version__
+from feather_sglang.adapter.environment import sglang_variables
 from feather_sglang.file_writing import replace_text
 from feather_sglang.replay.arguments import check_fits, suited
 from feather_sglang.replay.jobs import Job, ReplayResult, events, replay
@@ -48,6 +49,7 @@ class Terms:
     scheduler_cost : of a replay; where it is measured, no two runs agree to the last digit.
     server : what a user's server is started with, beside the memory of a case.
     options : what FEATHER_OPTIONS sets for the policies of feather.
+    environment : SGLang's variables.
     """
 
     model: StepTimeModel
@@ -59,6 +61,7 @@ class Terms:
     scheduler_cost: str = "model"
     server: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=sglang_variables)
 
     def facts(self) -> dict[str, Any]:
         """What the results say of all cells."""
@@ -77,6 +80,7 @@ class Terms:
             "scheduler_cost": self.scheduler_cost,
             **({"server": self.server} if self.server else {}),
             **({"options": self.options} if self.options else {}),
+            **({"environment": self.environment} if self.environment else {}),
         }
 
 

@@ -90,7 +90,7 @@ def test_an_interrupted_suite_goes_on_and_ends_up_the_same(tmp_path, monkeypatch
     [
         {"slo": parse("ttft=1")}, {"seed": 1}, {"sglang": "0.5.17"}, {"scheduler_cost": "off"}, {"short": True},
         {"model": StepTimeModel(load_profile("h200"), load_model("qwen3-8b"), "fa3")},
-        {"server": {"server_flags": ["--enable-mixed-chunk"]}},
+        {"server": {"server_flags": ["--enable-mixed-chunk"]}}, {"environment": {"IN_BATCH_PREFIX": "8"}},
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
@@ -120,6 +120,19 @@ def test_the_servers_of_a_suite_are_started_with_the_users_flags(tmp_path, monke
     values["max_total_tokens"] = 9000
     assert main([*words, "--out", str(tmp_path / "no")]) == 2
     assert "--kv-tokens cannot be set here" in capsys.readouterr().err and not (tmp_path / "no").exists()
+
+
+def test_results_depend_on_sglangs_variables(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "check_sglang", lambda policies: "0.5.23")
+    words = ["suite", "--short", "--cases", "W4", "--policies", "fcfs", "--scheduler-cost", "off"]
+    variable = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
+    for value, count in (("8", 1), ("8", 0), ("16", 1)):
+        monkeypatch.setenv(variable, value)
+        replays = Replays(monkeypatch)
+        assert main([*words, "--out", str(tmp_path / "out"), "--page", str(tmp_path / "page.md")]) == 0
+        assert len(replays.ran) == count
+        assert json.loads((tmp_path / "out" / "suite.json").read_text())["environment"][variable] == value
+        assert f"{variable}={value}" in (tmp_path / "page.md").read_text()
 
 
 def test_a_cell_of_other_code_or_half_a_file_runs_again(tmp_path, monkeypatch):
