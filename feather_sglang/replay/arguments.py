@@ -135,8 +135,9 @@ def workload(args: argparse.Namespace) -> Trace:
 
 def sweep(args: argparse.Namespace) -> dict[float, Trace]:
     """The trace that the flags ask for at each of the rates, by the value of ``--rate-scale``."""
-    if len(set(args.rate_scale)) < len(args.rate_scale):
-        raise FeatherError(f"--rate-scale {','.join(f'{scale:g}' for scale in args.rate_scale)}: a rate is given twice")
+    rates = [f"{scale:g}" for scale in args.rate_scale]  # as results name them
+    if len(set(rates)) < len(rates):
+        raise FeatherError(f"--rate-scale {','.join(rates)}: a rate is given twice")
     trace = _unscaled(args)
     return {scale: trace.scaled(scale) for scale in args.rate_scale}
 

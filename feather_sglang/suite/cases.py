@@ -130,6 +130,17 @@ CASES: tuple[Case, ...] = (
 )
 
 
+def patterns(text: str) -> list[str]:
+    """What ``--cases`` names, with commas between; a case's own name may have some, too."""
+    names, words = {case.name for case in CASES}, [word.strip() for word in text.split(",") if word.strip()]
+    found = []
+    while words:
+        count = next((n for n in range(len(words), 1, -1) if ", ".join(words[:n]) in names), 1)
+        found.append(", ".join(words[:count]))
+        words = words[count:]
+    return found
+
+
 def chosen(short: bool, patterns: Sequence[str]) -> list[Case]:
     """The cases of a form whose names fit one of the patterns; all without any."""
     cases = [case for case in CASES if case.short or not short]

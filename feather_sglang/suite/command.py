@@ -28,7 +28,7 @@ from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel, load_model
 from feather_sglang.scheduling.policy_names import FEATHER, REPLAYED, STOCK
 from feather_sglang.slo import parse
-from feather_sglang.suite.cases import chosen
+from feather_sglang.suite.cases import chosen, patterns
 from feather_sglang.suite.report import page, tables
 from feather_sglang.suite.runner import PROMISING, VERSION, Suite, Terms
 
@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         raise FeatherError(f"--jobs {args.jobs}: must be at least 1")
     if args.traces is not None and not args.traces.is_dir():
         raise FeatherError(f"--traces {args.traces}: no such folder")
-    names = [name.strip() for name in args.cases.split(",") if name.strip()]
+    names = patterns(args.cases)
     if not names:
         raise FeatherError(f"--cases {args.cases}: names none; * is every one")
     cases = chosen(args.short, names)

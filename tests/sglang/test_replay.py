@@ -316,6 +316,7 @@ def test_training_under_a_pace(tmp_path):
         (["--slo", "ttft=0"], "--slo ttft=0: expected ttft=SECONDS, tbt=MS"),
         (["--slo", ""], "--slo : expected ttft=SECONDS, tbt=MS"),
         (["--rate-scale", "1,2,1"], "--rate-scale 1,2,1: a rate is given twice"),
+        (["--rate-scale", "1,1.0000001"], "--rate-scale 1,1: a rate is given twice"),
         (["--rate-scale", "1,-2"], "rate scale -2: must be a positive number"),
         (["--feather-pace", "-1"], "--feather-pace '-1': expected seconds, 0 or more"),
         (["--feather-max-wait", "nan"], "--feather-max-wait 'nan': expected seconds, 0 or more"),

@@ -21,7 +21,7 @@ from feather_sglang.replay.workloads import no_sharing, shared_prefix
 from feather_sglang.report.summary import RunSummary
 from feather_sglang.slo import parse
 from feather_sglang.suite import command, runner
-from feather_sglang.suite.cases import CASES, Case, chosen
+from feather_sglang.suite.cases import CASES, Case, chosen, patterns
 from feather_sglang.suite.report import answer, geometric_mean, page, rows_of, summary, tables
 from feather_sglang.suite.runner import Suite, Terms
 
@@ -209,6 +209,14 @@ def test_the_short_form_has_every_kind_of_case_load_and_pool():
         assert {case.load for case in few} == {0.5, 0.8, 1.0, 1.2}
         assert {case.kv_tokens for case in few} == {200_000, 500_000, 824_000}
     assert [case.name for case in chosen(True, ["W*", "chat"])] == ["W1", "W2", "W3", "W4", "W5", "W6", "W7", "chat"]
+
+
+def test_a_case_whose_name_has_commas_can_be_named():
+    names = [case.name for case in CASES]
+    assert any("," in name for name in names) and patterns(",".join(names)) == names
+    one = next(name for name in names if "," in name)
+    assert patterns(f"W*, {one},chat") == ["W*", one, "chat"]
+    assert [case.name for case in chosen(False, patterns(one))] == [one]
 
 
 def test_a_case_that_is_made_has_its_requests():
