@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -30,8 +31,16 @@ COMMANDS = {
 }
 
 
+def print_anything() -> None:
+    """Print as escapes what the encoding of an output lacks: names of files and models may have any letters."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``feather`` command and return its exit status (2 for a user's mistake)."""
+    print_anything()
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="feather", description="Prefix-aware scheduling for SGLang.")
     parser.add_argument("--version", action="version", version=f"feather-sglang {__version__}")

@@ -16,7 +16,7 @@ def check_target(path: str | os.PathLike[str], what: str) -> None:
 
 def replace_text(path: str | os.PathLike[str], text: str, what: str) -> None:
     """Write a file by renaming, so that one that cannot be written leaves the old one."""
-    replace_bytes(path, text.encode(), what)
+    replace_bytes(path, text.encode(errors="backslashreplace"), what)
 
 
 def replace_bytes(path: str | os.PathLike[str], content: bytes, what: str) -> None:

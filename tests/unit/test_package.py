@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -71,6 +73,20 @@ def test_a_users_mistake_is_one_line_and_status_2(tmp_path: Path) -> None:
     assert ended.returncode == 2
     (line,) = ended.stderr.strip().splitlines()
     assert line.startswith("feather: error: ") and str(missing) in line
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("name", ["\u00e9\u8de1", os.fsdecode(b"\xff"), "plain"], ids=ascii)
+def test_any_name_can_be_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, name: str) -> None:
+    """Strict outputs are those of a terminal or pipe with a locale, or PYTHONIOENCODING, of that encoding."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", "make", "--requests", "3", "--out", f"{name}.jsonl"]) == 0
+    for words, status in ((["trace", "inspect", f"{name}.jsonl"], 0), (["trace", "inspect", f"{name}.none"], 2)):
+        shown = io.BytesIO()
+        for stream in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, stream, io.TextIOWrapper(shown, encoding, errors="strict", write_through=True))
+        assert main(words) == status
+        assert name.encode(encoding, errors="backslashreplace") in shown.getvalue()
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None, *table: Hook) -> None:
