@@ -25,8 +25,10 @@ from rich.console import Console
 
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.errors import FeatherError
+from feather_sglang.file_writing import write_json
 from feather_sglang.replay.arguments import check_fits, suited
-from feather_sglang.replay.jobs import Job, run_jobs, write_json
+from feather_sglang.replay.jobs import Job
+from feather_sglang.replay.processes import run_jobs
 from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 from feather_sglang.replay.traces import Trace, load_trace
 

@@ -31,8 +31,9 @@ from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS, ServerConfig
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import replace_text
 from feather_sglang.replay.arguments import check_fits, check_sglang, suited
-from feather_sglang.replay.jobs import Job, run_jobs
+from feather_sglang.replay.jobs import Job
 from feather_sglang.replay.model_shape import MODELS
+from feather_sglang.replay.processes import run_jobs
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from feather_sglang.errors import FeatherError
 
@@ -12,6 +14,22 @@ def check_target(path: str | os.PathLike[str], what: str) -> None:
     """Raise ``FeatherError`` where a device, a pipe or a folder would have to give way to the file."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise FeatherError(f"cannot write {what} {path}: it exists and is no regular file; name another")
+
+
+def make_folder(path: Path, *files: str) -> Path:
+    """Make the output folder, in which files of these names can be written, or say in one line why not."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FeatherError(f"--out {path}: cannot make the folder: {error.strerror}") from error
+    for name in files:
+        check_target(path / name, "results")
+    return path
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write results as JSON."""
+    replace_text(path, json.dumps(content, indent=1), "results")
 
 
 def replace_text(path: str | os.PathLike[str], text: str, what: str) -> None:

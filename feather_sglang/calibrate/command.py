@@ -21,10 +21,9 @@ from feather_sglang.compare.server.config import BACKENDS
 from feather_sglang.compare.server.machine import machine
 from feather_sglang.compare.vocabulary import vocabulary_of
 from feather_sglang.errors import FeatherError
-from feather_sglang.file_writing import check_target, replace_text
+from feather_sglang.file_writing import check_target, make_folder, replace_text
 from feather_sglang.replay import server_flags
 from feather_sglang.replay.arguments import check_sglang
-from feather_sglang.replay.jobs import make_folder
 from feather_sglang.replay.model_shape import ModelShape, shape_of
 from feather_sglang.replay.profiles import HardwareProfile, document_of, list_profiles, load_profile
 

@@ -1,4 +1,4 @@
 """One comparison of policies, two engines: replay and real servers; one report.
 
-May import: ending, errors, slo, report, scheduling, adapter, replay.
+May import: ending, errors, slo, file_writing, report, scheduling, adapter, replay.
 """

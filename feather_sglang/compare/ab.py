@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import shlex
-import sys
 from dataclasses import replace
 
 from rich.console import Console
@@ -15,9 +13,10 @@ from feather_sglang import __version__
 from feather_sglang.compare import on_servers
 from feather_sglang.compare.policies import DEFAULT_POLICIES, chosen_policies, options_of
 from feather_sglang.compare.rates import goodput_facts, labels_of, shares_of
-from feather_sglang.compare.results import check_overwrite
+from feather_sglang.compare.results import PLOTS, RESULTS, facts_of, remove_earlier
 from feather_sglang.compare.server.arguments import SERVER_ONLY, add_server_arguments
 from feather_sglang.errors import FeatherError
+from feather_sglang.file_writing import make_folder, write_json
 from feather_sglang.replay import server_flags
 from feather_sglang.replay.arguments import (
     REPLAY_ONLY,
@@ -28,7 +27,8 @@ from feather_sglang.replay.arguments import (
     step_model,
     sweep,
 )
-from feather_sglang.replay.jobs import RESULTS_VERSION, Job, make_folder, run_jobs, write_json
+from feather_sglang.replay.jobs import Job
+from feather_sglang.replay.processes import run_jobs
 from feather_sglang.report import plots
 from feather_sglang.report.tables import comparison
 from feather_sglang.report.tables import sweep as sweep_table
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs", type=int, default=REPLAY_ONLY["jobs"], metavar="N", help="policies replayed at a time (%(default)s)"
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace an earlier run's results in the default --out"
+        "--overwrite", action="store_true", help="replace the results, plots and logs of an earlier run in --out"
     )
     add_server_arguments(parser)
 
@@ -79,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
     settings |= flags.settings()
     check_fits(trace, settings["kv_tokens"], args.page_size)
     by_policy = options_of(args, policies)
-    check_overwrite(args, args.out / "results.json")
-    out = make_folder(args.out, "results.json", "throughput.png", "batch_size.png", "latency.png")
+    remove_earlier(args.out / RESULTS, args.out, args.overwrite)
+    out = make_folder(args.out, RESULTS, *PLOTS)
     console = Console()
     for notice in (*trace.notices, *flags.notices()):
         console.print(f"[yellow]notice:[/yellow] {escape(notice)}")
@@ -91,23 +91,25 @@ def run(args: argparse.Namespace) -> int:
         Job(policy, traces[scale], model, settings, by_policy[policy], label, slo)
         for (scale, policy), label in labels.items()
     ]
-    results = run_jobs(jobs, args.jobs, out, console)
+    failed: dict[str, str] = {}
+    results = run_jobs(jobs, args.jobs, out, console, failed=failed)
+    if not results:
+        raise FeatherError(f"nothing was measured: {next(iter(failed.values()))}")
+    summaries = {key: results[label].summary for key, label in labels.items() if label in results}
     for scale in traces:
-        columns = [replace(results[labels[scale, policy]].summary, policy=policy) for policy in policies]
-        at = f", {scale:g}x the rate" if len(traces) > 1 else ""
-        console.print(comparison(columns, title + at))
-    shares = shares_of({key: results[label].summary for key, label in labels.items()}, traces)
+        columns = [replace(one, policy=policy) for (at, policy), one in summaries.items() if at == scale]
+        at_rate = f", {scale:g}x the rate" if len(traces) > 1 else ""
+        if columns:
+            console.print(comparison(columns, title + at_rate))
+    shares = shares_of(summaries, traces)
     if slo is not None and len(traces) > 1:
         console.print(sweep_table(shares, slo.text))
     write_json(
-        out / "results.json",
+        out / RESULTS,
         {
-            "version": RESULTS_VERSION,
-            "command": shlex.join(["feather", *sys.argv[1:]]),
-            "feather": __version__,
+            **facts_of(trace),
             "sglang": version,
             "python": platform.python_version(),
-            "workload": {"name": trace.name, "requests": len(trace.requests), "block_size": trace.block_size},
             "profile": args.profile,
             "model": args.model,
             "attention": model.attention_name,
@@ -120,10 +122,13 @@ def run(args: argparse.Namespace) -> int:
                 name: {**r.summary.as_dict(), "prefills": r.prefills, "feather": r.feather}
                 for name, r in results.items()
             },
+            **({"failed": failed} if failed else {}),
         },
     )
     plots.throughput({name: r.summary.output_tok_s for name, r in results.items()}, out / "throughput.png")
     plots.batch_size({name: r.batches for name, r in results.items()}, out / "batch_size.png")
     plots.latency({name: r.latencies for name, r in results.items()}, out / "latency.png")
     console.print(f"results.json, throughput.png, batch_size.png and latency.png are in {escape(str(out))}")
-    return 0
+    for label, reason in failed.items():
+        console.print(f"[red]failed:[/red] {escape(f'{label}: {reason}')}", soft_wrap=True)
+    return int(bool(failed))

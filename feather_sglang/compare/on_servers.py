@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import secrets
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -16,10 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from feather_sglang import __version__
+from feather_sglang.adapter.environment import require_plugin
 from feather_sglang.adapter.options import FeatherOptions, flag_of, has_flag
 from feather_sglang.compare.policies import chosen_policies, options_of
 from feather_sglang.compare.rates import Shares, goodput_facts, labels_of, shares_of
-from feather_sglang.compare.results import check_overwrite
+from feather_sglang.compare.results import PLOTS, RESULTS, facts_of, remove_earlier
 from feather_sglang.compare.server.bench_serving import read_results
 from feather_sglang.compare.server.cases import Case
 from feather_sglang.compare.server.config import BACKENDS, POLICY_FLAG, ServerConfig, switch_flags
@@ -30,9 +30,9 @@ from feather_sglang.compare.server.process import Server, environment_with
 from feather_sglang.compare.server.result import RunResult, judged, notes, together
 from feather_sglang.compare.vocabulary import vocabulary_of
 from feather_sglang.errors import FeatherError
+from feather_sglang.file_writing import make_folder, write_json
 from feather_sglang.replay import server_flags
 from feather_sglang.replay.arguments import check_fits, check_sglang, check_sizes, common_options, sweep
-from feather_sglang.replay.jobs import RESULTS_VERSION, make_folder, write_json
 from feather_sglang.replay.traces import Trace
 from feather_sglang.report import plots
 from feather_sglang.report.summary import RunSummary
@@ -56,14 +56,15 @@ def run(args: argparse.Namespace) -> int:
     chosen = configurations(args, policies)
     peers = read_results(args.bench_serving) if args.bench_serving else []
     version = check_sglang(policies)
+    if any("pat" in one.flags for one in chosen):
+        require_plugin()
     slo = None if args.slo is None else parse(args.slo)
     traces = sweep(args)
     trace = next(iter(traces.values()))
-    if args.kv_tokens:
-        check_fits(trace, args.kv_tokens, args.page_size)
-    target = args.json or args.out / "results.json"
-    check_overwrite(args, target)
-    make_folder(args.out)
+    check_fits(trace, args.kv_tokens, args.page_size)
+    target = args.json or args.out / RESULTS
+    remove_earlier(target, args.out, args.overwrite)
+    make_folder(args.out, *PLOTS)
     if target.is_dir():
         raise FeatherError(f"--json {target}: is a folder")
     console = Console(highlight=False)
@@ -182,13 +183,10 @@ class Comparison(Listener):
         self.title += ", dummy weights" if dummy_weights(args.model) else ""
         self.records: list[dict[str, Any]] = []
         self.facts = {
-            "version": RESULTS_VERSION,
+            **facts_of(trace),
             "engine": "server",
-            "command": shlex.join(["feather", *sys.argv[1:]]),
-            "feather": __version__,
             "when": time.strftime("%Y-%m-%d %H:%M:%S"),
             "machine": machine(sys.executable),
-            "workload": {"name": trace.name, "requests": len(trace.requests), "block_size": trace.block_size},
             "model": args.model,
             "dummy_weights": dummy_weights(args.model),
             "options": {name: value for name, value in common_options(args).items() if not has_flag(name)},

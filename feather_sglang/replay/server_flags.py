@@ -15,7 +15,7 @@ from typing import Any
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.flag_table import HANDED, OWN, PREFILL_GRAPHS_OFF, REFUSED, RIGHT, WITHOUT_EFFECT, Group
-from feather_sglang.replay.jobs import events
+from feather_sglang.replay.processes import events
 
 
 @dataclass

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from feather_sglang.adapter.environment import sglang_variables
 from feather_sglang.errors import FeatherError
-from feather_sglang.file_writing import check_target
+from feather_sglang.file_writing import check_target, make_folder, write_json
 from feather_sglang.replay import server_flags
 from feather_sglang.replay.arguments import (
     add_workload_arguments,
@@ -27,8 +27,10 @@ from feather_sglang.replay.arguments import (
     suited,
     workload,
 )
-from feather_sglang.replay.jobs import RESULTS_VERSION, Job, make_folder, run_jobs, write_json
+from feather_sglang.replay.jobs import Job
+from feather_sglang.replay.processes import run_jobs
 from feather_sglang.report import plots
+from feather_sglang.report.summary import RESULTS_VERSION
 from feather_sglang.report.tables import comparison
 from feather_sglang.scheduling.policies.rehearsal import FIRST_RULES, NEVER, Rehearsal, Rule, neighbours
 from feather_sglang.scheduling.policies.rehearsal import teach as credit

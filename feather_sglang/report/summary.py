@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+RESULTS_VERSION = 1  # of the files that have summaries
+
 
 @dataclass(frozen=True)
 class RunSummary:

@@ -12,7 +12,7 @@ from rich.console import Console
 from feather_sglang.adapter.hooks import installed_version, lacks_policy
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.errors import FeatherError
-from feather_sglang.file_writing import replace_text
+from feather_sglang.file_writing import make_folder, replace_text
 from feather_sglang.replay import server_flags
 from feather_sglang.replay.arguments import (
     add_scheduler_cost,
@@ -23,7 +23,6 @@ from feather_sglang.replay.arguments import (
     check_sizes,
     common_options,
 )
-from feather_sglang.replay.jobs import make_folder
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel, load_model
 from feather_sglang.scheduling.policy_names import FEATHER, REPLAYED, STOCK

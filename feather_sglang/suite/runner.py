@@ -20,7 +20,8 @@ from feather_sglang import __version__
 from feather_sglang.adapter.environment import sglang_variables
 from feather_sglang.file_writing import replace_text
 from feather_sglang.replay.arguments import check_fits, suited
-from feather_sglang.replay.jobs import Job, ReplayResult, events, replay
+from feather_sglang.replay.jobs import Job, ReplayResult, replay
+from feather_sglang.replay.processes import events
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace
 from feather_sglang.scheduling.policy_names import FEATHER, ORACLE

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from feather_sglang.compare import ab as replay_command
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import arguments as replay_arguments
 from feather_sglang.replay import jobs as replay_jobs
+from feather_sglang.replay import processes
 from feather_sglang.replay import train as replay_train
 from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 from feather_sglang.replay.traces import save_trace
@@ -333,6 +335,33 @@ def test_a_mistake_is_one_line_before_anything_long_starts(tmp_path, capsys, fla
     assert not (tmp_path / "out" / "results.json").exists()
 
 
+TRAIN, SUITE = ["train", "--policy", "bandit"], ["suite", "--short", "--cases", "W3"]
+
+
+@pytest.mark.parametrize("command", [["ab", "--policies", "fcfs,oracle"], ["ab"], TRAIN, SUITE], ids=" ".join)
+def test_an_environment_that_keeps_the_plugin_out_ends_it_before_anything_runs(tmp_path, capsys, monkeypatch, command):
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    assert main([*command, "--out", str(tmp_path / "out.json")]) == 2
+    assert "SGLANG_PLUGINS='another'" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+    replay_arguments.check_sglang(["fcfs", "k-lpm"])  # SGLang's own need no plugin
+
+
+@pytest.mark.parametrize("command", [["ab", "--policies", "fcfs"], TRAIN, SUITE], ids=" ".join)
+def test_an_environment_that_cuts_answers_ends_it_before_anything_runs(tmp_path, capsys, monkeypatch, command):
+    monkeypatch.setenv("SGLANG_MAX_NEW_TOKENS_LIMIT", "50")
+    assert main([*command, "--out", str(tmp_path / "out.json")]) == 2
+    error = capsys.readouterr().err
+    assert "SGLANG_MAX_NEW_TOKENS_LIMIT=50" in error and "--kv-tokens" not in error and error.count("\n") == 1
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_results_name_sglangs_variables(tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_MAX_NEW_TOKENS_LIMIT", "12")  # the answers are as long: it cuts none
+    monkeypatch.setenv("IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD", "16")
+    found = ab(tmp_path, *SMALL, "--policies", "fcfs")["environment"]
+    assert found["SGLANG_MAX_NEW_TOKENS_LIMIT"] == "12" and found["IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD"] == "16"
+
+
 @pytest.mark.parametrize(
     ("page_size", "kv_tokens"),
     [(1, 436), *(pytest.param(*pages, marks=pages_need_a_gpu) for pages in ((64, 576), (512, 1536)))],
@@ -443,9 +472,30 @@ def test_who_is_ended_early_leaves_no_temporary_files(tmp_path, monkeypatch):
     logs = tmp_path / "logs"
     logs.mkdir()
     with pytest.raises(FeatherError) as error:
-        replay_jobs.run_jobs(jobs, 2, logs, Console(quiet=True), _dawdle)
+        processes.run_jobs(jobs, 2, logs, Console(quiet=True), _dawdle)
     made = Path(str(error.value))
     assert made.parent.parent == tmp_path and not made.parent.exists()
+
+
+def _fail(job, tell):
+    if job.policy != "fcfs":
+        raise RuntimeError(f"Out of memory under {job.policy}\nmore")
+    return replay_jobs.replay(job, tell)
+
+
+def test_a_policy_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(replay_command, "run_jobs", partial(processes.run_jobs, work=_fail))
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["ab", *SMALL, "--policies", "lpm,fcfs", "--out", str(tmp_path / "out")]) == 1
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(results["runs"]) == ["fcfs"] and list(results["failed"]) == ["lpm"]
+    *_, last = capsys.readouterr().out.splitlines()
+    for text in (results["failed"]["lpm"], last):
+        assert "RuntimeError: Out of memory under lpm" in text and str(tmp_path / "out" / "lpm.log") in text
+    assert main(["ab", *SMALL, "--policies", "lpm", "--out", str(tmp_path / "none")]) == 2
+    error = capsys.readouterr().err
+    assert "Out of memory under lpm" in error and error.count("\n") == 1
+    assert not (tmp_path / "none" / "results.json").exists()
 
 
 def _break(job, tell):
@@ -462,8 +512,8 @@ def test_a_policy_that_fails_has_no_figures(tmp_path):
     """It goes on as fcfs, whose figures would stand under its name."""
     model = StepTimeModel(load_profile("h200"), load_model("qwen3-8b"))
     job = replay_jobs.Job("feather", shared_prefix(1, 40, output_tokens=2, requests=2), model, {"kv_tokens": 4000}, {})
-    with pytest.raises(FeatherError, match=r"^the replay under feather failed \(.*: RuntimeError\('broken on purpose'"):
-        replay_jobs.run_jobs([job], 1, tmp_path, Console(quiet=True), _break)
+    with pytest.raises(FeatherError, match=r"^the replay under feather failed: .*: RuntimeError\('broken on purpose'"):
+        processes.run_jobs([job], 1, tmp_path, Console(quiet=True), _break)
 
 
 IN_ONE_PROCESS = """

@@ -19,6 +19,7 @@ from feather_sglang.adapter.step_log import SIZES, TIMES, VARIABLE
 from feather_sglang.calibrate import recording
 from feather_sglang.cli import main
 from feather_sglang.replay import jobs as replays
+from feather_sglang.replay import processes
 from feather_sglang.replay.idle import IdleServer
 from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 from feather_sglang.replay.traces import Trace, TraceRequest
@@ -82,7 +83,7 @@ def step_model(host, graphs=True):
 def replayed(tmp_path, trace, host, *flags, graphs=True, policy="fcfs", **settings):
     settings = {"kv_tokens": 200_000, "stream_interval": 1, "server_flags": flags, **settings}
     job = replays.Job(policy, trace, step_model(host, graphs), settings, {})
-    result = replays.run_jobs([job], 1, tmp_path, Console(quiet=True), noted)[policy]
+    result = processes.run_jobs([job], 1, tmp_path, Console(quiet=True), noted)[policy]
     launches, served, makespan, busy, _, count = result
     steps = [Launch(*one) for one in launches]
     decodes = steps[len(steps) - count :] if len(trace.requests) == 1 or all_at_once(trace) else []

@@ -17,7 +17,7 @@ from feather_sglang.adapter.virtual_time import delay_prefill_by
 from feather_sglang.cli import main
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import jobs as replays
-from feather_sglang.replay import server_flags
+from feather_sglang.replay import processes, server_flags
 from feather_sglang.replay.flag_table import HANDED, OWN, PREFILL_GRAPHS_OFF, REFUSED, WITHOUT_EFFECT
 from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 from feather_sglang.replay.traces import Trace, TraceRequest
@@ -116,7 +116,7 @@ def replayed(tmp_path, *flags, policy="fcfs", **settings):
     """The steps of the burst on a server with these flags, and its retractions."""
     settings = {"kv_tokens": 50_000, "scheduler_cost": "off", "server_flags": flags, **settings}
     job = replays.Job(policy, BURST, Steps(), settings, {})
-    steps, retractions, gaps = replays.run_jobs([job], 1, tmp_path, Console(quiet=True), noted)[policy]
+    steps, retractions, gaps = processes.run_jobs([job], 1, tmp_path, Console(quiet=True), noted)[policy]
     assert gaps == [OUTPUT - 1] * len(BURST.requests)
     return steps, retractions
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from feather_sglang.adapter.hooks import SUPPORTED, installed_version
 from feather_sglang.replay import jobs as replays
+from feather_sglang.replay import processes
 from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 from feather_sglang.replay.traces import Trace
 from feather_sglang.replay.workloads import shared_prefix
@@ -105,7 +106,7 @@ def served(tmp_path_factory):
         Sweep(name, longest, StepTimeModel(profile, shape, "pat"), settings, {"explore": False}, cases=tuple(CASES))
         for name in POLICIES
     ]
-    results = replays.run_jobs(jobs, 2, tmp_path_factory.mktemp("logs"), Console(quiet=True), serve)
+    results = processes.run_jobs(jobs, 2, tmp_path_factory.mktemp("logs"), Console(quiet=True), serve)
     return {case: [results[name][i] for name in POLICIES] for i, case in enumerate(CASES)}
 
 

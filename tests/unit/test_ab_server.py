@@ -112,10 +112,8 @@ class TestCommandLine:
         assert "is a folder" in capsys.readouterr().err
 
     @pytest.mark.parametrize("engine", ["replay", "server"])
-    def test_an_earlier_runs_results_in_the_default_folder_are_not_replaced_unasked(
-        self, model, monkeypatch, capsys, engine
-    ):
-        def stop(*given):
+    def test_an_earlier_runs_results_are_not_replaced_unasked(self, model, monkeypatch, capsys, engine):
+        def stop(*given, **options):
             raise FeatherError("enough")
 
         monkeypatch.chdir(model)
@@ -134,6 +132,8 @@ class TestCommandLine:
         assert said() == f"feather: error: feather-ab-results/results.json is an earlier run's: {instead}\n"
         assert earlier.read_text() == "old"
         assert "enough" in said("--overwrite") and "enough" in said("--out", "another")
+        (model / "another" / "results.json").write_text("old")
+        assert "another/results.json is an earlier run's" in said("--out", "another")
         if engine == "server":
             assert "enough" in said("--json", "r.json")
 

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from feather_sglang.cli import main
 from feather_sglang.errors import FeatherError
-from feather_sglang.file_writing import replace_text
-from feather_sglang.replay import jobs, trace_cli
+from feather_sglang.file_writing import replace_text, write_json
+from feather_sglang.replay import jobs, processes, trace_cli
 from feather_sglang.replay.traces import load_trace, save_trace
 from feather_sglang.replay.workloads import no_sharing
 from feather_sglang.scheduling.policies import load_policy, make_policy
@@ -18,7 +18,7 @@ from feather_sglang.scheduling.policies import load_policy, make_policy
 WRITERS = {
     "trace": (lambda path: save_trace(no_sharing(requests=2), path), load_trace),
     "policy file": (lambda path: make_policy("bandit").save(path), load_policy),
-    "results": (lambda path: jobs.write_json(path, [1]), lambda path: json.loads(path.read_text())),
+    "results": (lambda path: write_json(path, [1]), lambda path: json.loads(path.read_text())),
 }
 
 
@@ -80,7 +80,7 @@ def test_a_log_that_cannot_be_written_ends_the_command_before_its_child_starts(t
     (tmp_path / "fcfs.log").mkdir()
     job = jobs.Job("fcfs", no_sharing(requests=1), None, {}, {})
     with pytest.raises(IsADirectoryError, match=r"fcfs\.log"):
-        jobs.run_jobs([job], 1, tmp_path, Console(quiet=True))
+        processes.run_jobs([job], 1, tmp_path, Console(quiet=True))
 
 
 def test_a_folder_in_the_place_of_the_policy_file_is_found_before_training(tmp_path, capsys):

@@ -14,7 +14,7 @@ from rich.console import Console
 from feather_sglang.cli import main
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import server_flags
-from feather_sglang.replay.jobs import Event
+from feather_sglang.replay.processes import Event
 from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
 from feather_sglang.replay.traces import save_trace
 from feather_sglang.replay.workloads import no_sharing, shared_prefix
