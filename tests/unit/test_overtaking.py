@@ -1,7 +1,9 @@
 """The bound on what later requests take before older ones: against plain lists, and on a builder alone."""
 
+import sys
 from array import array
 from copy import deepcopy
+from functools import partial
 from math import inf
 from random import Random
 
@@ -10,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from feather_sglang.scheduling.admission import overtaking as module
+from feather_sglang.scheduling.admission import priorities
 from feather_sglang.scheduling.admission.admission import Admission
+from feather_sglang.scheduling.admission.fairness import Fairness
 from feather_sglang.scheduling.admission.gate import PrefillDelay
 from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
 from feather_sglang.scheduling.admission.overtaking import Overtaking
 from feather_sglang.scheduling.admission.prefix_batching import PrefixBatching
+from feather_sglang.scheduling.admission.priorities import PrioritySums
 from feather_sglang.scheduling.admission.work import Work
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
@@ -398,13 +403,55 @@ def test_a_late_request_does_not_go_before_a_more_urgent_one_that_awaits_its_pre
     assert list(builder.tree.waiting) == ["late", "urgent twin"]
 
 
-def test_a_class_that_nobody_has_been_in_for_long_is_forgotten():
-    """Clients may send a new priority each time."""
-    one = Overtaking(1.0)
-    for number in range(1000):
-        one.arrive(number, number, 1.0, 0.0, 10.0 * number)
-        one.leave(number)
-    assert len(one._lines) <= 10 + WINDOW / 10
+def calls(act):
+    """Python and built-in functions that are called while something is done."""
+    count = 0
+
+    def counts(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(counts)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("goes", (True, False))
+def test_an_arrival_and_the_memory_cost_the_same_however_many_classes_there_are(goes):
+    """Clients may send a deadline as the priority, so that each request is a class of its own."""
+    one, fairness, costs = Overtaking(1.0), Fairness(1e9, 10**9), []
+
+    def arrive(number):
+        one.arrive(number, number, 1.0, 0.0, number / 100)
+        fairness.arrive(number, number)
+        one.most_urgent()
+        fairness.is_urgent(number)
+        if goes:
+            one.leave(number)
+            fairness.forget(number, waiting=True)
+
+    for number in range(6000):
+        costs.append(calls(partial(arrive, number)))
+    assert max(costs[5500:]) <= 1.2 * max(costs[500:1000])
+    if goes:
+        assert len(one._lines) + len(one._idle) <= module.IDLE_CLASSES
+
+
+@given(st.lists(st.tuples(st.integers(-20, 20), st.one_of(st.none(), st.integers(1, 9))), max_size=120))
+def test_sums_over_classes_are_those_of_a_plain_dictionary(changes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(priorities, "_BLOCK", 2)
+        sums, plain = PrioritySums(), {}
+        for priority, amount in changes:
+            sums.set(priority, amount)
+            plain = {other: kept for other, kept in {**plain, priority: amount}.items() if kept is not None}
+            bounds = min(plain, default=None), max(plain, default=None)
+            assert (sums.first, sums.last) == bounds and len(sums) == len(plain)
+            for asked in range(-21, 22, 3):
+                assert sums.up_to(asked) == sum(kept for other, kept in plain.items() if other <= asked)
 
 
 @settings(max_examples=40)

@@ -11,10 +11,10 @@ Ours, not the paper's.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable
-from itertools import chain
 from typing import NamedTuple
+
+from feather_sglang.scheduling.admission.priorities import PrioritySums
 
 MAX_WAIT = 120.0  # seconds, where nobody says otherwise
 MAX_WAIT_ROUNDS = 20_000
@@ -58,8 +58,7 @@ class Fairness:
         self.round = 0
         self.now = 0.0
         self._admissions = 0
-        self._waiting: Counter[int] = Counter()  # requests in ``arrivals``, by priority
-        self._running: Counter[int] = Counter()
+        self._waiting, self._running = PrioritySums(), PrioritySums()  # requests in ``arrivals``
 
     def open_round(self, now: float) -> None:
         """Go on to the next admission round, at so many seconds."""
@@ -68,9 +67,9 @@ class Fairness:
 
     def arrive(self, request_id: Hashable, priority: int) -> None:
         """Note a waiting request that this round is the first to see; a smaller priority is more urgent."""
-        ahead = sum(count for other, count in self._waiting.items() if other <= priority)
+        ahead = int(self._waiting.up_to(priority))
         self.arrivals[request_id] = Arrival(self.now, self.round, priority, self._admissions, ahead)
-        _count(self._waiting, priority, 1)
+        self._waiting.add(priority, 1)
 
     def admit(self, request_id: Hashable) -> None:
         """Note that a waiting request joined the batch."""
@@ -87,8 +86,9 @@ class Fairness:
         del self.arrivals[request_id]
 
     def _move(self, request_id: Hashable, waiting: int, running: int) -> None:
-        _count(self._waiting, self.arrivals[request_id].priority, waiting)
-        _count(self._running, self.arrivals[request_id].priority, running)
+        priority = self.arrivals[request_id].priority
+        self._waiting.add(priority, waiting)
+        self._running.add(priority, running)
 
     def priority(self, request_id: Hashable) -> int:
         """Return a request's class; a smaller one is more urgent."""
@@ -97,7 +97,7 @@ class Fairness:
     def is_urgent(self, request_id: Hashable) -> bool:
         """Whether anybody waits or runs who is less urgent."""
         own = self.priority(request_id)
-        return any(priority > own for priority in chain(self._waiting, self._running))
+        return any(last is not None and last > own for last in (self._waiting.last, self._running.last))
 
     def waited(self, request_id: Hashable) -> float:
         """Return the seconds since a request came."""
@@ -112,9 +112,3 @@ class Fairness:
         """Whether twice as many have been admitted since a request came as waited then."""
         arrival = self.arrivals[request_id]
         return self._admissions - arrival.admissions >= 2 * arrival.ahead
-
-
-def _count(counts: Counter[int], priority: int, change: int) -> None:
-    counts[priority] += change
-    if not counts[priority]:
-        del counts[priority]  # clients may send a new priority each time

@@ -20,12 +20,15 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from math import inf
 
+from feather_sglang.scheduling.admission.priorities import PrioritySums
+
 SHARE_OF_OWN = 2.0  # where nobody says otherwise (docs/lab/tail.md)
 WINDOW = 600.0  # seconds in which the longest queue is looked for
 ALLOWANCE = 2048.0  # tokens that nobody needs to count: a quarter of a prefill step
 _GRACE, _MOST_GRACE = 2.0, 0.2  # times the own work, and at most this share of the longest queue
 _OLDEST = 16  # among so many of the oldest the shortest is next where a bound is reached (32 gain nothing more)
 _LEAST_PLACES = 64
+IDLE_CLASSES = 64  # in which nobody waits, and whose longest queue is kept all the same
 
 
 class Overtaking:
@@ -39,7 +42,10 @@ class Overtaking:
 
     def __init__(self, share: float = SHARE_OF_OWN) -> None:
         self.share = share
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _Line] = {}  # of the classes in which somebody waits
+        self._idle: OrderedDict[int, _Line] = OrderedDict()  # of others, the latest last
+        self._queued = PrioritySums()
+        self._open = PrioritySums()  # the classes in which somebody waits whom the engine could take
         self._priority: dict[Hashable, int] = {}  # of those that wait
 
     def arrive(self, request_id: Hashable, priority: int, work: float, pending: float, now: float) -> None:
@@ -54,26 +60,38 @@ class Overtaking:
         now
             Seconds.
         """
-        for other in [other for other, line in self._lines.items() if line.is_over(now)]:
-            del self._lines[other]  # clients may send a new priority each time
-        queued = sum(line.queued for other, line in self._lines.items() if other <= priority)
+        queued = self._queued.up_to(priority)
         if (line := self._lines.get(priority)) is None:
-            line = self._lines[priority] = _Line(self.share)
+            line = self._lines[priority] = self._idle.pop(priority, None) or _Line(self.share)
         line.arrive(request_id, work, pending + queued, now)
         self._priority[request_id] = priority
+        self._changed(priority)
 
     def admit(self, request_id: Hashable, work: float) -> None:
         """Note that a request was admitted and takes so much: every older one that still waits has been passed."""
-        self._lines[self._priority.pop(request_id)].admit(request_id, work)
+        self._lines[priority := self._priority.pop(request_id)].admit(request_id, work)
+        self._changed(priority)
 
     def leave(self, request_id: Hashable) -> None:
         """Forget a waiting request."""
-        self._lines[self._priority.pop(request_id)].leave(request_id)
+        self._lines[priority := self._priority.pop(request_id)].leave(request_id)
+        self._changed(priority)
 
     def excuse(self, request_id: Hashable, excused: bool) -> None:
         """Let all pass a request that the engine cannot take now, without a bound; or not any more."""
         if request_id in self._priority:
-            self._lines[self._priority[request_id]].excuse(request_id, excused)
+            self._lines[priority := self._priority[request_id]].excuse(request_id, excused)
+            self._changed(priority)
+
+    def _changed(self, priority: int) -> None:
+        """Keep the sums, and of the classes in which nobody waits the latest: clients may send a new one each time."""
+        line = self._lines[priority]
+        self._queued.set(priority, line.queued if line.waiting else None)
+        self._open.set(priority, 1 if line.counts else None)
+        if not line.waiting:
+            self._idle[priority] = self._lines.pop(priority)
+            if len(self._idle) > IDLE_CLASSES:
+                self._idle.popitem(last=False)
 
     def slack(self, request_id: Hashable, now: float) -> float:
         """Return the most work with which a request may pass all older ones of its class."""
@@ -109,7 +127,7 @@ class Overtaking:
 
     def most_urgent(self) -> int | None:
         """Return the priority of the most urgent class in which somebody waits whom the engine could take."""
-        return min((priority for priority, line in self._lines.items() if line.counts), default=None)
+        return self._open.first
 
 
 class _Waiting:
@@ -143,10 +161,6 @@ class _Line:
     def counts(self) -> bool:
         """Whether somebody waits who is not excused."""
         return len(self.waiting) > self._excused
-
-    def is_over(self, now: float) -> bool:
-        """Whether nobody waits, nor has come within the window."""
-        return not self.waiting and self._longest[-1][0] < now - WINDOW
 
     def arrive(self, request_id: Hashable, work: float, before: float, now: float) -> None:
         own = before + work
