@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -33,11 +33,8 @@ from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.policy_names import K_LPM, ORACLE
 from feather_sglang.simulation.clients import STREAM_INTERVAL, Clients, Served
 from feather_sglang.simulation.host_time import NO_HOST_TIME
+from feather_sglang.simulation.inputs import Request, StepTimes, Workload
 from feather_sglang.simulation.timeline import Timeline
-
-if TYPE_CHECKING:  # it is handed a trace and a model, and makes neither
-    from feather_sglang.replay.step_time import BatchSharing, StepTimeModel
-    from feather_sglang.replay.traces import Trace, TraceRequest
 
 ANSWER = 3  # every token that is generated
 WARM_UP = 16  # tokens of the request that SGLang sends itself when it starts
@@ -73,7 +70,7 @@ class Outcome:
 class Replay:
     """One server under one policy; ``run`` may be called again, with the policy's state kept and the cache flushed."""
 
-    def __init__(self, folder: Path, policy: str, trace: Trace, model: StepTimeModel, settings: ReplaySettings) -> None:
+    def __init__(self, folder: Path, policy: str, trace: Workload, model: StepTimes, settings: ReplaySettings) -> None:
         longest = max((r.input_length + r.output_length for r in trace.requests), default=1)
         self.settings = settings
         self.model = model
@@ -117,7 +114,7 @@ class Replay:
         self._idle = self._aside = 0  # turns that have not, on end; `_put_aside` before this turn
         self._told = 0.0
         self._rows: list[Any] | None = None
-        self._sharing: BatchSharing | None = None
+        self._sharing: Any = None  # of these rows
         self._fields = inspect.signature(TokenizedGenerateReqInput).parameters
 
     # What is replaced --------------------------------------------------------------------------------------------
@@ -134,7 +131,6 @@ class Replay:
                 paths = [self._paths[req.rid] for req in batch.reqs]
                 self._sharing = model.sharing(paths, self._block_size, lengths.tolist())
                 self._rows = batch.reqs
-            assert self._sharing is not None
             seconds = model.decode(lengths, self._sharing)
             self._outcome.batches.append((self.time.now, rows, seconds))
         prepare, launch = self.host.launch(rows, is_prefill, model.model.layers, model.prefill_graphs)
@@ -211,7 +207,7 @@ class Replay:
 
     # Requests ---------------------------------------------------------------------------------------------------
 
-    def _request(self, request: TraceRequest) -> TokenizedGenerateReqInput:
+    def _request(self, request: Request) -> TokenizedGenerateReqInput:
         rid = str(request.request_id)
         ignore_eos = not estimates_output(self.settings.server_flags)  # no token ends an answer, either way
         params = SamplingParams(max_new_tokens=request.output_length, temperature=0.0, ignore_eos=ignore_eos)
@@ -233,13 +229,13 @@ class Replay:
         self._paths[rid] = request.hash_ids
         return TokenizedGenerateReqInput(**{name: value for name, value in wanted.items() if name in self._fields})
 
-    def _prompt(self, request: TraceRequest) -> array[int]:
+    def _prompt(self, request: Request) -> array[int]:
         tokens = self._clients.trace.tokens(request)
         for begin, end in self._clients.quotes(request):
             tokens[begin:end] = array("q", [ANSWER]) * (end - begin)
         return tokens
 
-    def run(self, trace: Trace, progress: Callable[[int], None] = lambda done: None) -> Outcome:
+    def run(self, trace: Workload, progress: Callable[[int], None] = lambda done: None) -> Outcome:
         """Serve the whole trace from an empty cache; ``progress`` hears the number of requests done now and then."""
         scheduler = self.scheduler
         self.time.restart()

@@ -6,11 +6,9 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # they are handed both
-    from feather_sglang.replay.traces import Trace, TraceRequest
-    from feather_sglang.simulation.timeline import Timeline
+from feather_sglang.simulation.inputs import Request, Workload
+from feather_sglang.simulation.timeline import Timeline
 
 STREAM_INTERVAL = 16  # tokens in a piece of an answer, where nothing else is said
 
@@ -19,7 +17,7 @@ STREAM_INTERVAL = 16  # tokens in a piece of an answer, where nothing else is sa
 class Served:
     """One finished request; times in virtual seconds since the trace began, `gaps` between its tokens."""
 
-    request: TraceRequest
+    request: Request
     due: float
     first_token: float
     finish: float
@@ -30,7 +28,7 @@ class Served:
 class _Open:
     """A request that has been sent and not been answered to its end."""
 
-    def __init__(self, request: TraceRequest, due: float) -> None:
+    def __init__(self, request: Request, due: float) -> None:
         self.request, self.due = request, due
         self.made = 0  # tokens that the server has made
         self.seen = 0  # those that its client has
@@ -50,11 +48,11 @@ class Clients:
     served : in the order of their ends.
     """
 
-    def __init__(self, trace: Trace, timeline: Timeline, interval: int) -> None:
+    def __init__(self, trace: Workload, timeline: Timeline, interval: int) -> None:
         self.trace, self.served = trace, list[Served]()
         self._time, self._interval = timeline, interval
         self._arrivals = trace.arrivals()
-        self._door: deque[tuple[float, TraceRequest]] = deque()  # at the scheduler's door, and since when
+        self._door: deque[tuple[float, Request]] = deque()  # at the scheduler's door, and since when
         self._open: dict[str, _Open] = {}
 
     @property
@@ -65,17 +63,17 @@ class Clients:
             moments.append(self._arrivals.next)
         return min(moments, default=None)
 
-    def take(self, full: Callable[[int], bool]) -> list[TraceRequest]:
+    def take(self, full: Callable[[int], bool]) -> list[Request]:
         """Requests that are at the scheduler's door by now, until so many are enough for one turn."""
         for due, request in self._arrivals.until(self._time.now):
             self._open[str(request.request_id)] = _Open(request, due)
             self._door.append((self._time.arrive(due, request.input_length), request))
-        taken: list[TraceRequest] = []
+        taken: list[Request] = []
         while self._door and self._door[0][0] <= self._time.now and not full(len(taken)):
             taken.append(self._door.popleft()[1])
         return taken
 
-    def quotes(self, request: TraceRequest) -> list[tuple[int, int]]:
+    def quotes(self, request: Request) -> list[tuple[int, int]]:
         """Where a prompt quotes answers."""
         return [(begin, end) for _, begin, end in self._arrivals.answers_in(request)]
 

@@ -62,7 +62,8 @@ class Overtaking:
         """
         queued = self._queued.up_to(priority)
         if (line := self._lines.get(priority)) is None:
-            line = self._lines[priority] = self._idle.pop(priority, None) or _Line(self.share)
+            line = self._idle.pop(priority) if priority in self._idle else _Line(self.share)
+            self._lines[priority] = line
         line.arrive(request_id, work, pending + queued, now)
         self._priority[request_id] = priority
         self._changed(priority)
