@@ -102,12 +102,11 @@ class Replay:
         if self.feather is not None:
             self.feather.clock = lambda: self.time.now
             # A fixed hash seed, where a server draws a secret one: the same replay permutes the same rows.
-            self.feather.admission.tree.reseed(0)
+            self.feather.admission.reseed(0)
             # A server has served its warm-up request.
-            self.feather.meters.decode.least_seconds = model.decode([WARM_UP], model.sharing([()], 1, [WARM_UP]))
+            self.feather.meters.warmed_up(model.decode([WARM_UP], model.sharing([()], 1, [WARM_UP])))
             if policy == ORACLE:
-                self.feather.admission.policy = make_policy("oracle")
-                self.feather.admission.order.group_of = lambda rid: self._paths[rid][:1]
+                self.feather.admission.consult(make_policy("oracle"), lambda rid: self._paths[rid][:1])
         self._paths: dict[str, tuple[int, ...]] = {}  # of the requests that have not ended
         self._block_size = trace.block_size
         self._ran = False  # whether this turn of the loop has launched a step or processed a result
@@ -262,10 +261,7 @@ class Replay:
 
     def _put_aside(self) -> int:
         """How many prefixes feather has made to wait or to go last so far."""
-        if self.feather is None:
-            return 0
-        deferrals = self.feather.admission.state.deferrals
-        return deferrals.postponements + deferrals.put_last
+        return 0 if self.feather is None else self.feather.admission.prefixes_deferred
 
 
 class _Event:

@@ -92,11 +92,11 @@ def teach(job: TrainJob, tell: Any) -> list[Pass]:
 
         def replay(policy: Any, rule: Rule | None) -> float:
             admission.policy = policy
-            stops = admission.stopping.stops
+            stops = admission.stops
             done = len(passes) * len(job.trace.requests)
             outcome = engine.run(job.trace, lambda n: tell(done + n))
             rate = sum(s.request.output_length for s in outcome.served) / outcome.makespan
-            passes.append(Pass(rule, rate, admission.stopping.stops - stops))
+            passes.append(Pass(rule, rate, admission.stops - stops))
             return rate
 
         rates: dict[Rule, float] = {}

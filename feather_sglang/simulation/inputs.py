@@ -3,45 +3,21 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from typing import Any, Protocol
 
-
-class Request(Protocol):
-    """One request of a workload."""
-
-    @property
-    def request_id(self) -> int:
-        """Its place in the trace."""
-        ...
-
-    @property
-    def input_length(self) -> int:
-        """Tokens of the prompt."""
-        ...
-
-    @property
-    def output_length(self) -> int:
-        """Tokens of the answer."""
-        ...
-
-    @property
-    def hash_ids(self) -> tuple[int, ...]:
-        """The blocks of the prompt."""
-        ...
+Request = Any  # ``request_id``, ``input_length``, ``output_length``, ``hash_ids``: its prompt's blocks
 
 
 class Workload(Protocol):
-    """Requests whose prompts share blocks."""
+    """Requests in order of arrival, whose prompts share blocks."""
 
     @property
-    def requests(self) -> Sequence[Request]:
-        """In order of arrival."""
-        ...
+    def requests(self) -> Any:
+        """The first to come first."""
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Tokens."""
         ...
 
     def arrivals(self) -> Any:
@@ -59,17 +35,11 @@ class StepTimes(Protocol):
     profile: Any
     prefill_graphs: bool
 
-    def prefill(
-        self,
-        extend_lens: Sequence[int],
-        prefix_lens: Sequence[int],
-        paths: Sequence[tuple[int, ...]] | None = None,
-        block_size: int = 1,
-    ) -> float:
+    def prefill(self, *lengths: Any) -> float:
         """Of a prefill step."""
         ...
 
-    def sharing(self, paths: Sequence[tuple[int, ...]], block_size: int, lengths: Sequence[int]) -> Any:
+    def sharing(self, *paths: Any) -> Any:
         """What the rows of a batch share, for ``decode``."""
 
     def decode(self, seq_lens: Any, sharing: Any) -> float:

@@ -1,11 +1,9 @@
 """Who has been passed by how much, in plain lists, and a witness that checks a builder's admissions against the bounds.
 
-Shares no code and no data structure with the product but the names of verdicts.
+Shares no code and no data structure with the product.
 """
 
 from math import inf
-
-from feather_sglang.scheduling.admission.verdict import Verdict
 
 WINDOW, ALLOWANCE, OLDEST = 600.0, 2048.0, 16
 
@@ -127,7 +125,7 @@ class Witness:
         self.coming, self.skipped_now, self.newest = [], [], None
         self.round, self.first = 0, {}  # rounds, and the first that saw a request, with its time
         self.retracted = 0
-        for name in "arrive requeue leave_queue leave_batch open_round settle close_round".split():
+        for name in "arrived retracted aborted finished open_round admitted unavailable close_round".split():
             setattr(builder, name, getattr(self, "_" + name)(getattr(builder, name)))
         self._enter, builder.state.overtaking.arrive = builder.state.overtaking.arrive, self._entered
 
@@ -135,37 +133,37 @@ class Witness:
         if not holds:
             self.broken.append(what)
 
-    def _arrive(self, original):
-        def arrive(name, tokens, *, priority=0, **others):
+    def _arrived(self, original):
+        def arrived(name, tokens, *, priority=0, **others):
             self.tokens[name], self.classes[name] = len(tokens), priority
             self.coming.append(name)
             original(name, tokens, priority=priority, **others)
 
-        return arrive
+        return arrived
 
-    def _requeue(self, original):
-        def requeue(name, tokens):
+    def _retracted(self, original):
+        def retracted(name, tokens):
             self.tokens[name] = len(tokens)
             self.coming.append(name)
             self.retracted += 1
             original(name, tokens)
 
-        return requeue
+        return retracted
 
-    def _leave_queue(self, original):
-        def leave_queue(name):
+    def _aborted(self, original):
+        def aborted(name):
             original(name)
             self.line.leave(name)
             self._forget(name)
 
-        return leave_queue
+        return aborted
 
-    def _leave_batch(self, original):
-        def leave_batch(name, *output):
+    def _finished(self, original):
+        def finished(name, *output):
             original(name, *output)
             self._forget(name)
 
-        return leave_batch
+        return finished
 
     def _forget(self, name):
         del self.tokens[name]
@@ -178,9 +176,10 @@ class Witness:
             self.now, self.round = now, self.round + 1
             for name in self.tokens:
                 self.first.setdefault(name, (self.round, now))
-            original(readings, pending_tokens=pending_tokens)
+            opened = original(readings, pending_tokens=pending_tokens)
             length = self.tokens.get(self.newest, pending_tokens)
             self.pending = self.builder.state.work.of(pending_tokens, length) if pending_tokens else 0.0
+            return opened
 
         return open_round
 
@@ -207,17 +206,20 @@ class Witness:
         seen, time = self.first[name]
         return self.now - time >= fairness.max_wait or self.round - seen >= fairness.max_wait_rounds
 
-    def _settle(self, original):
-        def settle(name, verdict, cached=None):
-            if verdict is Verdict.ENGINE:
-                self.line.excuse(name, True)
-                self.skipped_now.append(name)
-                original(name, verdict)
-                return
+    def _unavailable(self, original):
+        def unavailable(name):
+            self.line.excuse(name, True)
+            self.skipped_now.append(name)
+            original(name)
+
+        return unavailable
+
+    def _admitted(self, original):
+        def admitted(name, cached=None):
             tokens = self.tokens[name]
             work = self.builder.state.work.of(0 if cached is None else tokens - cached, tokens)
             self._note(work >= 0, f"{name} takes {work}")
-            original(name, verdict, cached)
+            original(name, cached)
             place = self.line.find(name)
             self.passed += place is not self.line.waiting(place.priority)[0]
             self.line.admit(name, work)
@@ -227,7 +229,7 @@ class Witness:
                 self.disorder += self.line.before_more_urgent(place)
             self.newest = name
 
-        return settle
+        return admitted
 
     def _close_round(self, original):
         def close_round():

@@ -3,7 +3,7 @@
 from math import inf
 
 from feather_sglang.scheduling.admission.admission import Admission
-from feather_sglang.scheduling.admission.verdict import Batch, Proposal, Verdict
+from feather_sglang.scheduling.admission.types import Batch, Proposal, Verdict
 from feather_sglang.scheduling.meters.readings import Readings
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
@@ -22,12 +22,12 @@ def propose(b, size, has_room=True):
 
 
 def admit(b, r, cached_tokens=None):
-    b.settle(r, Verdict.ADMIT, cached_tokens)
+    b.admitted(r, cached_tokens)
 
 
 def skip(b, r):
     """The engine cannot take it now."""
-    b.settle(r, Verdict.ENGINE)
+    b.unavailable(r)
 
 
 def defers(b, r, cached, missing, free):
@@ -40,7 +40,7 @@ def fits(b, r, available):
     proposal = Proposal(r, 0, 0, 0, available)
     if b.kv_budget.check(proposal, b.round) is Verdict.ADMIT:
         return True
-    b.kv_budget.defer(proposal, b.round)
+    b.deferred[Verdict.KV_BUDGET] += 1
     return False
 
 

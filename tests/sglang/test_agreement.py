@@ -9,11 +9,12 @@ import torch.multiprocessing as mp
 
 from feather_sglang.adapter.scheduler.agreement import Agreement
 from feather_sglang.scheduling.admission.admission import Admission
+from feather_sglang.scheduling.admission.deferrals import PrefixBatching
 from feather_sglang.scheduling.admission.gate import PrefillDelay
-from feather_sglang.scheduling.admission.prefix_batching import PrefixBatching
+from feather_sglang.scheduling.meters.readings import Readings
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
-from oracles.rounds import admit, defers, open_round, propose
+from oracles.rounds import admit, defers, propose
 
 
 class SometimesShort(PrefixBatching):
@@ -30,9 +31,11 @@ def serve(rank, store, results, agree):
     agreement = Agreement(dist.group.WORLD if agree else None)
     assert agreement.all(True) and agreement.all(rank == 0) == (rank == 0 and not agree)
     if agree:
-        assert agreement.readings(rank + 1.5) == (1.5,)
-        assert agreement.readings(rank + 1.5, None if rank == 0 else 2.0, rank + 3.0) == (1.5, None, 3.0)
-        assert agreement.readings(1.5, rank + 2.0, 0.0 if rank == 0 else None) == (1.5, 2.0, 0.0)
+        assert agreement.readings(Readings(rank + 1.5)) == Readings(1.5)
+        mine = Readings(rank + 1.5, None if rank == 0 else 2.0, fixed_seconds=rank + 3.0)
+        assert agreement.readings(mine) == Readings(1.5, None, fixed_seconds=3.0)
+        mine = Readings(1.5, pair_tokens=rank + 2.0, least_decode_seconds=0.0 if rank == 0 else None)
+        assert agreement.readings(mine) == Readings(1.5, pair_tokens=2.0, least_decode_seconds=0.0)
     builder = Admission(
         ChunkedHashTree(4, seed=agreement.secret()),
         make_policy("bandit", seed=0),
@@ -46,12 +49,11 @@ def serve(rank, store, results, agree):
     for step in range(300):
         for i in range(stream.randrange(4)):
             group = stream.randrange(8)
-            builder.arrive((step, i), array("q", [group] * 600 + [step]), most_tokens=1)
+            builder.arrived((step, i), array("q", [group] * 600 + [step]), most_tokens=1)
         fixed = clock.choice((None, clock.random()))
         measured = clock.random() * 1000, clock.random() * 0.01, fixed
-        open_round(
-            builder, *agreement.readings(step + clock.random(), *measured), pending_tokens=int(stream.random() < 0.1)
-        )
+        mine = Readings(step + clock.random(), *measured)
+        builder.open_round(agreement.readings(mine), pending_tokens=int(stream.random() < 0.1))
         while len(running) < 12 and (r := propose(builder, len(running))) is not None:
             if defers(builder, r, 0, 601, 1 << 40):
                 continue
@@ -62,8 +64,8 @@ def serve(rank, store, results, agree):
         running = running if order is None else [running[i] for i in order]
         decisions.append(tuple(running))
         while running and stream.random() < 0.7:
-            builder.leave_batch(running.pop(stream.randrange(len(running))))
-    results[rank] = decisions, builder.state.deferrals.postponements, builder.delayed_rounds
+            builder.finished(running.pop(stream.randrange(len(running))))
+    results[rank] = decisions, builder.stats()["deferrals"]["batching"], builder.delayed_rounds
     dist.destroy_process_group()
 
 
@@ -77,8 +79,8 @@ def decisions_of_two_ranks(tmp_path, agree):
 def test_two_ranks_agree_on_every_batch(tmp_path):
     first, second = decisions_of_two_ranks(tmp_path, agree=True)
     assert first == second
-    decisions, postponements, held_rounds = first
-    assert len(set(decisions)) > 100 and postponements > 20 and 20 < held_rounds < 200
+    decisions, batched, delayed_rounds = first
+    assert len(set(decisions)) > 100 and batched > 20 and 20 < delayed_rounds < 200
 
 
 def test_without_agreement_they_part(tmp_path):
@@ -87,5 +89,5 @@ def test_without_agreement_they_part(tmp_path):
 
 
 def test_one_rank_needs_no_communication():
-    assert Agreement(None).readings(1.5, 10.0) == (1.5, 10.0)
-    assert Agreement(None).readings(1.5, None, 2e-4) == (1.5, None, 2e-4)
+    mine = Readings(1.5, 10.0, own_seconds=2e-4)
+    assert Agreement(None).readings(mine) == mine

@@ -22,8 +22,8 @@ def test_a_cached_turn_goes_before_a_shorter_prompt(one):
     cached = one.feather.admission.state.cached_prefixes
     assert cached.tokens("next turn") >= len(history) - 64 and not cached.tokens("short")
     order = []
-    settle = one.feather.admission.settle
-    one.feather.admission.settle = lambda name, *args: (order.append(name), settle(name, *args))[1]
+    admitted = one.feather.admission.admitted
+    one.feather.admission.admitted = lambda name, *args: (order.append(name), admitted(name, *args))[1]
     one.drain()
     assert order == ["next turn", "short"]
     one.assert_nothing_left()

@@ -1,5 +1,7 @@
 """Paced prefill inside the installed SGLang: rounds that are held, and what they leave alone."""
 
+from dataclasses import replace
+
 import pytest
 from harness import OverlapServer, Server
 
@@ -204,9 +206,9 @@ def test_the_fixed_cost_is_the_first_ranks(server, monkeypatch, first_rank, hold
     own = None if first_rank else FIXED
     one.feather.meters.prefill.fixed_seconds = own
 
-    def readings(now, reward, seconds_per_token, fixed_seconds, *others):
-        assert (now, seconds_per_token, fixed_seconds) == (one.now, TOKEN, own)
-        return now, reward, seconds_per_token, first_rank, *others
+    def readings(mine):
+        assert (mine.now, mine.prefill_seconds, mine.fixed_seconds) == (one.now, TOKEN, own)
+        return replace(mine, fixed_seconds=first_rank)
 
     monkeypatch.setattr(one.feather.meters.agreement, "readings", readings)
     submit(one, "a0")

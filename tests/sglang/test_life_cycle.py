@@ -234,7 +234,7 @@ def test_an_id_that_is_used_again_is_another_request(server, monkeypatch, by):
         first[policy] = [req.rid for req in one.step().reqs]
         one.drain()
     assert first["feather"] == first["fcfs"] == (["talk"] if flags else ["other"])
-    assert one.feather.admission.hurried_admissions == 0
+    assert one.feather.admission.overdue_admissions == 0
 
 
 @pytest.mark.parametrize("aborted", [False, True])

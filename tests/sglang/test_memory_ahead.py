@@ -20,7 +20,7 @@ def server(tmp_path, monkeypatch):
         monkeypatch.setenv("FEATHER_OPTIONS", f'{{"gather": "{gather}"}}')
         one = kind(tmp_path, "feather-heuristic", **overrides)
         one.feather.admission.policy = make_policy("always-add")
-        if gathering := one.feather.admission.state.prefix_batching:
+        if gathering := one.feather.admission.state.deferrals.prefix_batching:
             for _ in range(64):
                 gathering.arrived(3, met=True)
         return one
@@ -49,7 +49,7 @@ def test_requests_that_grow_together_are_not_thrown_out(server):
     for gather in ("off", "on"):
         # Of what running requests may still generate SGLang counts a tenth, as it does when all went well for long.
         one = server(gather, max_total_tokens=1500, schedule_conservativeness=0.1 / 0.7)
-        if forecast := one.feather.admission.kv_budget.forecast:
+        if forecast := one.feather.admission.state.forecast:
             forecast.finished(60)
         submit(one, " ".join(f"a{i}" for i in range(32)), 60, ignore_eos=False)
         one.drain()
@@ -72,7 +72,7 @@ def test_where_lengths_are_known_nobody_is_thrown_out(server, kind):
             assert one.submit(f"r{len(one.requests)}", prompt, max_new_tokens=numbers.choice([10, 30, 40]))
         one.step()
     one.drain()
-    assert retractions(one) == 0 and one.feather.admission.kv_budget.kept_out > 0
+    assert retractions(one) == 0 and one.feather.admission.stats()["deferrals"]["kv_budget"] > 0
     one.assert_nothing_left()
 
 
@@ -80,7 +80,7 @@ def test_a_prefix_that_another_one_joins_is_not_counted_on(server):
     """At a0's end its prefix would be given back, for ten of c to grow; but a1 has it, too, and runs longer."""
     one = server("on", max_total_tokens=1500, schedule_conservativeness=0.1 / 0.7)
     for _ in range(256):
-        one.feather.admission.kv_budget.forecast.finished(61)
+        one.feather.admission.state.forecast.finished(61)
     submit(one, "a0", 20, ignore_eos=False)
     submit(one, "c0", 60, ignore_eos=False)
     for _ in range(3):
@@ -88,7 +88,7 @@ def test_a_prefix_that_another_one_joins_is_not_counted_on(server):
     submit(one, "a1 " + " ".join(f"c{i}" for i in range(1, 10)), 60, ignore_eos=False)
     one.drain()
     assert one.outputs().keys() == {"a0", "a1", *(f"c{i}" for i in range(10))}
-    assert retractions(one) == 0 and one.feather.admission.kv_budget.kept_out > 0
+    assert retractions(one) == 0 and one.feather.admission.stats()["deferrals"]["kv_budget"] > 0
     one.assert_nothing_left()
 
 
@@ -98,7 +98,7 @@ def test_lengths_are_learnt_from_those_that_finish(server):
     one.drain()
     submit(one, " ".join(f"a{i}" for i in range(2, 34)), 60, ignore_eos=False)
     one.drain()
-    assert retractions(one) == 0 and one.feather.admission.kv_budget.kept_out > 0
+    assert retractions(one) == 0 and one.feather.admission.stats()["deferrals"]["kv_budget"] > 0
     one.assert_nothing_left()
 
 

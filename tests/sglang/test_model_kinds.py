@@ -29,7 +29,7 @@ from feather_sglang.adapter.attention.metrics import pat_metrics
 from feather_sglang.adapter.options import VARIABLE
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.admission.rules import OvertakingBound
-from feather_sglang.scheduling.admission.verdict import Verdict
+from feather_sglang.scheduling.admission.types import Verdict
 
 WINDOW = CHUNK = 32
 STAND_IN = "triton"  # the name of `PlainAttention`: SGLang accepts it for every kind of model

@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from feather_sglang.adapter.scheduler import prefill_limit
-from feather_sglang.scheduling.admission import deferrals, overtaking, prefix_batching, queue_state
+from feather_sglang.scheduling.admission import deferrals, overtaking
 from oracles.overtaken import Witness
 
 ALLOWANCE = 32  # as small as the prompts are
@@ -31,8 +31,7 @@ def small_figures(patch):
     patch.setattr(overtaking, "ALLOWANCE", float(ALLOWANCE))
     patch.setattr(deferrals, "_WORTH_WAITING", 40)
     patch.setattr(prefill_limit, "FLOOR_TOKENS", 16)
-    for module in (queue_state, prefix_batching, deferrals):
-        patch.setattr(module, "LEAST_TOKENS", 64)
+    patch.setattr(deferrals, "LEAST_TOKENS", 64)
 
 
 def watched(folder, seed, share, gather, classes, tbt="null"):

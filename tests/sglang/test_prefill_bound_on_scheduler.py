@@ -3,6 +3,7 @@
 import json
 import logging
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from harness import OverlapServer, Server
@@ -13,7 +14,6 @@ from prometheus_client import REGISTRY
 from feather_sglang.adapter.hooks import installed_version, lacks_pages
 from feather_sglang.adapter.scheduler import guard, prefill_limit
 from feather_sglang.errors import FeatherError
-from feather_sglang.scheduling.meters.readings import Readings
 from feather_sglang.scheduling.prefill_bound import prefill_bound
 from feather_sglang.scheduling.prefill_bound.prefill_bound import LONGEST
 from feather_sglang.scheduling.prefill_bound.promise import SAFETY
@@ -78,11 +78,11 @@ def run_on_clock(one):
                 tokened[req.rid] = one.now
         return result
 
-    def result_comes(batch):
+    def step_ending(batch):
         comes(batch)
         one.now = max(one.now, ends.popleft())
 
-    comes, one.feather.meters.result_comes = one.feather.meters.result_comes, result_comes
+    comes, one.feather.meters.step_ending = one.feather.meters.step_ending, step_ending
     scheduler.run_batch, scheduler.process_batch_result = run_batch, process_batch_result
 
 
@@ -343,9 +343,9 @@ def test_the_readings_are_the_first_ranks(server, monkeypatch):
     assert one.submit("long", [9] * 2500, max_new_tokens=1)
     said, asked = {"bare_seconds": 2 * TOKEN, "own_seconds": 0.02, "pair_tokens": 0.0}, []
 
-    def readings(*mine):
+    def readings(mine):
         asked.append(mine)
-        return Readings(*mine)._replace(**said)
+        return replace(mine, **said)
 
     monkeypatch.setattr(one.feather.meters.agreement, "readings", readings)
     one.step()

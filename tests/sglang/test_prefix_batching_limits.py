@@ -33,7 +33,7 @@ def server(tmp_path, monkeypatch):
         run_on_clock(one)
         one.feather.admission.policy = make_policy("always-add")
         one.feather.meters.prefill.seconds_per_token = TOKEN_SECONDS
-        if gathering := one.feather.admission.state.prefix_batching:
+        if gathering := one.feather.admission.state.deferrals.prefix_batching:
             for _ in range(64):
                 gathering.arrived(3, met=True)
             gathering.finished(3)

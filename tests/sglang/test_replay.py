@@ -224,8 +224,8 @@ def test_paced_prefill_takes_fewer_steps_and_serves_more(tmp_path, graphs, group
     flags = ["--groups", groups, "--requests", "300", *PACED, "--prefill-graphs", graphs]
     flags += ["--policies", "feather-bandit", "--feather-pace"]
     bandit, plain = (ab(tmp_path / pace, *flags, pace)["runs"]["feather-bandit"] for pace in ("0.1", "0"))
-    assert bandit["requests"] == 300 and bandit["feather"]["held_rounds"] > 100
-    assert plain["feather"]["held_rounds"] == 0
+    assert bandit["requests"] == 300 and bandit["feather"]["delayed_rounds"] > 100
+    assert plain["feather"]["delayed_rounds"] == 0
     assert bandit["prefills"] < 0.5 * plain["prefills"]
     assert bandit["output_tok_s"] > 1.02 * plain["output_tok_s"]
     assert bandit["e2e_mean"] < 0.9 * plain["e2e_mean"] and bandit["ttft_p99"] < plain["ttft_p99"] + 0.1
@@ -239,9 +239,9 @@ def test_the_default_pace_and_a_policy_that_is_not_paced(tmp_path):
     default = ab(tmp_path / "default", *flags, "feather-bandit")["runs"]["feather-bandit"]
     bandit = paced["feather-bandit"]
     # The default waits until it has seen that requests come often.
-    assert 0 < default["feather"]["held_rounds"] <= bandit["feather"]["held_rounds"]
+    assert 0 < default["feather"]["delayed_rounds"] <= bandit["feather"]["delayed_rounds"]
     assert bandit["prefills"] <= default["prefills"] < plain["prefills"]
-    assert paced["feather-order"]["feather"]["held_rounds"] == 0  # SGLang admits under feather-order
+    assert paced["feather-order"]["feather"]["delayed_rounds"] == 0  # SGLang admits under feather-order
 
 
 @newest_only

@@ -111,7 +111,7 @@ def test_a_policy_file_of_another_kind_is_refused(server, monkeypatch, tmp_path)
 
 @pytest.mark.parametrize(
     "broken",
-    ["propose", "open_round", "check", "settle", "close_round", "arrive", "row_order", "decode", "prefill"],
+    ["propose", "open_round", "check", "admitted", "close_round", "arrived", "row_order", "decode", "prefill"],
 )
 def test_a_failure_is_logged_once_counted_and_served_as_fcfs(server, monkeypatch, caplog, broken):
     one = server()
@@ -177,7 +177,7 @@ def test_the_bound_ends_the_wait(server):
         one.step()  # a decode step
         if one.requests["b"].finished():
             break
-    assert one.requests["b"].finished() and one.feather.admission.hurried_admissions >= 1
+    assert one.requests["b"].finished() and one.feather.admission.overdue_admissions >= 1
     one.drain()
 
 
@@ -241,7 +241,7 @@ def test_the_debug_check_finds_a_difference(server, monkeypatch):
     one = server()
     one.submit("a", prompt(0))
     one.step()
-    one.feather.admission.leave_batch("a")
+    one.feather.admission.finished("a")
     with pytest.raises(AssertionError, match="differ"):
         one.step()
     one.feather.guard.fail("on purpose", RuntimeError())
@@ -379,11 +379,11 @@ def tokens_computed_for_three_waves(one):
 def test_prefixes_that_wait_are_computed_less_often(gathering_server):
     one = gathering_server("on", max_total_tokens=6000)
     on = tokens_computed_for_three_waves(one)
-    assert one.feather.admission.state.deferrals.postponements > 0 and one.feather.admission.hurried_admissions == 0
+    assert one.feather.admission.stats()["deferrals"]["batching"] > 0 and one.feather.admission.overdue_admissions == 0
     one = gathering_server("off", max_total_tokens=6000)
-    assert one.feather.admission.state.prefix_batching is None
+    assert one.feather.admission.state.deferrals.prefix_batching is None
     assert on < 0.7 * tokens_computed_for_three_waves(one)
-    assert one.feather.admission.state.deferrals.postponements == 0
+    assert one.feather.admission.stats()["deferrals"]["batching"] == 0
 
 
 def waiting(one):
@@ -392,7 +392,7 @@ def waiting(one):
 
 def let_gather(one, monkeypatch, enough):
     """Memory is short, and prefixes wait for so many."""
-    gathering = one.feather.admission.state.prefix_batching
+    gathering = one.feather.admission.state.deferrals.prefix_batching
     monkeypatch.setattr(gathering, "short", lambda demand_tokens, running: True)
     monkeypatch.setattr(gathering, "waits", lambda missing, together, waited, running: together < enough)
 
@@ -437,7 +437,7 @@ def test_a_server_with_nothing_else_to_do_serves_the_overdue(gathering_server, m
     assert waiting(one) == {"lone"} and one.requests["short"].finished()
     one.now = 30.0
     one.drain()
-    assert one.requests["lone"].finished() and one.feather.admission.hurried_admissions == 1
+    assert one.requests["lone"].finished() and one.feather.admission.overdue_admissions == 1
     one.assert_nothing_left()
 
 
@@ -479,7 +479,9 @@ def test_prefill_is_measured_and_idle_time_is_not(gathering_server):
     one.step()  # what lies between two decode steps is known when the later one has ended
     measured = alone + (two - alone) / 64
     assert meter.seconds_per_token == pytest.approx(measured)
-    assert one.feather.admission.state.prefix_batching.seconds_per_token == pytest.approx(alone)  # of the last round
+    assert one.feather.admission.state.deferrals.prefix_batching.seconds_per_token == pytest.approx(
+        alone
+    )  # of the last round
     one.drain()
     for group in (2, 3):
         one.now += 1000.0
@@ -492,7 +494,7 @@ def test_prefill_is_measured_and_idle_time_is_not(gathering_server):
 
 def test_output_lengths_are_learnt(gathering_server):
     one = gathering_server()
-    gathering = one.feather.admission.state.prefix_batching
+    gathering = one.feather.admission.state.deferrals.prefix_batching
     one.submit("long", prompt(0), max_new_tokens=20)
     assert gathering.output_tokens == 20  # so many it may have
     one.submit("short", prompt(1), max_new_tokens=7)
@@ -511,6 +513,6 @@ def test_a_model_with_recurrent_state_does_not_gather(gathering_server, monkeypa
         monkeypatch.setattr(one.scheduler, "is_hybrid_ssm", hybrid)
         policy = make_policy("heuristic")
         feather = FeatherScheduler(one.scheduler, "feather-heuristic", FeatherOptions(), policy)
-        assert (feather.admission.state.prefix_batching is None) == hybrid
+        assert (feather.admission.state.deferrals.prefix_batching is None) == hybrid
     order = FeatherScheduler(one.scheduler, "feather-order", FeatherOptions(), None)
-    assert order.admission.state.prefix_batching is None  # it leaves admission to SGLang
+    assert order.admission.state.deferrals.prefix_batching is None  # it leaves admission to SGLang

@@ -87,7 +87,7 @@ def test_where_memory_is_short_the_same_tokens_as_under_fcfs(tmp_path, monkeypat
     while one.step() is not None or one.scheduler.waiting_queue:
         short += one.feather.admission.state.deferrals.memory_is_short()
         assert one.steps < 1000
-    assert short > 10 and one.feather.admission.state.deferrals.put_last > 0
+    assert short > 10 and one.feather.admission.stats()["deferrals"]["evicts"] > 0
     assert all(req.finished() and len(req.output_ids) == OUTPUTS for req in one.requests.values())
     retracted = {rid for rid, req in one.requests.items() if req.retraction_count}
     assert bool(retracted) == retracts

@@ -169,17 +169,17 @@ def test_options_come_with_the_order(server, tmp_path):
 def test_prefill_is_paced_from_a_switch_on(server):
     one = server("fcfs")
     order(one, "feather", pace=0.5)
-    assert one.feather.admission.prefill_delay.bound == 0.5 and state(one)["held_rounds"] == 0
+    assert one.feather.admission.prefill_delay.bound == 0.5 and state(one)["delayed_rounds"] == 0
     one.feather.admission.delayed_rounds = 3
-    assert state(one)["held_rounds"] == 3
+    assert state(one)["delayed_rounds"] == 3
     order(one, "feather-heuristic")
-    assert one.feather.admission.prefill_delay.bound == 0.1 and state(one)["held_rounds"] == 0
+    assert one.feather.admission.prefill_delay.bound == 0.1 and state(one)["delayed_rounds"] == 0
     order(one, "feather", pace=0)
     assert one.feather.admission.prefill_delay is None
     order(one, "feather-order")
     assert one.feather.admission.prefill_delay is None
     order(one, "fcfs")
-    assert "held_rounds" not in state(one)
+    assert "delayed_rounds" not in state(one)
 
 
 @pytest.mark.parametrize(

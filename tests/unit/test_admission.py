@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from feather_sglang.scheduling.admission import deferrals
 from feather_sglang.scheduling.admission.admission import Admission
-from feather_sglang.scheduling.admission.prefix_batching import MIN_SHARE_RATE, PrefixBatching
+from feather_sglang.scheduling.admission.deferrals import MIN_SHARE_RATE, PrefixBatching
 from feather_sglang.scheduling.policies import Action, make_policy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 from oracles.rounds import admit, builder, defers, judged_round, open_round, propose, skip
@@ -43,7 +43,7 @@ def run_round(b, batch_size=0, now=0.0, slots=100, barred=(), reward=None):
 def test_the_best_candidate_is_found_again_after_each_add():
     b = builder()
     for name, prompt in (("a1", "AB"), ("c1", "CD"), ("a2", "AB"), ("c2", "CD"), ("a3", "AE")):
-        b.arrive(name, tokens(*prompt))
+        b.arrived(name, tokens(*prompt))
     assert run_round(b) == ["a1", "a2", "a3", "c1", "c2"]
 
 
@@ -51,7 +51,7 @@ def test_stop_ends_the_round_and_leaves_the_rest_waiting():
     policy = Scripted(Action.ADD, Action.STOP)
     b = builder(policy)
     for name in ("a1", "a2", "b1"):
-        b.arrive(name, tokens(name[0].upper()))
+        b.arrived(name, tokens(name[0].upper()))
     assert run_round(b) == ["a1", "a2"]  # the first into an empty batch is not asked about
     assert set(b.tree.waiting) == {"b1"} and b.stopping.stops == 1
     assert [s.batch_size for s in policy.states] == [1, 2]
@@ -60,7 +60,7 @@ def test_stop_ends_the_round_and_leaves_the_rest_waiting():
 
 def test_an_empty_batch_is_never_stopped():
     b = builder(Scripted(*[Action.STOP] * 10))
-    b.arrive("a", tokens("A"))
+    b.arrived("a", tokens("A"))
     assert run_round(b) == ["a"]
 
 
@@ -68,7 +68,7 @@ def test_the_policy_is_not_asked_when_no_slot_is_free():
     policy = Scripted()
     b = builder(policy)
     for i in range(3):
-        b.arrive(i, tokens("A"))
+        b.arrived(i, tokens("A"))
     assert run_round(b, batch_size=5, slots=1) == [0]
     assert len(policy.states) == 1
 
@@ -76,7 +76,7 @@ def test_the_policy_is_not_asked_when_no_slot_is_free():
 def test_an_add_that_was_not_carried_out_is_cancelled():
     policy = Scripted()
     b = builder(policy)
-    b.arrive("a", tokens("A"))
+    b.arrived("a", tokens("A"))
     open_round(b, 0.0, None)
     assert propose(b, 3) == "a"  # the scheduler then runs out of tokens
     b.close_round()
@@ -102,22 +102,22 @@ def propose_all(b, cached, batch_size=0):
 def test_who_shares_a_prefix_that_is_being_computed_comes_after_it():
     b = builder()
     for i in range(3):
-        b.arrive(f"a{i}", long_prompt(1, tail=i))
-        b.arrive(f"b{i}", long_prompt(2, tail=i))
+        b.arrived(f"a{i}", long_prompt(1, tail=i))
+        b.arrived(f"b{i}", long_prompt(2, tail=i))
     assert propose_all(b, cached=0) == ["a0", "b0"]
     assert set(b.state.deferrals.in_flight) == {"a0", "b0"} and b.tree.find_best().request_id == "a1"
     assert propose_all(b, cached=256, batch_size=2) == []  # both are still at it
     b.computed("a0")
     assert propose_all(b, cached=256, batch_size=2) == ["a1", "a2"]
     assert set(b.state.deferrals.in_flight) == {"b0"}  # the rest of theirs is not worth a wait
-    b.leave_batch("b0")  # aborted: the next one computes it
+    b.finished("b0")  # aborted: the next one computes it
     assert propose_all(b, cached=0, batch_size=3) == ["b1"]
 
 
 def test_who_shares_only_what_is_cached_already_is_not_deferred():
     b = builder()
     for name, groups in (("a0", (1, 2)), ("a1", (1, 2)), ("c0", (1, 3)), ("c1", (1, 3))):
-        b.arrive(name, long_prompt(*groups, tail=int(name[1])))
+        b.arrived(name, long_prompt(*groups, tail=int(name[1])))
     assert propose_all(b, cached=256) == ["a0", "c0"]  # both levels of 1, the second of 2 and 3
 
 
@@ -125,7 +125,7 @@ def test_requests_deferred_still_count_as_peers_and_can_be_overdue():
     policy = Scripted()
     b = builder(policy, max_wait=5.0)
     for name, group in (("a0", 1), ("a1", 1), ("a2", 1), ("b0", 2)):
-        b.arrive(name, long_prompt(group, tail=int(name[1])))
+        b.arrived(name, long_prompt(group, tail=int(name[1])))
     assert propose_all(b, cached=0) == ["a0", "b0"]
     first = policy.states[0]  # b0's: a1 and a2 still wait, and will be in the batch before long
     assert (first.batch_size, first.tip_loss, first.peers) == (3, 128, 2)
@@ -136,8 +136,8 @@ def test_requests_deferred_still_count_as_peers_and_can_be_overdue():
 
 def test_a_skipped_request_waits_for_the_next_round_at_its_age():
     b = builder()
-    b.arrive("old", tokens("A"))
-    b.arrive("new", tokens("A"))
+    b.arrived("old", tokens("A"))
+    b.arrived("new", tokens("A"))
     assert run_round(b, barred={"old"}) == ["new"]
     assert run_round(b) == ["old"]
 
@@ -154,72 +154,72 @@ def test_the_reward_reaches_the_policy_once():
 def test_nobody_starves_behind_a_favoured_group(bounds):
     """Group A arrives for ever and STOP keeps B out; the bound, counted from the first round, admits B next."""
     b = builder(strict(), **{"max_wait": 1e9, "max_wait_rounds": 10**9, **bounds})
-    b.arrive("a0", tokens("A"))
+    b.arrived("a0", tokens("A"))
     run_round(b, now=0.0)
-    b.arrive("b", tokens("B"))
+    b.arrived("b", tokens("B"))
     waited = 0
     for step in range(1, 50):
-        b.arrive(f"a{step}", tokens("A"))
+        b.arrived(f"a{step}", tokens("A"))
         admitted = run_round(b, batch_size=step, now=float(step))
         assert f"a{step}" in admitted
         if "b" in admitted:
             waited = step
             break
     assert waited == 6
-    assert b.hurried_admissions == 1 and b.longest_wait == 5.0
+    assert b.overdue_admissions == 1 and b.longest_wait == 5.0
 
 
 def test_without_the_bound_it_would_starve():
     b = builder(strict(), max_wait=1e9, max_wait_rounds=10**9)
-    b.arrive("a0", tokens("A"))
-    b.arrive("a1", tokens("A"))
+    b.arrived("a0", tokens("A"))
+    b.arrived("a1", tokens("A"))
     run_round(b)
-    b.arrive("b", tokens("B"))
+    b.arrived("b", tokens("B"))
     assert all(run_round(b, batch_size=2, now=float(step)) == [] for step in range(1, 50))
 
 
 def test_late_requests_of_the_urgent_class_do_not_hide_behind_older_ones_of_another():
     b = builder(make_policy("always-add"), max_wait=10.0)
-    b.arrive("background", [9] * 40, priority=9)
-    b.arrive("a0", [1] * 40, priority=0)
+    b.arrived("background", [9] * 40, priority=9)
+    b.arrived("a0", [1] * 40, priority=0)
     open_round(b, 0.0, None)
     assert propose(b, 0) == "a0"
     admit(b, "a0")
     b.close_round()
-    b.arrive("stranger", [5] * 40, priority=0)
-    b.arrive("stranger's twin", [5] * 40, priority=0)
+    b.arrived("stranger", [5] * 40, priority=0)
+    b.arrived("stranger's twin", [5] * 40, priority=0)
     admitted = []
     for step in range(1, 30):  # others come all the time that match the batch better
-        b.arrive(f"a{step}", [1] * 40, priority=0)
+        b.arrived(f"a{step}", [1] * 40, priority=0)
         open_round(b, float(step), None)
         admitted.append(propose(b, len(b.tree.active)))
         admit(b, admitted[-1])
         b.close_round()
         if step > 1:
-            b.leave_batch(admitted[-2])
+            b.finished(admitted[-2])
     assert (admitted.index("stranger"), admitted.index("stranger's twin")) == (10, 11)
-    assert "background" not in admitted and b.hurried_admissions >= 2
+    assert "background" not in admitted and b.overdue_admissions >= 2
 
 
 def test_an_overdue_request_yields_to_a_more_urgent_class_only():
     b = builder(Scripted(), max_wait=1.0)
-    b.arrive("late", tokens("A"), priority=5)
+    b.arrived("late", tokens("A"), priority=5)
     run_round(b, batch_size=1, now=8.0, slots=0)
-    b.arrive("urgent", tokens("B"), priority=0)
-    b.arrive("same", tokens("C"), priority=5)
+    b.arrived("urgent", tokens("B"), priority=0)
+    b.arrived("same", tokens("C"), priority=5)
     assert run_round(b, now=10.0) == ["urgent", "late", "same"]
 
 
 def test_requeued_requests_keep_their_age_and_forget_nothing():
     b = builder(max_wait=3.0)
-    b.arrive("a", tokens("A"))
+    b.arrived("a", tokens("A"))
     run_round(b)
-    b.requeue("a", tokens("A", "X"))
-    b.arrive("z", tokens("Z"))
+    b.retracted("a", tokens("A", "X"))
+    b.arrived("z", tokens("Z"))
     assert b.tree.missing_count("a") == 2
     assert run_round(b, batch_size=1, now=4.0) == ["a", "z"]
-    b.leave_batch("a")
-    b.leave_batch("z")
+    b.finished("a")
+    b.finished("z")
     assert len(b.tree) == 0 and not b.state.fairness.arrivals
 
 
@@ -227,7 +227,7 @@ def test_the_oracle_stops_at_the_group_border():
     b = builder(make_policy("oracle"))
     b.order.group_of = lambda r: r[0]
     for name in ("a1", "b1", "a2", "b2"):
-        b.arrive(name, tokens(name[0].upper()))
+        b.arrived(name, tokens(name[0].upper()))
     assert run_round(b) == ["a1", "a2"]
 
 
@@ -246,7 +246,7 @@ def neighbours_at_every_level(prompts):
 def test_rows_of_one_prefix_are_neighbours_at_every_level(prompts, random, states):
     b = builder()
     for i, prompt in enumerate(prompts):
-        b.arrive(i, array("q", [token for t in prompt for token in (t, t)]))
+        b.arrived(i, array("q", [token for t in prompt for token in (t, t)]))
         if states.random() < 0.7:
             open_round(b, 0.0, None)
             admit(b, i)
@@ -264,7 +264,7 @@ def test_rows_of_one_prefix_are_neighbours_at_every_level(prompts, random, state
 def test_rows_that_have_left_the_tree_come_first():
     b = builder()
     for name in ("a1", "b1", "a2"):
-        b.arrive(name, tokens(name[0].upper(), name[1]))
+        b.arrived(name, tokens(name[0].upper(), name[1]))
     order = b.row_order(["a1", "gone", "a2", "b1"])
     assert order[0] == 1 and b.row_order(["gone", "a1", "a2", "b1"]) is None
 
@@ -273,18 +273,18 @@ def test_a_mixed_batch_finds_back_to_one_prefix():
     """Six rows of A and four of B run; under STOP only A's grow, and the batch is pure once B's have left."""
     b = builder()
     for i in range(6):
-        b.arrive(f"a{i}", tokens("A", "A", f"{i}"))
+        b.arrived(f"a{i}", tokens("A", "A", f"{i}"))
     for i in range(4):
-        b.arrive(f"b{i}", tokens("B", "B", f"{i}"))
+        b.arrived(f"b{i}", tokens("B", "B", f"{i}"))
     assert len(run_round(b)) == 10 and b.tree.tip == 0
     b.policy = strict()
     for i in range(6, 9):
-        b.arrive(f"b{i}", tokens("B", "B", f"{i}"))
-        b.arrive(f"a{i}", tokens("A", "A", f"{i}"))
+        b.arrived(f"b{i}", tokens("B", "B", f"{i}"))
+        b.arrived(f"a{i}", tokens("A", "A", f"{i}"))
     assert run_round(b, batch_size=10) == ["a6", "a7", "a8"]
     assert run_round(b, batch_size=13) == []
     for i in range(4):
-        b.leave_batch(f"b{i}")
+        b.finished(f"b{i}")
     assert b.tree.tip == 2 and set(b.tree.waiting) == {"b6", "b7", "b8"}
 
 
@@ -293,7 +293,7 @@ def test_the_main_branch_is_kept_while_two_rows_pass_it():
     tree = b.tree
     for i in range(3):
         for group in "AB":
-            b.arrive(f"{group}{i}", tokens(group, group, f"{i}"))
+            b.arrived(f"{group}{i}", tokens(group, group, f"{i}"))
     for r in ("A0", "A1", "B0"):
         tree.add_to_batch(r)
     assert tree.branch_loss("B1") == 2 and tree.branch_loss("A2") == 0
@@ -307,11 +307,11 @@ def test_the_main_branch_is_kept_while_two_rows_pass_it():
 def test_a_batch_that_is_still_small_gathers_around_the_prefix_that_is_being_computed():
     """A lone leftover shares nothing, so one of A joins it. The others of A wait for that one: B must not slip in."""
     b = Admission(ChunkedHashTree(chunk_size=64, seed=1), strict())
-    b.arrive("lone", array("q", [7] * 640))
+    b.arrived("lone", array("q", [7] * 640))
     assert run_round(b) == ["lone"]
     for i in range(3):
         for group in "AB":
-            b.arrive(f"{group}{i}", array("q", [ord(group)] * 640 + [i] * 64))
+            b.arrived(f"{group}{i}", array("q", [ord(group)] * 640 + [i] * 64))
     open_round(b, 1.0, None)
     assert propose(b, 1) == "A0"
     admit(b, "A0", cached_tokens=0)
@@ -347,20 +347,20 @@ def test_a_lone_request_has_no_locality_to_lose():
     """Without sharing nothing is at stake, however long the prompts: every addition is free, so nobody is stopped."""
     b = builder(strict())
     for i in range(8):
-        b.arrive(i, array("q", [i] * 500))
+        b.arrived(i, array("q", [i] * 500))
     assert run_round(b) == list(range(8))
     assert b.stopping.stops == 0
 
 
 def test_a_lone_request_guards_the_prefix_that_others_wait_to_share():
     b = builder(strict())
-    b.arrive("a0", tokens("A", "A", "x"))
+    b.arrived("a0", tokens("A", "A", "x"))
     assert run_round(b) == ["a0"]
-    b.arrive("b0", tokens("B", "B", "y"))
+    b.arrived("b0", tokens("B", "B", "y"))
     assert run_round(b, batch_size=1) == ["b0"]  # nobody waits to share a0's prefix
-    b.leave_batch("b0")
-    b.arrive("b1", tokens("B", "B", "z"))
-    b.arrive("a1", tokens("A", "A", "z"))
+    b.finished("b0")
+    b.arrived("b1", tokens("B", "B", "z"))
+    b.arrived("a1", tokens("A", "A", "z"))
     assert run_round(b, batch_size=1) == ["a1"]
     assert set(b.tree.waiting) == {"b1"}
 
@@ -399,7 +399,7 @@ def prompt_of(name):
 def arrive_all(b, *names):
     """Group and number: a request of group "a" begins with PREFIX tokens like every other of group "a"."""
     for name in names:
-        b.arrive(name, prompt_of(name))
+        b.arrived(name, prompt_of(name))
 
 
 def round_of(b, now=0.0, cached=0, slots=1000):
@@ -411,7 +411,7 @@ def test_a_prefix_waits_with_all_who_share_it_and_others_behind_it_do_not():
     b = gathering_builder(3)
     arrive_all(b, "a0", "a1", "b0", "b1", "b2", "c0")
     assert round_of(b) == ["b0"]
-    assert set(b.state.deferrals.batching) == {"a0", "c0"} and b.state.deferrals.postponements == 2
+    assert set(b.state.deferrals.batching) == {"a0", "c0"} and b.stats()["deferrals"]["batching"] == 2
     assert round_of(b, cached=PREFIX) == ["b1", "b2"]  # theirs is computed
     arrive_all(b, "a2", "c1")
     assert round_of(b) == ["a0"]  # three, so it is worth it
@@ -422,27 +422,27 @@ def test_a_prefix_waits_with_all_who_share_it_and_others_behind_it_do_not():
 
 def test_the_rule_is_told_who_waits_how_long_beside_how_many():
     b = gathering_builder()
-    b.state.prefix_batching.enough = 0
+    b.state.deferrals.prefix_batching.enough = 0
     arrive_all(b, "x0")
     assert round_of(b) == ["x0"]
-    b.state.prefix_batching.enough, b.state.prefix_batching.asked = 10**9, []
+    b.state.deferrals.prefix_batching.enough, b.state.deferrals.prefix_batching.asked = 10**9, []
     arrive_all(b, "a0", "a1")
     assert round_of(b, now=2.0) == []
-    assert b.state.prefix_batching.asked == [(PROMPT, 2, 0.0, 1)]
+    assert b.state.deferrals.prefix_batching.asked == [(PROMPT, 2, 0.0, 1)]
     arrive_all(b, "a2")
     assert round_of(b, now=7.0) == []
-    assert b.state.prefix_batching.asked[1:] == [(PROMPT, 3, 5.0, 1)]
+    assert b.state.deferrals.prefix_batching.asked[1:] == [(PROMPT, 3, 5.0, 1)]
 
 
 def test_nothing_waits_where_memory_is_not_short():
     b = gathering_builder()
-    b.state.prefix_batching.is_short = False
+    b.state.deferrals.prefix_batching.is_short = False
     arrive_all(b, "a0", "b0")
-    assert round_of(b) == ["a0", "b0"] and not b.state.prefix_batching.asked
-    b.state.prefix_batching.is_short = True
+    assert round_of(b) == ["a0", "b0"] and not b.state.deferrals.prefix_batching.asked
+    b.state.deferrals.prefix_batching.is_short = True
     arrive_all(b, "c0", "d0")
     assert round_of(b) == [] and set(b.state.deferrals.batching) == {"c0", "d0"}
-    b.state.prefix_batching.is_short = False
+    b.state.deferrals.prefix_batching.is_short = False
     assert round_of(b) == ["c0", "d0"] and not b.state.deferrals.batching
 
 
@@ -450,7 +450,7 @@ def test_whose_prefix_runs_or_is_cached_never_waits():
     b = gathering_builder(0)
     arrive_all(b, "a0")
     assert round_of(b) == ["a0"]
-    b.state.prefix_batching.enough = 10**9
+    b.state.deferrals.prefix_batching.enough = 10**9
     arrive_all(b, "a1", "a2", "b0", "c0")
     open_round(b, 0.0, None)
     assert propose(b, 1) == "a1"
@@ -467,11 +467,11 @@ def test_a_group_stays_when_its_first_one_leaves_and_goes_on_when_another_comput
     b = gathering_builder()
     arrive_all(b, "a0", "a1", "a2")
     assert round_of(b) == []
-    b.leave_queue("a0")
+    b.aborted("a0")
     assert round_of(b) == [] and len(b.state.deferrals.batching) == 1
-    b.state.prefix_batching.enough = 0
+    b.state.deferrals.prefix_batching.enough = 0
     assert round_of(b) == ["a1"]
-    b.state.prefix_batching.enough = 10**9
+    b.state.deferrals.prefix_batching.enough = 10**9
     assert round_of(b, cached=PREFIX) == ["a2"] and not b.state.deferrals.batching
 
 
@@ -486,7 +486,7 @@ def test_a_lone_one_is_out_of_sight_for_the_round_only():
         b.close_round()
         b.tree.check_invariants()
         assert set(b.tree.waiting) == {"a0"} and b.tree.find_best().request_id == b.tree.oldest() == "a0"
-    b.state.prefix_batching.enough = 0
+    b.state.deferrals.prefix_batching.enough = 0
     assert round_of(b) == ["a0"]
 
 
@@ -497,7 +497,7 @@ def test_who_has_waited_too_long_is_admitted_whatever_the_rule_says(bounds):
     assert [round_of(b, now=float(now)) for now in range(5)] == [[]] * 5
     arrive_all(b, "c0")
     assert round_of(b, now=5.0) == ["a0", "b0", "b1", "b2"]
-    assert b.longest_wait == 5.0 and b.hurried_admissions == 4
+    assert b.longest_wait == 5.0 and b.overdue_admissions == 4
     assert [round_of(b, now=float(now)) for now in range(6, 11)] == [[], [], [], [], ["c0"]]
     assert not b.state.deferrals.batching
 
@@ -513,19 +513,19 @@ def test_nobody_starves_and_nothing_is_left(arrivals, enough, data):
             first_seen[name] = step
             arrive_all(b, name)
         if b.tree.waiting and data.draw(st.integers(0, 3)) == 0:
-            b.leave_queue(data.draw(st.sampled_from(sorted(b.tree.waiting))))
+            b.aborted(data.draw(st.sampled_from(sorted(b.tree.waiting))))
         for r in round_of(b, now=float(step)):
             assert step - first_seen[r] <= 6
         for r in sorted(b.tree.active)[step % 3 :: 2]:
             if data.draw(st.booleans()):
-                b.leave_batch(r, 8)
+                b.finished(r, 8)
             elif step < len(arrivals):
                 first_seen[r] = step + 6  # overdue as soon as it is back: at its original age
-                b.requeue(r, prompt_of(r))
+                b.retracted(r, prompt_of(r))
         assert all(step - first_seen[r] < 7 for r in b.tree.waiting)
         step += 1
     for r in list(b.tree.active):
-        b.leave_batch(r, 8)
+        b.finished(r, 8)
     round_of(b, now=float(step))
     assert len(b.tree) == 0 and not b.state.deferrals.batching and not b.state.fairness.arrivals
 
@@ -536,7 +536,7 @@ def test_few_are_asked_in_a_round_and_few_wait_at_a_time(monkeypatch):
     b = gathering_builder(0)
     arrive_all(b, "z0")
     assert round_of(b) == ["z0"]
-    b.state.prefix_batching.enough = 2
+    b.state.deferrals.prefix_batching.enough = 2
     arrive_all(b, *(f"{group}0" for group in "abcdefghi"))
     waits = []
     for _ in range(4):
@@ -555,20 +555,20 @@ def test_as_many_as_documented_are_asked_and_wait():
     for _ in range(4):
         assert round_of(b) == []
         waits.append(len(b.state.deferrals.batching))
-    assert waits == [8, 16, 16, 16] and b.state.deferrals.postponements == 16
+    assert waits == [8, 16, 16, 16] and b.stats()["deferrals"]["batching"] == 16
 
 
 def test_those_of_a_running_prefix_are_not_held_up_by_the_many_that_wait():
     b = gathering_builder(0)
     arrive_all(b, "z0")
     assert round_of(b) == ["z0"]
-    b.state.prefix_batching.enough = 10**9
+    b.state.deferrals.prefix_batching.enough = 10**9
     arrive_all(b, *(f"{chr(65 + group)}0" for group in range(20)))
     for _ in range(3):
         assert round_of(b) == []
     arrive_all(b, "z1")
     assert round_of(b, cached=PREFIX) == ["z1"]
-    b.arrive("short", tokens("A"))  # too short to wait, whatever is cached
+    b.arrived("short", tokens("A"))  # too short to wait, whatever is cached
     assert "short" in round_of(b, cached=PREFIX)
 
 
@@ -576,18 +576,18 @@ def test_what_leaves_takes_its_wait_along():
     b = gathering_builder(max_wait=50.0)
     arrive_all(b, "a0", "b0", "b1")
     assert round_of(b) == [] and set(b.state.deferrals.batching) == {"a0", "b0"}
-    b.leave_queue("a0")
-    b.leave_queue("b0")
+    b.aborted("a0")
+    b.aborted("b0")
     assert not b.state.deferrals.batching
-    b.arrive("a0", prompt_of("q1"))  # the id again, for another prompt
-    b.state.prefix_batching.asked = []
-    b.state.prefix_batching.enough = 1
+    b.arrived("a0", prompt_of("q1"))  # the id again, for another prompt
+    b.state.deferrals.prefix_batching.asked = []
+    b.state.deferrals.prefix_batching.enough = 1
     assert round_of(b, now=9.0) == ["b1", "a0"]
-    assert b.state.prefix_batching.asked == [(PROMPT, 1, 9.0, 0), (PROMPT, 1, 0.0, 1)]
-    b.requeue("a0", prompt_of("q1"))  # retracted
+    assert b.state.deferrals.prefix_batching.asked == [(PROMPT, 1, 9.0, 0), (PROMPT, 1, 0.0, 1)]
+    b.retracted("a0", prompt_of("q1"))  # retracted
     assert not b.state.deferrals.batching and round_of(b, now=60.0) == ["a0"]
     for name in ("b1", "a0"):
-        b.leave_batch(name)
+        b.finished(name)
     assert len(b.tree) == 0 and not b.state.fairness.arrivals and not b.state.deferrals.batching
 
 
@@ -595,17 +595,17 @@ def test_nobody_makes_a_retracted_request_wait():
     b = gathering_builder(0)
     arrive_all(b, "a0", "b0", "c0")
     assert round_of(b) == ["a0", "b0", "c0"]
-    b.state.prefix_batching.enough = 10**9
+    b.state.deferrals.prefix_batching.enough = 10**9
     for name in ("a0", "c0"):
-        b.leave_batch(name)
+        b.finished(name)
     arrive_all(b, "a1", "c1")
     assert round_of(b) == [] and set(b.state.deferrals.batching) == {"a1", "c1"}
-    b.requeue("b0", long_prompt(*[ord("b")] * 3, 0, tail=0))  # it has generated so much that newcomers go first
+    b.retracted("b0", long_prompt(*[ord("b")] * 3, 0, tail=0))  # it has generated so much that newcomers go first
     arrive_all(b, "b1", "b2")
     assert round_of(b) == ["b1"]
     assert round_of(b, cached=PREFIX) == ["b2", "b0"] and set(b.state.deferrals.batching) == {"a1", "c1"}
     for name in ("b0", "b1", "b2"):
-        b.leave_batch(name)
+        b.finished(name)
     arrive_all(b, "b3")
     assert round_of(b) == [] and "b3" in b.state.deferrals.batching  # it is done: newcomers wait like any other
 
@@ -613,7 +613,7 @@ def test_nobody_makes_a_retracted_request_wait():
 def with_a_queue(policy):
     """Who waits came at 0 s: from 1 s on it is a queue."""
     b = gathering_builder(policy=policy)
-    b.state.prefix_batching.is_short = False
+    b.state.deferrals.prefix_batching.is_short = False
     arrive_all(b, "a0")
     open_round(b, 0.0)
     b.close_round()
@@ -646,7 +646,7 @@ def test_stop_is_not_tried_while_memory_is_short(kind, explores):
     policy.explore = explores
     b, found = with_a_queue(policy), []
     for short in (False, True, True, False, False, True, False):
-        b.state.prefix_batching.is_short = short
+        b.state.deferrals.prefix_batching.is_short = short
         open_round(b, 1.0, None)
         found.append(policy.explore)
         b.close_round()
@@ -659,7 +659,7 @@ def test_decisions_before_memory_became_short_get_no_reward():
     policy.ended = False
     open_round(b, 1.0, None)
     assert not policy.ended
-    b.state.prefix_batching.is_short = True
+    b.state.deferrals.prefix_batching.is_short = True
     open_round(b, 1.0, None)
     assert policy.ended
 
@@ -673,7 +673,7 @@ def test_another_policy_does_not_inherit_whether_the_last_one_explored(explores)
     open_round(b, 1.0, None)
     b.policy = second
     for short in (True, False):
-        b.state.prefix_batching.is_short = short
+        b.state.deferrals.prefix_batching.is_short = short
         open_round(b, 1.0, None)
         assert second.explore == (explores and not short)
         assert first.explore
@@ -703,7 +703,7 @@ def test_a_preemption_within_the_round_does_not_make_the_batch_smaller_than_it_i
     arrive_all(b, "a0", "a1", "a2")
     open_round(b, 0.0, None)
     assert propose(b, 4) == "a0" and defers(b, "a0", 0, PROMPT, ROOM)
-    b.requeue("z3", prompt_of("z3"))
+    b.retracted("z3", prompt_of("z3"))
     policy.states = []
     assert propose(b, 3) == "z3"
     assert policy.states[0].batch_size == 3
@@ -718,7 +718,7 @@ def test_without_gathering_nothing_waits():
         b = builder(prefix_batching=gathering)
         arrive_all(b, *names)
         found.append([round_of(b), round_of(b, cached=PREFIX), b.stats()])
-        assert not b.state.deferrals.batching and b.state.deferrals.postponements == 0
+        assert not b.state.deferrals.batching and b.stats()["deferrals"]["batching"] == 0
     assert found[0] == found[1] and found[0][0] == ["a0", "b0", "c0"]
     b = builder()
     arrive_all(b, "a0")
@@ -740,9 +740,9 @@ def test_arrivals_that_meet_another_one_waiting_for_their_prefix():
         """The share noted for these arrivals, as a first reading of each."""
         noted = []
         for prompt in prompts:
-            b.state.prefix_batching.share_rate = 0.0
-            b.arrive(len(b.tree), prompt)
-            noted.append(b.state.prefix_batching.share_rate > 0)
+            b.state.deferrals.prefix_batching.share_rate = 0.0
+            b.arrived(len(b.tree), prompt)
+            noted.append(b.state.deferrals.prefix_batching.share_rate > 0)
         return noted
 
     assert share(big_prompt(1, 0), big_prompt(2, 0), big_prompt(1, 1), big_prompt(2, 1)) == [False, False, True, True]
@@ -757,16 +757,16 @@ def test_arrivals_that_meet_another_one_waiting_for_their_prefix():
 
 def test_outputs_and_prefill_time_reach_the_rule():
     b = builder(prefix_batching=PrefixBatching(10**6))
-    b.arrive("a", tokens("A"), most_tokens=500)
-    assert b.state.prefix_batching.output_tokens == 500
+    b.arrived("a", tokens("A"), most_tokens=500)
+    assert b.state.deferrals.prefix_batching.output_tokens == 500
     open_round(b, 0.0, None, 2e-4)
-    assert b.state.prefix_batching.seconds_per_token == 2e-4
+    assert b.state.deferrals.prefix_batching.seconds_per_token == 2e-4
     admit(b, "a")
     b.close_round()
-    b.leave_batch("a", 40)
-    assert b.state.prefix_batching.output_tokens == 40
+    b.finished("a", 40)
+    assert b.state.deferrals.prefix_batching.output_tokens == 40
     open_round(b, 0.0, None)
-    assert b.state.prefix_batching.seconds_per_token is None
+    assert b.state.deferrals.prefix_batching.seconds_per_token is None
 
 
 def test_the_whole_rule_over_a_load_that_does_not_fit():
@@ -774,19 +774,19 @@ def test_the_whole_rule_over_a_load_that_does_not_fit():
     b = builder(prefix_batching=PrefixBatching(3200), max_wait=1e9)
     for group in range(8):
         for i in range(8):
-            b.arrive((group, i), big_prompt(group, i), most_tokens=4)
-    assert b.state.prefix_batching.share_rate >= MIN_SHARE_RATE
+            b.arrived((group, i), big_prompt(group, i), most_tokens=4)
+    assert b.state.deferrals.prefix_batching.share_rate >= MIN_SHARE_RATE
     open_round(b, 0.0, None, 1e-4)
     for r in [(group, i) for group in range(2) for i in range(8)]:
         admit(b, r)
     b.close_round()
     for group in range(2, 8):
         for i in range(1, 8):
-            b.leave_queue((group, i))
+            b.aborted((group, i))
     # A lone prefix: 4 * 184 < 0.5 * 16 * 1050; its bound is 16 * 1050 * 1e-4 s.
     assert big_round(b, 0.0) == [] and len(b.state.deferrals.batching) == 6
     for i in range(10, 25):
-        b.arrive((3, i), big_prompt(3, i), most_tokens=4)
+        b.arrived((3, i), big_prompt(3, i), most_tokens=4)
     assert {r[0] for r in big_round(b, 0.1)} == {3}
     assert {r[0] for r in big_round(b, 1.6)} == {3} and len(b.state.deferrals.batching) == 5
     bound = len(b.tree.active) * 1050 * 1e-4

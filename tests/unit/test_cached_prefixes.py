@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from feather_sglang.scheduling.admission.admission import Admission
-from feather_sglang.scheduling.admission.cached_prefixes import LEAST_CACHED, CachedPrefixes
+from feather_sglang.scheduling.admission.queue import LEAST_CACHED, CachedPrefixes
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 from oracles.rounds import admit, defers, open_round, propose
@@ -52,9 +52,9 @@ def prompt(number, tokens):
 
 def test_who_has_least_to_compute_goes_first():
     b = builder()
-    b.arrive("short", prompt(1, 1000))
-    b.arrive("turn", prompt(2, 5000), cached_tokens=4800)
-    b.arrive("other turn", prompt(3, 5000), cached_tokens=3900)
+    b.arrived("short", prompt(1, 1000))
+    b.arrived("turn", prompt(2, 5000), cached_tokens=4800)
+    b.arrived("other turn", prompt(3, 5000), cached_tokens=3900)
     open_round(b, 0.0, None)
     order = []
     while (name := propose(b, len(b.tree.active))) is not None:
@@ -66,8 +66,8 @@ def test_who_has_least_to_compute_goes_first():
 
 def test_what_was_evicted_since_stays_out_for_a_round_and_then_counts_as_it_is():
     b = builder()
-    b.arrive("short", prompt(1, 1000))
-    b.arrive("turn", prompt(2, 5000), cached_tokens=4800)
+    b.arrived("short", prompt(1, 1000))
+    b.arrived("turn", prompt(2, 5000), cached_tokens=4800)
     for expected in (["turn", "short"], ["turn"]):
         open_round(b, 0.0, None)
         seen = []
@@ -84,6 +84,6 @@ def test_what_was_evicted_since_stays_out_for_a_round_and_then_counts_as_it_is()
 
 def test_a_prompt_cached_as_a_whole_is_believed():
     b = builder()
-    b.arrive("again", prompt(1, 1024), cached_tokens=1024)
+    b.arrived("again", prompt(1, 1024), cached_tokens=1024)
     open_round(b, 0.0, None)
     assert propose(b, 0) == "again" and not defers(b, "again", 1023, 1, 10**6)

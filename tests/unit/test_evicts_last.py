@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from feather_sglang.scheduling.admission.deferrals import LEAST_TOKENS, PrefixBatching
+from feather_sglang.scheduling.admission.forecast import KVForecast, Outlook
 from feather_sglang.scheduling.admission.gate import PrefillDelay
-from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
 from feather_sglang.scheduling.admission.overtaking import Overtaking
-from feather_sglang.scheduling.admission.prefix_batching import LEAST_TOKENS, PrefixBatching
 from oracles.rounds import admit, builder, defers, fits, judged_round, open_round, propose, skip
 
 PREFIX, PROMPT = 768, 772
@@ -30,9 +30,9 @@ def short_of_memory(pool=100, **options):
 
 def arrive_all(b, *names):
     for name in names:
-        b.arrive(name, prompt_of(name), most_tokens=8)
-    if b.state.prefix_batching is not None:
-        b.state.prefix_batching.share_rate = 1.0
+        b.arrived(name, prompt_of(name), most_tokens=8)
+    if b.state.deferrals.prefix_batching is not None:
+        b.state.deferrals.prefix_batching.share_rate = 1.0
 
 
 def round_of(b, cached="", free=0, now=0.0, asked=None, slots=100):
@@ -55,25 +55,25 @@ def test_those_whose_prefix_is_cached_come_before_one_that_would_have_it_evicted
     b = short_of_memory()
     arrive_all(b, "a0", "a1", "b0", "b1", "c0")
     assert round_of(b, cached="b") == ["b0", "b1", "a0", "c0"]  # of "a" the first computes for the second
-    assert b.state.deferrals.put_last == b.stats()["put_last"] == 2
-    assert round_of(b) == ["a1"] and b.state.deferrals.put_last == 2
+    assert b.stats()["deferrals"]["evicts"] == b.stats()["put_last"] == 2
+    assert round_of(b) == ["a1"] and b.stats()["deferrals"]["evicts"] == 2
 
 
 @pytest.mark.parametrize("free", [PROMPT, 10**6])
 def test_where_nothing_must_be_evicted_nobody_goes_last(free):
     b = short_of_memory()
     arrive_all(b, "a0", "b0")
-    assert round_of(b, cached="b", free=free) == ["a0", "b0"] and b.state.deferrals.put_last == 0
+    assert round_of(b, cached="b", free=free) == ["a0", "b0"] and b.stats()["deferrals"]["evicts"] == 0
     arrive_all(b, "c0", "d0")
-    assert round_of(b, cached="d", free=PROMPT - 1) == ["d0", "c0"] and b.state.deferrals.put_last == 1
+    assert round_of(b, cached="d", free=PROMPT - 1) == ["d0", "c0"] and b.stats()["deferrals"]["evicts"] == 1
 
 
 def test_nor_where_memory_is_not_short_or_nothing_gathers():
     ample, alone = short_of_memory(pool=10**6), short_of_memory()
     for b in (ample, alone, builder()):
         arrive_all(b, "a0", "b0")
-        alone.state.prefix_batching.share_rate = 0.0
-        assert round_of(b, cached="b") == ["a0", "b0"] and b.state.deferrals.put_last == 0
+        alone.state.deferrals.prefix_batching.share_rate = 0.0
+        assert round_of(b, cached="b") == ["a0", "b0"] and b.stats()["deferrals"]["evicts"] == 0
 
 
 def test_nor_for_a_prefix_that_is_short_or_that_another_computes():
@@ -91,7 +91,7 @@ def test_one_that_is_late_does_not_go_last():
     b = short_of_memory(max_wait=5.0)
     arrive_all(b, "a0", "b0")
     assert round_of(b, now=0.0, slots=0) == []
-    assert round_of(b, cached="b", now=5.0) == ["a0", "b0"] and b.state.deferrals.put_last == 0
+    assert round_of(b, cached="b", now=5.0) == ["a0", "b0"] and b.stats()["deferrals"]["evicts"] == 0
 
 
 def test_where_all_go_last_they_come_in_their_order():
@@ -121,7 +121,7 @@ def test_they_are_no_longer_last_once_another_computes_theirs_or_they_leave():
     for r in ("a0", "b0"):
         assert propose(b, 0) == r and defers(b, r, 0, PROMPT, 0)
     b.close_round()
-    b.leave_queue("b0")
+    b.aborted("b0")
     assert set(b.state.deferrals.last) == {"a0"}
     open_round(b, 0.0, None)
     admit(b, "a1", 0)
@@ -175,7 +175,7 @@ def test_in_every_round_all_are_proposed_and_those_who_evict_behind_the_others(r
         assert {r for r in waiting if r[0] in present} <= set(admitted)
         assert {r[0] for r in b.tree.waiting} <= {r[0] for r, late in zip(admitted, costly, strict=True) if late}
         for r in sorted(b.tree.active) if leave else ():
-            b.leave_batch(r, 8)
+            b.finished(r, 8)
 
 
 # Memory ahead ----------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_whoever_joins_fits_only_if_all_do_to_their_ends():
     b = beside_one(generated={"a0": 40})
     tail = PROMPT - PREFIX
     # Both take 60 tokens more; then a0 is gone with what it holds alone, far more than a1 still takes.
-    assert needs_exactly(b, "a1", tail + 120) and b.kv_budget.kept_out == 1
+    assert needs_exactly(b, "a1", tail + 120) and b.stats()["deferrals"]["kv_budget"] == 1
     assert needs_exactly(b, "b0", PROMPT + 120)
     b.close_round()
 
@@ -252,7 +252,7 @@ def test_where_sharing_ends_inside_a_chunk_is_known_from_what_was_cached():
     b = looking_ahead(generated={"a0": 90})
     shared = PREFIX + 1  # of a prompt; chunks have two tokens
     for number, name in enumerate(("a0", "a1")):
-        b.arrive(name, array("q", [ord("a")] * shared + [1000 + number] * (PROMPT - shared)))
+        b.arrived(name, array("q", [ord("a")] * shared + [1000 + number] * (PROMPT - shared)))
     open_round(b, 0.0, None)
     admit(b, "a0", 0)
     b.computed("a0")
@@ -274,7 +274,7 @@ def test_all_fit_where_the_pool_suffices_and_before_lengths_are_known():
         open_round(b, 0.0, None)
         assert fits(b, "b0", PROMPT)
         b.close_round()
-    b.leave_batch("a0", 50)  # now they are known
+    b.finished("a0", 50)  # now they are known
     arrive_all(b, "c0", "d0")
     open_round(b, 0.0, None)
     admit(b, "c0", 0)
@@ -286,7 +286,7 @@ def test_it_does_not_matter_whether_prefixes_gather():
     b = looking_ahead()
     run_one(b)
     arrive_all(b, "b0")
-    b.state.prefix_batching.share_rate = 0.0
+    b.state.deferrals.prefix_batching.share_rate = 0.0
     open_round(b, 0.0, None)
     assert not fits(b, "b0", PROMPT)
     b.close_round()
@@ -299,5 +299,5 @@ def test_sglang_decides_about_one_that_is_overdue():
     open_round(b, 0.0, None)
     b.close_round()
     open_round(b, 5.0, None)
-    assert propose(b, 1) == "b0" and fits(b, "b0", 0) and b.kv_budget.kept_out == 0
+    assert propose(b, 1) == "b0" and fits(b, "b0", 0) and b.stats()["deferrals"]["kv_budget"] == 0
     b.close_round()

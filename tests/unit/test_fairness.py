@@ -15,7 +15,7 @@ from oracles.scripted import Scripted
 def arrive(b, *names):
     """A request's first letter is its prompt; upper case is urgent."""
     for name in names:
-        b.arrive(name, array("q", [ord(name[0])] * 40), priority=0 if name[0].isupper() else 5)
+        b.arrived(name, array("q", [ord(name[0])] * 40), priority=0 if name[0].isupper() else 5)
 
 
 # When -------------------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def test_a_priority_that_nobody_has_any_more_is_forgotten():
         fairness.forget(name, waiting=False)
     fairness.arrive("r", 7)
     fairness.forget("r", waiting=True)
-    assert not len(fairness._waiting) and not len(fairness._running) and not fairness.arrivals
+    assert fairness._waiting.first is None and fairness._running.first is None and not fairness.arrivals
 
 
 def test_overtaken_by_as_many_as_were_ahead_and_as_urgent():
@@ -90,7 +90,7 @@ def test_where_everybody_is_late_the_order_is_still_the_trees(bound, order):
     arrive(b, *(f"{group}{i}" for group in "yzx" for i in range(1, 5)))
     assert run_round(b, slots=0) == []
     assert run_round(b, now=60.0, slots=99) == [f"{group}{i % 4 + 1}" for i, group in enumerate(order)]
-    assert b.hurried_admissions == (12 if bound == 10.0 else 0)
+    assert b.overdue_admissions == (12 if bound == 10.0 else 0)
 
 
 def test_the_policy_is_not_asked_while_somebody_is_overdue():
@@ -103,7 +103,7 @@ def test_the_policy_is_not_asked_while_somebody_is_overdue():
     assert run_round(b, now=10.0, slots=9) == ["y0"] and len(policy.states) == 2  # then about z0, which is not late
     assert run_round(b, now=18.0, slots=9) == [] and len(policy.states) == 3
     assert run_round(b, now=19.0, slots=9) == ["z0"] and len(policy.states) == 3
-    assert b.hurried_admissions == 2
+    assert b.overdue_admissions == 2
 
 
 def test_a_late_one_is_not_held_back_by_those_of_a_less_urgent_class():
@@ -125,9 +125,9 @@ def test_only_who_was_proposed_for_somebodys_lateness_counts():
     open_round(b, 10.0, None)
     assert propose(b, 0) == "x0"  # the scheduler then has no room for it
     b.close_round()
-    assert b.hurried_admissions == 0
+    assert b.overdue_admissions == 0
     b.state.fairness.max_wait = 100.0  # an operator switches
-    assert run_round(b, now=11.0, slots=1) == ["x0"] and b.hurried_admissions == 0
+    assert run_round(b, now=11.0, slots=1) == ["x0"] and b.overdue_admissions == 0
 
 
 @given(st.lists(st.text("abcd", max_size=4), min_size=1, max_size=40), st.integers(0, 8))
@@ -150,7 +150,7 @@ def test_nobody_waits_for_longer_than_twice_the_turns_of_those_before(arrivals, 
             arrive(b, name)
         admitted += run_round(b, now=float(step), slots=1)
         if len(b.tree.active) > 3:
-            b.leave_batch(sorted(b.tree.active)[step % 3])
+            b.finished(sorted(b.tree.active)[step % 3])
         step += 1
     assert sorted(admitted) == sorted(seen)
     for name in seen:
@@ -161,14 +161,14 @@ def test_who_is_retracted_or_leaves_the_queue_is_counted_so():
     b = builder()
     arrive(b, "x0", "y0", "z0")
     assert run_round(b, slots=1) == ["x0"]
-    b.requeue("x0", array("q", [5] * 50))
-    b.leave_queue("z0")
+    b.retracted("x0", array("q", [5] * 50))
+    b.aborted("z0")
     arrive(b, "u0", "v0")
-    b.leave_queue("u0")  # before a round has seen it
+    b.aborted("u0")  # before a round has seen it
     run_round(b, slots=0)
     assert b.state.fairness.arrivals["v0"].ahead == 2 and set(b.state.fairness.arrivals) == {"x0", "y0", "v0"}
     assert run_round(b, slots=2) == ["y0", "v0"]  # shorter than x0 is by now
-    b.leave_batch("y0")
+    b.finished("y0")
     arrive(b, "w0")
     run_round(b, slots=0)
     assert b.state.fairness.arrivals["w0"].ahead == 1 and "y0" not in b.state.fairness.arrivals

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
+from feather_sglang.scheduling.admission.forecast import KVForecast, Outlook
 
 # Prompts begin with one of these, each part of it with its tokens.
 PARTS = {"": 0, "a": 7, "ab": 3, "ac": 30, "acd": 1, "e": 11}

@@ -28,9 +28,8 @@ def replay(policy, foreign, seed):
     """Serve all requests once; returns tokens/s."""
     rng = random.Random(seed)
     prefixes = [array("q", [group] * 64 * 20) for group in range(GROUPS)]
-    builder = Admission(
-        ChunkedHashTree(64, seed=1), policy, max_wait=1e9, max_wait_rounds=10**9, group_of=lambda request: request[0]
-    )
+    builder = Admission(ChunkedHashTree(64, seed=1), policy, max_wait=1e9, max_wait_rounds=10**9)
+    builder.consult(policy, lambda request: request[0])
     policy.end_episode()
     policy.explore = True  # which the builder of the replay before ended without: its queue was empty
     clock = arrival = 0.0
@@ -40,10 +39,10 @@ def replay(policy, foreign, seed):
         while running and running[0][1] <= step:
             request, _ = running.popleft()
             rows[request[0]] -= 1
-            builder.leave_batch(request)
+            builder.finished(request)
         while arrival <= clock and arrived < REQUESTS:
             request = (rng.randrange(GROUPS), arrived)
-            builder.arrive(request, prefixes[request[0]] + array("q", [arrived + 10]))
+            builder.arrived(request, prefixes[request[0]] + array("q", [arrived + 10]))
             arrived += 1
             arrival += rng.expovariate(RATE)
         open_round(builder, clock, reward)

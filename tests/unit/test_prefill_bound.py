@@ -209,29 +209,29 @@ def test_it_follows_a_batch_that_grew():
 def test_what_waits_is_what_is_to_be_computed_of_all_prompts():
     one = builder()
     assert one.waiting_work(0) == 0
-    one.arrive("a", [1] * 100)
-    one.arrive("b", [2] * 5000, cached_tokens=4960)
+    one.arrived("a", [1] * 100)
+    one.arrived("b", [2] * 5000, cached_tokens=4960)
     assert one.waiting_work(1000) == 140
-    one.work.pair_tokens = 0.01  # the more context, the more work
+    one.state.work.pair_tokens = 0.01  # the more context, the more work
     assert one.waiting_work(1000) == pytest.approx(100 + 0.01 * 100 * 50 + 40 + 0.01 * 40 * 4980)
-    one.state.leave_queue("a")
+    one.aborted("a")
     assert one.waiting_work(1000) == pytest.approx(40 + 0.01 * 40 * 4980)
 
 
 def test_what_does_not_fit_into_memory_waits_for_ever():
     one = builder()
-    one.arrive("a", [1] * 100)
+    one.arrived("a", [1] * 100)
     assert one.waiting_work(100) == 100 and one.waiting_work(99) == inf
-    one.arrive("b", [2] * 100)
+    one.arrived("b", [2] * 100)
     assert one.waiting_work(100) == inf
 
 
 def test_a_queue_too_long_to_be_looked_at_is_overload():
     one = builder()
     for number in range(256):
-        one.arrive(number, [number] * 2)
+        one.arrived(number, [number] * 2)
     assert one.waiting_work(10**6) == 512
-    one.arrive("last", [9] * 2)
+    one.arrived("last", [9] * 2)
     assert one.waiting_work(10**6) == inf
 
 
@@ -286,7 +286,7 @@ class Told:
         self.bound = PrefillBound(promise or Promise(tbt=0.05), self.lines.append)
 
     def round(self, now, waiting=0.0, **readings):
-        known = Readings(now, bare_seconds=PRICE, own_seconds=OWN, least_decode_seconds=0.008)._replace(**readings)
+        known = Readings(now, **{"bare_seconds": PRICE, "own_seconds": OWN, "least_decode_seconds": 0.008, **readings})
         assert self.bound.look(known)
         work = self.bound.work(waiting, known)
         self.bound.launched(work)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from feather_sglang.scheduling.admission.deferrals import PrefixBatching
 from feather_sglang.scheduling.admission.gate import PrefillDelay
-from feather_sglang.scheduling.admission.prefix_batching import PrefixBatching
 from feather_sglang.scheduling.policies import Action, make_policy
 from oracles import rounds
 from oracles.rounds import admit, defers, open_round, propose
@@ -146,7 +146,7 @@ def tokens(name):
 
 def arrive(b, *names):
     for name in names:
-        b.arrive(name, tokens(name))
+        b.arrived(name, tokens(name))
 
 
 def running(b, count=20, now=0.0):
@@ -164,7 +164,7 @@ def test_who_arrives_singly_is_admitted_together():
         found.append(len(run_round(b, now=step * 0.02)))
     # 20 x 0.01 s: 4 x 0.08 / 2 is less, 5 x 0.1 / 2 more; then 25 x 0.01 s, which 5 x 0.1 / 2 reaches
     assert found == [0, 0, 0, 0, 5, 0, 0, 0, 0, 5]
-    assert b.delayed_rounds == b.stats()["held_rounds"] == 8
+    assert b.delayed_rounds == b.stats()["delayed_rounds"] == 8
     assert b.state.fairness.round == b.stats()["rounds"] == 11
 
 
@@ -188,10 +188,10 @@ def test_nothing_is_held_without_pacing_or_with_a_bound_of_none():
 
 def test_nothing_is_held_where_nothing_runs():
     b = running(builder(), count=2)
-    b.leave_batch("r0")
+    b.finished("r0")
     arrive(b, "a")
     assert run_round(b, now=0.001) == []
-    b.leave_batch("r1")
+    b.finished("r1")
     assert run_round(b, now=0.002) == ["a"]
 
 
@@ -211,12 +211,12 @@ def test_nothing_is_held_while_a_prompt_is_computed_in_chunks():
 
 def test_nothing_is_held_while_a_retracted_one_waits():
     b = running(builder())
-    b.requeue("r3", tokens("r3"))
+    b.retracted("r3", tokens("r3"))
     arrive(b, "a")
     assert run_round(b, now=0.001, slots=1) == ["r3"]
     assert run_round(b, now=0.002) == []
-    b.requeue("r5", tokens("r5"))
-    b.leave_queue("r5")  # aborted
+    b.retracted("r5", tokens("r5"))
+    b.aborted("r5")  # aborted
     assert run_round(b, now=0.003) == []
 
 
@@ -226,16 +226,16 @@ def test_nothing_is_held_while_somebody_is_overdue(bounds):
     arrive(b, "a")
     assert [run_round(b, now=0.01 * i) for i in range(1, 6)] == [[]] * 5
     arrive(b, "b")
-    assert run_round(b, now=0.061) == ["a", "b"] and b.hurried_admissions == 1
+    assert run_round(b, now=0.061) == ["a", "b"] and b.overdue_admissions == 1
 
 
 def test_an_overdue_one_of_a_less_urgent_class_does_not_end_the_pace():
     b = running(builder(max_wait=0.05))
-    b.arrive("background", tokens("background"), priority=9)
+    b.arrived("background", tokens("background"), priority=9)
     assert run_round(b, now=0.01) == []
     arrive(b, "urgent")
     assert run_round(b, now=0.07) == [] and b.delayed_rounds == 2
-    b.leave_queue("urgent")
+    b.aborted("urgent")
     assert run_round(b, now=0.08) == ["background"]
 
 
@@ -244,11 +244,11 @@ def test_who_becomes_overdue_in_a_held_round_is_proposed():
     b = running(builder(max_wait=0.05), now=0.0)
     arrive(b, "a")
     assert run_round(b, now=0.01) == []
-    b.leave_queue("a")
+    b.aborted("a")
     arrive(b, "b")
     open_round(b, 0.05, None, None, FIXED)
     assert b.round.delayed and propose(b, 20) is None
-    b.requeue("r3", tokens("r3"))
+    b.retracted("r3", tokens("r3"))
     assert propose(b, 19) == "r3"
     admit(b, "r3")
     assert propose(b, 20) is None
@@ -258,7 +258,7 @@ def test_who_becomes_overdue_in_a_held_round_is_proposed():
 def test_those_who_wait_for_a_prefix_that_is_computed_do_not_count():
     b = running(builder())
     for i in range(6):
-        b.arrive(i, array("q", [9] * 600) + array("q", [i] * 4))
+        b.arrived(i, array("q", [9] * 600) + array("q", [i] * 4))
     open_round(b, 1.0, None, None, FIXED)
     assert propose(b, 20) == 0
     admit(b, 0, 0)
@@ -267,7 +267,7 @@ def test_those_who_wait_for_a_prefix_that_is_computed_do_not_count():
     arrive(b, "a")
     # Of six who wait one can be proposed: 1 x 0.4 / 2 is less than 21 x 0.01, 6 x 0.4 / 2 is not.
     assert run_round(b, now=1.4) == [] and b.delayed_rounds == 1
-    b.leave_queue("a")
+    b.aborted("a")
     assert run_round(b, now=1.4) == [] and b.delayed_rounds == 1  # nobody is left to be held
     b.computed(0)
     assert run_round(b, now=1.4) == [1, 2, 3, 4, 5]
@@ -283,7 +283,7 @@ class AlwaysShort(PrefixBatching):
 
 def test_postponed_requests_are_not_counted_either():
     b = running(builder(prefix_batching=AlwaysShort(0), max_wait=1e9))
-    b.arrive("lone", array("q", [9] * 600))
+    b.arrived("lone", array("q", [9] * 600))
     open_round(b, 0.5, None, None, FIXED)
     assert propose(b, 20) == "lone" and defers(b, "lone", 0, 600, 10**9)
     b.close_round()
@@ -345,7 +345,7 @@ def test_nobody_waits_longer_than_the_bound_and_a_round(steps, bound):
     for seconds, arrivals, departures, fixed in steps:
         before, now = now, now + seconds
         for r in sorted(b.tree.active)[:departures]:
-            b.leave_batch(r)
+            b.finished(r)
         for _ in range(arrivals):
             number += 1
             arrive(b, f"{'abc'[number % 3]}{number}")
@@ -362,6 +362,6 @@ def test_nobody_waits_longer_than_the_bound_and_a_round(steps, bound):
             assert now - seen.pop(r) <= bound + (now - before)
         last = now if admitted else last
     for r in list(b.tree.active):
-        b.leave_batch(r)
+        b.finished(r)
     run_round(b, now + 1e-3)
     assert not b.tree.waiting

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.scheduling.admission.prefix_batching import (
+from feather_sglang.scheduling.admission.deferrals import (
     LEAST_TOKENS,
     MIN_SHARE_RATE,
     RECOMPUTE_PROBABILITY,

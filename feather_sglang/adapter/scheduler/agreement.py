@@ -8,11 +8,15 @@ The first rank's readings hold for all.
 
 from __future__ import annotations
 
+import math
 import secrets
+from dataclasses import astuple
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from feather_sglang.scheduling.meters.readings import Readings
 
 
 def is_first_rank() -> bool:
@@ -49,11 +53,12 @@ class Agreement:
         dist.all_reduce(value, dist.ReduceOp.MIN, self.group)
         return bool(value.item())
 
-    def readings(self, now: float, *measured: float | None) -> tuple[Any, ...]:
-        """The first rank's clock (s), and what it has measured by it: figures of at least 0, or None."""
+    def readings(self, mine: Readings) -> Readings:
+        """The first rank's."""
         if self.ranks == 1:
-            return now, *measured
-        value = torch.tensor([now, *(-1.0 if figure is None else figure for figure in measured)], dtype=torch.float64)
+            return mine
+        known = [math.nan if figure is None else figure for figure in astuple(mine)]
+        value = torch.tensor(known, dtype=torch.float64)
         dist.broadcast(value, self._first_rank(), self.group)
-        now, *others = value.tolist()
-        return now, *(None if figure < 0 else figure for figure in others)
+        said: list[Any] = [None if math.isnan(figure) else figure for figure in value.tolist()]
+        return Readings(*said)

@@ -10,10 +10,10 @@ from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.refusals import mixes_chunks, resolved
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.admission.admission import Admission
+from feather_sglang.scheduling.admission.deferrals import PrefixBatching
+from feather_sglang.scheduling.admission.forecast import KVForecast, Outlook
 from feather_sglang.scheduling.admission.gate import BOUND, SHARE, PrefillDelay
-from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
 from feather_sglang.scheduling.admission.overtaking import Overtaking
-from feather_sglang.scheduling.admission.prefix_batching import PrefixBatching
 from feather_sglang.scheduling.admission.work import Work
 from feather_sglang.scheduling.policies import StopPolicy, load_policy, make_policy
 from feather_sglang.scheduling.policy_names import POLICY_NAMES, admits

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from prometheus_client import Counter
 
@@ -48,3 +49,25 @@ class Guard:
             self.reason = f"{what}: {error!r}"
             failure_counter().inc()
             logger.error("feather: %s (%r); this scheduler goes on as fcfs", what, error, exc_info=error)
+
+
+def guarded(what: str, otherwise: Any = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A method that does nothing once its object's ``guard`` has failed; where it raises, ``what`` is the failure.
+
+    Either way it returns ``otherwise`` then.
+    """
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(self: Any, *args: Any) -> Any:
+            if self.guard.failed:
+                return otherwise
+            try:
+                return method(self, *args)
+            except Exception as error:
+                self.guard.fail(what, error)
+                return otherwise
+
+        return run
+
+    return decorate

@@ -153,9 +153,9 @@ class Hooks:
         return original(*args, **kwargs)
 
     def _process_batch_result(self, original: Callable[..., Any], batch: Any, result: Any, *args: Any) -> Any:
-        self.feather.meters.result_comes(batch)
+        self.feather.meters.step_ending(batch)
         processed = original(batch, result, *args)
-        self.feather.meters.result_came(batch)
+        self.feather.meters.step_ended(batch)
         return processed
 
     def _get_next_batch_to_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 
 from sglang.srt.managers.schedule_policy import CacheAwarePolicy
 
-from feather_sglang.adapter.scheduler.guard import Guard
+from feather_sglang.adapter.scheduler.guard import Guard, guarded
 from feather_sglang.adapter.scheduler.prefix_use import tokens_to_share
 from feather_sglang.scheduling.admission.admission import Admission
-from feather_sglang.scheduling.admission.kv_forecast import Outlook
+from feather_sglang.scheduling.admission.forecast import Outlook
 
 _ENDLESS = 1 << 40  # tokens of a request without a limit
 
@@ -42,28 +42,27 @@ class LifeCycle:
         self._twins = False  # whether two of one id may wait
         self._outputs: dict[Hashable, int] = {}  # tokens that requests in prefill had when they were admitted
 
+    @guarded("a request could not be entered")
     def queued(self, req: Any) -> None:
         """Enter a request that arrives, or comes back, and is the last of SGLang's queue."""
-        if not self.guard.failed:
-            with self.guard("a request could not be entered"):
-                self.enter(req)
+        self.enter(req)
 
     def enter(self, req: Any) -> None:
         """Enter a waiting request into the tree."""
-        admission, tree = self.admission, self.admission.tree
-        tokens = tokens_to_share(req, tree.chunk_size)
-        if req.rid in tree.active and self.requests[req.rid] is req:
+        admission = self.admission
+        tokens = tokens_to_share(req, admission.chunk_size)
+        if req.rid in admission.running and self.requests[req.rid] is req:
             # Retracted or preempted: it now owes its prompt and what it has generated.
-            admission.requeue(req.rid, tokens)
+            admission.retracted(req.rid, tokens)
         else:
             # The id of a request that has finished or was aborted since the last round may be used again.
-            if req.rid in tree.active:
-                admission.leave_batch(req.rid, len(self.requests[req.rid].output_ids))
-            elif req.rid in tree.waiting:
-                admission.leave_queue(req.rid)
+            if req.rid in admission.running:
+                admission.finished(req.rid, len(self.requests[req.rid].output_ids))
+            elif req.rid in admission.waiting:
+                admission.aborted(req.rid)
                 self._twins = True
             isolation = (req.extra_key, getattr(req, "cache_salt", None), req.lora_id)
-            admission.arrive(
+            admission.arrived(
                 req.rid,
                 tokens,
                 extra_key=isolation if any(isolation) else None,
@@ -94,28 +93,29 @@ class LifeCycle:
         Requests enter the queue through ``_add_request_to_queue`` only, so equal counts mean equal queues, unless two
         of one id wait: tokenizer workers do not know of each other's.
         """
-        admission, tree, alive = self.admission, self.admission.tree, self.alive(running)
-        for rid in [rid for rid in tree.active if rid not in alive]:
-            admission.leave_batch(rid, len(self.requests.pop(rid).output_ids))
+        admission, alive = self.admission, self.alive(running)
+        for rid in [rid for rid in admission.running if rid not in alive]:
+            admission.finished(rid, len(self.requests.pop(rid).output_ids))
         queue = self.scheduler.waiting_queue
-        if self._twins or len(tree.waiting) != len(queue):
+        if self._twins or len(admission.waiting) != len(queue):
             queued = {req.rid for req in list.__iter__(queue)}
-            for rid in [rid for rid in tree.waiting if rid not in queued]:
-                admission.leave_queue(rid)
+            for rid in [rid for rid in admission.waiting if rid not in queued]:
+                admission.aborted(rid)
                 del self.requests[rid]
             for req in list.__iter__(queue):
-                if req.rid not in tree:
+                if req.rid not in self.requests:
                     self.enter(req)
             self._twins = len(queued) != len(queue)
 
     def admitted(self, req: Any) -> None:
-        """Remember how far a request was when its prompt began to be computed."""
+        """SGLang has added a request to its prefill batch."""
+        self.admission.admitted(req.rid, cached_tokens(req))
         self._outputs[req.rid] = len(req.output_ids)
 
-    def note_computed(self) -> None:
-        """A request's first new token says that its prompt is computed and in the cache."""
+    def computed(self) -> None:
+        """Tell of those whose first new token says that their prompts are computed and in the cache."""
         for rid, outputs in list(self._outputs.items()):
-            if rid not in self.admission.state.deferrals.in_flight:
+            if rid not in self.admission.in_flight:
                 del self._outputs[rid]
             elif len(self.requests[rid].output_ids) > outputs:
                 self.admission.computed(rid)

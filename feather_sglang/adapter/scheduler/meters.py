@@ -8,7 +8,7 @@ from typing import Any
 
 from feather_sglang.adapter.refusals import resolved
 from feather_sglang.adapter.scheduler.agreement import Agreement
-from feather_sglang.adapter.scheduler.guard import Guard
+from feather_sglang.adapter.scheduler.guard import Guard, guarded
 from feather_sglang.scheduling.meters.decode import DecodeMeter
 from feather_sglang.scheduling.meters.prefill import PrefillMeter
 from feather_sglang.scheduling.meters.readings import Readings
@@ -35,22 +35,20 @@ class Meters:
         self._drafts = resolved(scheduler.server_args, "speculative_algorithm") is not None
         self._step = False, 0  # whether the step that ends decodes, and its tokens; with drafts, those before it
 
-    def result_comes(self, batch: Any) -> None:
+    def step_ending(self, batch: Any) -> None:
         """SGLang processes a step's result next: a request that has finished gets no token of it."""
         is_decode, tokens = batch.forward_mode.is_decode(), 0
         if is_decode:
             tokens = _made(batch) if self._drafts else sum(not req.finished() for req in batch.reqs)
         self._step = is_decode, tokens
 
-    def result_came(self, batch: Any) -> None:
+    @guarded("a step could not be measured")
+    def step_ended(self, batch: Any) -> None:
         """SGLang has processed a step's result."""
-        if not self.guard.failed:
-            with self.guard("a step could not be measured"):
-                is_decode, tokens = self._step
-                self._note(batch, is_decode, _made(batch) - tokens if is_decode and self._drafts else tokens)
-
-    def _note(self, batch: Any, is_decode: bool, tokens: int) -> None:
         now, prefill = self.clock(), self.prefill
+        is_decode, tokens = self._step
+        if is_decode and self._drafts:
+            tokens = _made(batch) - tokens
         self.decode.step(now, tokens, is_decode)
         lens = () if is_decode else batch.extend_lens or ()
         pairs = sum(new * (old + new / 2) for new, old in zip(lens, batch.prefix_lens or (), strict=False))
@@ -64,32 +62,41 @@ class Meters:
         if all(req.finished() for req in chain(batch.reqs, self.scheduler.running_batch.reqs)):
             prefill.idle()
 
-    def batch_changes(self) -> None:
-        """Requests were admitted: a decode step still in flight belongs to the old batch."""
-        with self.guard("a step could not be measured"):
-            self.decode.restart(in_flight=int(self.scheduler.enable_overlap))
-            self.prefill.begin(self.clock())
+    @guarded("a step could not be measured")
+    def step_launched(self) -> None:
+        """A prefill step is launched: a decode step still in flight belongs to the batch before it."""
+        self.decode.restart(in_flight=int(self.scheduler.enable_overlap))
+        self.prefill.begin(self.clock())
 
     def resumed(self) -> None:
         """SGLang goes on after a pause, whose time is nobody's."""
         self.decode.restart()
         self.prefill.idle()
 
+    def reward_paid(self) -> None:
+        """The reward was credited: the next one begins."""
+        self.decode.take()
+
+    def warmed_up(self, decode_seconds: float) -> None:
+        """A replayed server has served its warm-up request, whose decode steps took so long."""
+        self.decode.least_seconds = decode_seconds
+
     def readings(self) -> Readings:
         """Rank 0's, on every rank."""
         prefill, bare, step = self.prefill, self.prefill.bare_seconds, self.decode.step_seconds
-        mine = Readings(
-            now=self.clock(),
-            reward=self.decode.rate,
-            prefill_seconds=prefill.seconds_per_token,
-            fixed_seconds=prefill.fixed_seconds,
-            bare_seconds=bare,
-            pair_tokens=prefill.pair_seconds / bare if bare else None,
-            step_tokens=step / bare if bare and step is not None else None,
-            own_seconds=self.own.seconds,
-            least_decode_seconds=self.decode.least_seconds,
+        return self.agreement.readings(
+            Readings(
+                now=self.clock(),
+                reward=self.decode.rate,
+                prefill_seconds=prefill.seconds_per_token,
+                fixed_seconds=prefill.fixed_seconds,
+                bare_seconds=bare,
+                pair_tokens=prefill.pair_seconds / bare if bare else None,
+                step_tokens=step / bare if bare and step is not None else None,
+                own_seconds=self.own.seconds,
+                least_decode_seconds=self.decode.least_seconds,
+            )
         )
-        return Readings._make(self.agreement.readings(*mine))
 
 
 def _made(batch: Any) -> int:

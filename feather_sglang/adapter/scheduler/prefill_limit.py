@@ -101,7 +101,7 @@ class PrefillLimit:
         if chunked is not None:
             total = total_tokens(chunked)
             rest = total - cached_tokens(chunked)
-            free, work = free - rest, self.admission.work.of_prompt(rest, total)
+            free, work = free - rest, self.admission.prefill_work(rest, total)
         return work + self.admission.waiting_work(free)
 
     def _must_go_on(self, running_batch: Any) -> bool:
@@ -130,7 +130,7 @@ class PrefillLimit:
 
     def _take(self, tokens: int, context: int) -> None:
         assert self._work is not None
-        self._work -= self.admission.work.of_prompt(tokens, context + tokens)
+        self._work -= self.admission.prefill_work(tokens, context + tokens)
 
     def allow(self, req: Any) -> bool:
         """Lower what is left of the chunk to what a proposed request may have in time; False: nothing."""

@@ -91,12 +91,12 @@ class FeatherPolicy(SchedulePolicy):
     def on_step_result(self, batch: Any, result: Any) -> None:
         """Count the tokens that a step is about to bring."""
         if self.feather.policy is not None:  # else nobody learns from what is measured
-            self.feather.meters.result_comes(batch)
+            self.feather.meters.step_ending(batch)
 
     def on_step_end(self, batch: Any, result: Any) -> None:
         """Measure the step."""
         if self.feather.policy is not None:
-            self.feather.meters.result_came(batch)
+            self.feather.meters.step_ended(batch)
 
     def on_continue(self) -> None:
         """A pause is over."""

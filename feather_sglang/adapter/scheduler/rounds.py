@@ -12,13 +12,13 @@ from typing import Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult
 
-from feather_sglang.adapter.scheduler.guard import Guard
+from feather_sglang.adapter.scheduler.guard import Guard, guarded
 from feather_sglang.adapter.scheduler.life_cycle import LifeCycle, cached_tokens, total_tokens
 from feather_sglang.adapter.scheduler.meters import Meters
 from feather_sglang.adapter.scheduler.prefill_limit import PrefillLimit
 from feather_sglang.adapter.scheduler.waiting_prefixes import WaitingPrefixes
 from feather_sglang.scheduling.admission.admission import Admission
-from feather_sglang.scheduling.admission.verdict import Batch, Proposal, Verdict
+from feather_sglang.scheduling.admission.types import Batch, Proposal, Verdict
 from feather_sglang.scheduling.meters.readings import Readings
 
 # A deferred request leaves the loop to the next one; where memory is the reason SGLang ends it.
@@ -58,54 +58,50 @@ class AdmissionRounds:
 
         It does not look where the running batch is marked full.
         """
-        if self.admission.state.deferrals.in_flight and not self.guard.failed:
+        if self.admission.in_flight and not self.guard.failed:
             # Else a batch that had no room for somebody else's prefix would be closed, until a request leaves it, to
             # those whose prefix has been computed since.
             running_batch.batch_is_full = False
-        return self.limit is None or self.guard.failed or self._begin(self.limit, running_batch)
-
-    def _begin(self, limit: PrefillLimit, running_batch: Any) -> bool:
         self._readings = None
-        with self.guard("prefill could not be bounded"):
-            if not limit.wanted(running_batch):
-                return True
-            self._readings = readings = self.meters.readings()
-            return limit.begin(running_batch, readings)
-        limit.restore()
-        return True
+        if self.limit is None:
+            return True
+        begun = self._begin(self.limit, running_batch)
+        if begun is None:
+            self.limit.restore()
+        return begun is not False
 
+    @guarded("prefill could not be bounded")
+    def _begin(self, limit: PrefillLimit, running_batch: Any) -> bool:
+        if not limit.wanted(running_batch):
+            return True
+        self._readings = readings = self.meters.readings()
+        return limit.begin(running_batch, readings)
+
+    @guarded("an admission round could not be opened", False)
     def open(self, running_batch: Any) -> bool:
         """Open a round; False where feather has failed, and SGLang admits."""
-        if self.guard.failed:
-            return False
-        with self.guard("an admission round could not be opened"):
-            self._open(running_batch)
-        return not self.guard.failed
-
-    def _open(self, running_batch: Any) -> None:
         self._running_rows, self._computed_tokens = len(running_batch.reqs), 0
         self.life_cycle.synchronise(running_batch.reqs)
-        self.life_cycle.note_computed()
+        self.life_cycle.computed()
         chunked = self.scheduler.chunked_req
         pending = 0 if chunked is None else max(1, total_tokens(chunked) - cached_tokens(chunked))
         readings = self._readings
         if readings is None:
             readings = self.meters.readings()
-        self.admission.open_round(readings, pending_tokens=pending)
-        if not self.admission.round.delayed:
-            self.meters.decode.take()
+        if self.admission.open_round(readings, pending_tokens=pending):
+            self.meters.reward_paid()
+        return True
 
+    @guarded("the prefixes of waiting requests could not be used")
     def use_prefixes(self, queue: list[Any]) -> None:
         """Keep the prefixes of those who wait in the cache, as SGLang's own policies do."""
-        with self.guard("the prefixes of waiting requests could not be used"):
-            self.prefixes.use(queue)
+        self.prefixes.use(queue)
 
+    @guarded("the prefixes of waiting requests could not be counted", False)
     def count_prefixes(self) -> bool:
         """Whether each request that waits says how much of its prompt is cached."""
-        if not self.guard.failed:
-            with self.guard("the prefixes of waiting requests could not be counted"):
-                self.prefixes.count()
-        return not self.guard.failed
+        self.prefixes.count()
+        return True
 
     def propose(self, queue: Iterable[Any], adder: Any) -> Iterator[Any]:
         """Requests in the order they are proposed, until nobody is or SGLang's budgets end the loop.
@@ -126,47 +122,43 @@ class AdmissionRounds:
                 self.limit.open(adder)
         while not self.guard.failed:
             with self.guard("no request could be proposed"):
-                rid = admission.propose(Batch(len(admission.tree.active), len(adder.can_run_list) < room))
+                rid = admission.propose(Batch(len(admission.running), len(adder.can_run_list) < room))
                 if rid is None:
                     return
                 yield self.life_cycle.requests[rid]
-                if admission.round.open_proposal is not None:
-                    admission.settle(rid, Verdict.ENGINE)
         yield from [req for req in queue if req not in adder.can_run_list]
 
+    @guarded("a proposed request could not be judged")
     def judge(self, req: Any) -> AddReqResult | None:
         """What keeps a proposed request out of the batch; None leaves it to SGLang's budgets."""
-        if not self.guard.failed and self.admission.policy is not None:
-            with self.guard("a proposed request could not be judged"):
-                verdict = self.check(req)
-                if verdict is not Verdict.ADMIT:
-                    return _RESULTS.get(verdict, AddReqResult.CONTINUE)
-                if self.limit is not None and not self.limit.allow(req):
-                    return AddReqResult.OTHER
-        return None
+        if self.admission.policy is None:
+            return None
+        verdict = self.check(req)
+        if verdict is not Verdict.ADMIT:
+            return _RESULTS.get(verdict, AddReqResult.CONTINUE)
+        return None if self.limit is None or self.limit.allow(req) else AddReqResult.OTHER
 
+    @guarded("an admission could not be noted")
     def admitted(self, req: Any) -> None:
         """SGLang has added a request to its prefill batch."""
-        if not self.guard.failed:
-            with self.guard("an admission could not be noted"):
-                self.admission.settle(req.rid, Verdict.ADMIT, cached_tokens(req))
-                self.life_cycle.admitted(req)
-                if self.limit is not None:
-                    self.limit.admitted(req)
-                self._computed_tokens += total_tokens(req) - cached_tokens(req)
+        self.life_cycle.admitted(req)
+        if self.limit is not None:
+            self.limit.admitted(req)
+        self._computed_tokens += total_tokens(req) - cached_tokens(req)
 
     def end(self, new_batch: Any) -> None:
         """SGLang has looked, and found ``new_batch`` or None."""
         if self.limit is not None:
             self.limit.restore()
-            if not self.guard.failed:
-                with self.guard("prefill could not be bounded"):
-                    self.limit.end(new_batch)
+        self._end(new_batch)
+
+    @guarded("an admission round could not be closed")
+    def _end(self, new_batch: Any) -> None:
+        if self.limit is not None:
+            self.limit.end(new_batch)
         if new_batch is not None:
-            self.meters.batch_changes()
-        if not self.guard.failed:
-            with self.guard("an admission round could not be closed"):
-                self.admission.close_round()
+            self.meters.step_launched()
+        self.admission.close_round()
 
     def check(self, req: Any) -> Verdict:
         """What the rules say of a proposed request that SGLang has looked up."""

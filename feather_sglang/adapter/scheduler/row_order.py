@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from feather_sglang.adapter.scheduler.guard import Guard
+from feather_sglang.adapter.scheduler.guard import Guard, guarded
 from feather_sglang.scheduling.admission.admission import Admission
 
 
@@ -32,21 +32,21 @@ class RowOrder:
         self.seconds = 0.0
         self._ordered: list[Any] | None = None  # the row list last seen in order
 
+    @guarded("rows could not be ordered")
     def order(self, batch: Any) -> None:
         """Put the rows of a batch that decodes next in prefix order.
 
         SGLang has dropped what finished and retracted by then, and allocates the step's tokens row by row afterwards.
         """
         # SGLang makes a new row list whenever the composition changes, so the same list is in order already.
-        if not self.enabled or self.guard.failed or batch.reqs is self._ordered:
+        if not self.enabled or batch.reqs is self._ordered:
             return
-        with self.guard("rows could not be ordered"):
-            start = time.perf_counter()
-            order = self.admission.row_order([req.rid for req in batch.reqs])
-            if order is not None and permute_rows(batch, order):
-                self.permutations += 1
-            self._ordered = batch.reqs
-            self.seconds += time.perf_counter() - start
+        start = time.perf_counter()
+        order = self.admission.row_order([req.rid for req in batch.reqs])
+        if order is not None and permute_rows(batch, order):
+            self.permutations += 1
+        self._ordered = batch.reqs
+        self.seconds += time.perf_counter() - start
 
 
 def rows_can_move(batch: Any) -> bool:

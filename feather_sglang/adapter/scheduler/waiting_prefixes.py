@@ -50,5 +50,5 @@ class WaitingPrefixes:
             self.scheduler.policy._compute_prefix_matches(queue, CacheAwarePolicy.LPM)
             return
         for req in queue:
-            if req.rid in self.admission.tree.waiting:
-                req.num_matched_prefix_tokens = max(0, req.seqlen - self.admission.state.uncached(req.rid))
+            if req.rid in self.admission.waiting:
+                req.num_matched_prefix_tokens = max(0, req.seqlen - self.admission.uncached(req.rid))

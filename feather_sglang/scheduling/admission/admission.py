@@ -1,39 +1,39 @@
 """Admission: which waiting request joins the running batch next. The page to read first.
 
-An engine holds one admission round after the other::
+The engine tells each event of a request once, ``arrived, retracted, computed, aborted, finished`` (``queue.py``), and
+holds one admission round after the other::
 
     admission.open_round(readings)
     while (request := admission.propose(batch)) is not None:
         verdict = admission.check(proposal)            # after the engine has looked it up in its cache
-        admission.settle(request, ADMIT or ENGINE)     # what the engine did with it, where the rules let it
+        admission.admitted(request)                    # where the rules let it, and the engine could
     admission.close_round()
 
 1. **Gate** (``gate.py``): is a prefill step worth it now?
 2. **Order** (``order.py``): who is overdue; who computes least; after STOP, who is inside the batch's main branch.
 3. **Rules** (``rules.py``): is the proposed request admitted now? They are asked in the order of ``make_rules``.
 
-What admission knows of requests is in ``queue_state.py``, what lives for one round in ``round.py``, who is deferred
-and until when in ``deferrals.py``. Requests are known by id only.
+What admission knows of requests is in ``queue.py``, what lives for one round in ``types.py``, who is deferred and until
+when in ``deferrals.py``. Requests are known by id only; nobody outside looks behind this class.
 
 Source: Feather, algorithm 7. The gate, the rules, the bounds on waiting, and the way back from a mixed batch are ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable
 from typing import Any
 
+from feather_sglang.scheduling.admission.deferrals import PrefixBatching
 from feather_sglang.scheduling.admission.fairness import MAX_WAIT, MAX_WAIT_ROUNDS, Fairness
+from feather_sglang.scheduling.admission.forecast import KVForecast, Outlook
 from feather_sglang.scheduling.admission.gate import PrefillDelay
-from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
-from feather_sglang.scheduling.admission.order import Order
+from feather_sglang.scheduling.admission.order import Order, Stopping
 from feather_sglang.scheduling.admission.overtaking import Overtaking
-from feather_sglang.scheduling.admission.prefix_batching import PrefixBatching
-from feather_sglang.scheduling.admission.queue_state import QueueState
-from feather_sglang.scheduling.admission.round import Round
+from feather_sglang.scheduling.admission.queue import QueueState
 from feather_sglang.scheduling.admission.rules import KVBudget, make_rules
-from feather_sglang.scheduling.admission.stopping import Stopping
-from feather_sglang.scheduling.admission.verdict import Batch, Proposal, Verdict
+from feather_sglang.scheduling.admission.types import Batch, Proposal, Round, Verdict
 from feather_sglang.scheduling.admission.work import Work
 from feather_sglang.scheduling.meters.readings import Readings
 from feather_sglang.scheduling.policies import StopPolicy
@@ -65,8 +65,13 @@ class Admission:
         Bounds by how much later requests go before older ones.
     work
         Gives the size of a request.
-    group_of
-        Gives a request's prefix group, for the oracle policy alone.
+
+    Attributes
+    ----------
+    waiting, running
+        Ids of requests, live read-only sets.
+    in_flight
+        The same of running requests whose prompts are computed, and others wait for that.
     """
 
     def __init__(
@@ -82,24 +87,27 @@ class Admission:
         prefill_delay: PrefillDelay | None = None,
         overtaking: Overtaking | None = None,
         work: Work | None = None,
-        group_of: Callable[[Hashable], Hashable] | None = None,
     ) -> None:
         fairness = Fairness(max_wait, max_wait_rounds)
-        self.state = QueueState(tree, fairness, overtaking or Overtaking(), work or Work(None), prefix_batching)
+        self.tree = tree
+        self.state = state = QueueState(
+            tree, fairness, overtaking or Overtaking(), work or Work(None), prefix_batching, forecast
+        )
+        self.arrived, self.retracted, self.computed = state.arrived, state.retracted, state.computed
+        self.aborted, self.finished = state.aborted, state.finished
+        self.waiting, self.running, self.in_flight = tree.waiting, tree.active, state.deferrals.in_flight
+        self.chunk_size, self.reseed, self.row_order = tree.chunk_size, tree.reseed, tree.row_order
+        self.uncached, self.waiting_work, self.prefill_work = state.uncached, state.waiting_work, state.work.of_prompt
         self.stopping = Stopping(policy)
         self.prefill_delay = prefill_delay
-        self.order = Order(self.state, self.stopping, group_of)
-        self.kv_budget = KVBudget(self.state, forecast, outlook_of)
-        self.rules = make_rules(self.state, self.kv_budget)
+        self.order = Order(state, self.stopping)
+        self.kv_budget = KVBudget(state, outlook_of)
+        self.rules = make_rules(state, self.kv_budget)
         self.round = Round()
-        self.hurried_admissions = 0
+        self.deferred: Counter[Verdict] = Counter()  # proposals that a rule deferred
+        self.overdue_admissions = 0
         self.delayed_rounds = 0
         self.longest_wait = 0.0
-
-    @property
-    def tree(self) -> ChunkedHashTree:
-        """The Chunked Hash Tree."""
-        return self.state.tree
 
     @property
     def policy(self) -> StopPolicy | None:
@@ -110,62 +118,32 @@ class Admission:
     def policy(self, policy: StopPolicy | None) -> None:
         self.stopping.policy = policy
 
+    def consult(self, oracle: StopPolicy, group_of: Callable[[Hashable], Hashable]) -> None:
+        """Let an oracle decide, which is told each request's prefix group."""
+        self.policy, self.order.group_of = oracle, group_of
+
     @property
-    def work(self) -> Work:
-        """The sizes of requests."""
-        return self.state.work
+    def stops(self) -> int:
+        """How often the policy has said STOP."""
+        return self.stopping.stops
 
-    # Life cycle -----------------------------------------------------------------------------------------------
+    @property
+    def prefixes_deferred(self) -> int:
+        """How many prefixes have been made to wait for more requests, or to go last."""
+        return self.deferred[Verdict.BATCHING] + self.deferred[Verdict.EVICTS]
 
-    def arrive(
-        self,
-        request_id: Hashable,
-        token_ids: Any,
-        *,
-        extra_key: Any = None,
-        priority: int = 0,
-        most_tokens: int = 0,
-        cached_tokens: int = 0,
-    ) -> None:
-        """Enter a new waiting request.
+    # Questions ------------------------------------------------------------------------------------------------
 
-        Parameters
-        ----------
-        token_ids
-            Prompt, any int buffer.
-        extra_key
-            Requests of different keys share nothing.
-        priority
-            Smaller goes first.
-        most_tokens
-            That it may generate.
-        cached_tokens
-            Of its prompt, as far as the engine has looked.
-        """
-        self.state.arrive(request_id, token_ids, extra_key, priority, most_tokens, cached_tokens)
-
-    def requeue(self, request_id: Hashable, token_ids: Any) -> None:
-        """Put a retracted or preempted request back among the waiting, at its original age."""
-        self.kv_budget.left(request_id)
-        self.state.requeue(request_id, token_ids)
-
-    def computed(self, request_id: Hashable) -> None:
-        """The prompt of an admitted request is in the prefix cache: who waited for it may be proposed."""
-        self.state.deferrals.computed(request_id)
-
-    def leave_queue(self, request_id: Hashable) -> None:
-        """Forget a waiting request that was aborted or timed out."""
-        self.state.leave_queue(request_id)
-
-    def leave_batch(self, request_id: Hashable, output_tokens: int = 0) -> None:
-        """Forget a running request that finished or was aborted, after so many tokens."""
-        self.kv_budget.left(request_id, output_tokens)
-        self.state.leave_batch(request_id, output_tokens)
+    def check_invariants(self) -> None:
+        """Assert between two rounds that the books agree (for tests; slow)."""
+        self.tree.check_invariants()
+        assert self.in_flight <= self.running, "a request is being computed that does not run"
+        assert not self.tree.held, "a request is held after its round"
 
     # One admission round --------------------------------------------------------------------------------------
 
-    def open_round(self, readings: Readings, *, pending_tokens: int = 0) -> None:
-        """Open an admission round.
+    def open_round(self, readings: Readings, *, pending_tokens: int = 0) -> bool:
+        """Open an admission round; False if it is delayed.
 
         A delayed one teaches nothing: its reward belongs to the decisions before it, and is due when the next one
         is open.
@@ -178,23 +156,21 @@ class Admission:
             To be computed of a prompt that runs chunk by chunk, so that a prefill step follows in any case.
         """
         state = self.state
-        if state.prefix_batching is not None:
-            state.prefix_batching.seconds_per_token = readings.prefill_seconds
-        state.work.pair_tokens, state.work.step_tokens = readings.pair_tokens or 0.0, readings.step_tokens or 0.0
-        oldest = self.tree.oldest()
-        queues = oldest is not None and state.waited(oldest, readings.now) >= QUEUE_SECONDS
-        self.stopping.explore(queues and not state.deferrals.memory_is_short())
         self.round = Round(pending_tokens=pending_tokens)
-        state.open_round(readings.now, self.round)
+        state.open_round(readings, self.round)
+        oldest = self.tree.oldest()
+        queues = oldest is not None and state.fairness.waited(oldest) >= QUEUE_SECONDS
+        self.stopping.explore(queues and not state.deferrals.memory_is_short())
         self.round.delayed = self._delays(readings.fixed_seconds)
         self.delayed_rounds += self.round.delayed
         if not self.round.delayed:
             self.stopping.reward(readings.reward)
+        return not self.round.delayed
 
     def _delays(self, fixed_seconds: float | None) -> bool:
         """The gate: whether those who could be proposed wait for more of them."""
         state, tree = self.state, self.state.tree
-        if self.prefill_delay is None or self.round.pending_tokens or state.deferrals.retracted:
+        if self.prefill_delay is None or self.round.pending_tokens or state.deferrals.any_retracted:
             return False
         if state.most_overdue(tree.find_best(), self.round) is not None:
             return False
@@ -202,9 +178,14 @@ class Admission:
         return self.prefill_delay.delays(state.fairness.now, waiting, len(tree.active), fixed_seconds)
 
     def propose(self, batch: Batch) -> Hashable | None:
-        """Return whom the engine should look up and try to admit next, or None to end the round."""
+        """Return whom the engine should look up and try to admit next, or None to end the round.
+
+        Who was proposed before, and neither deferred nor admitted, cannot be taken by the engine in this round.
+        """
         assert self.policy is not None
         opened = self.round
+        if opened.open_proposal is not None:
+            self.unavailable(opened.open_proposal)
         request_id = self.order.next(opened, batch)
         if request_id is None and not opened.delayed and self.state.deferrals.call_last():
             request_id = self.order.next(opened, batch)
@@ -212,7 +193,7 @@ class Admission:
         return request_id
 
     def check(self, proposal: Proposal) -> Verdict:
-        """Ask the rules about a proposed request; but for ``ADMIT`` the verdict is noted and nothing is to be settled.
+        """Ask the rules about a proposed request; but for ``ADMIT`` it is deferred, and nothing more is to be told.
 
         After ``KV_BUDGET`` nobody else is to be proposed in this round.
         """
@@ -224,35 +205,35 @@ class Admission:
             verdict = rule.check(proposal, opened)
             if verdict is not Verdict.ADMIT:
                 rule.defer(proposal, opened)
+                self.deferred[verdict] += 1
                 self._not_carried_out()
                 return verdict
         return Verdict.ADMIT
 
-    def settle(self, request_id: Hashable, verdict: Verdict, cached_tokens: int | None = None) -> None:
-        """Note what the engine did with a proposed request.
+    def unavailable(self, request_id: Hashable) -> None:
+        """The engine cannot take a proposed request in this round: an adapter is not loaded, say."""
+        self.tree.hold(request_id)
+        self.state.overtaking.excuse(request_id, True)
+        self.round.unavailable.add(request_id)
+        self._not_carried_out()
+
+    def admitted(self, request_id: Hashable, cached_tokens: int | None = None) -> None:
+        """A proposed request is in the batch.
 
         Parameters
         ----------
-        verdict
-            ``ADMIT``: it is in the batch. ``ENGINE``: the engine could not take it; not again in this round.
         cached_tokens
-            Of an admitted prompt, all others are computed now. Waiting requests that share a good part of those wait
-            until ``computed``: they will find them in the cache. None: nothing is left to compute.
+            Of its prompt, all others are computed now. Waiting requests that share a good part of those wait until
+            ``computed``: they will find them in the cache. None: nothing is left to compute.
         """
-        if verdict is Verdict.ENGINE:
-            self.tree.hold(request_id)
-            self.state.overtaking.excuse(request_id, True)
-            self.round.unavailable.add(request_id)
-            self._not_carried_out()
-            return
-        fairness = self.state.fairness
-        self.state.admit(request_id, cached_tokens)
-        self.kv_budget.admitted(request_id, cached_tokens, self.round)
+        opened, fairness = self.round, self.state.fairness
+        self.state.admitted(request_id, cached_tokens)
+        self.kv_budget.admitted(request_id, cached_tokens, opened)
         self.stopping.carried_out()
         if self.prefill_delay is not None:
             self.prefill_delay.admitted(fairness.now)
-        self.round.open_proposal = None
-        self.hurried_admissions += request_id == self.round.hurried
+        opened.open_proposal = None
+        self.overdue_admissions += request_id == opened.exempt
         self.longest_wait = max(self.longest_wait, fairness.waited(request_id))
 
     def _not_carried_out(self) -> None:
@@ -268,28 +249,18 @@ class Admission:
         for request_id in list(self.tree.held):
             self.tree.requeue(request_id)
 
-    def waiting_work(self, free_tokens: int) -> float:
-        """Prefill of all that wait, in tokens without context; infinite where they do not fit into so much memory."""
-        return self.state.waiting_work(free_tokens)
-
-    # Rows, figures --------------------------------------------------------------------------------------------
-
-    def row_order(self, request_ids: Sequence[Hashable]) -> list[int] | None:
-        """Return the permutation that puts rows into depth-first prefix order, or None if they are in one already."""
-        return self.tree.row_order(request_ids)
-
     def stats(self) -> dict[str, Any]:
         """Return counters for reports and metrics."""
-        deferrals = self.state.deferrals
+        batching, evicts, memory = (self.deferred[v] for v in (Verdict.BATCHING, Verdict.EVICTS, Verdict.KV_BUDGET))
         return {
             "rounds": self.state.fairness.round,
-            "stops": self.stopping.stops,
-            "overdue_admissions": self.hurried_admissions,
-            "postponements": deferrals.postponements,
-            "put_last": deferrals.put_last,
-            "kept_out": self.kv_budget.kept_out,
-            "held_rounds": self.delayed_rounds,
+            "stops": self.stops,
+            "overdue_admissions": self.overdue_admissions,
+            "deferrals": {verdict.name.lower(): self.deferred[verdict] for verdict in list(Verdict)[1:]},
+            "delayed_rounds": self.delayed_rounds,
             "longest_wait_s": self.longest_wait,
-            "waiting": len(self.tree.waiting),
-            "active": len(self.tree.active),
+            "waiting": len(self.waiting),
+            "active": len(self.running),
+            # The names of the release before.
+            **{"postponements": batching, "put_last": evicts, "kept_out": memory, "held_rounds": self.delayed_rounds},
         }

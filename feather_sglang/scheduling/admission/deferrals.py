@@ -2,6 +2,10 @@
 
 One waiting request stands for all that share the prefix in question; the tree leaves them all out of its search. Ours,
 not the paper's: it admits whoever shares most, whatever becomes of the cache.
+
+Where prompts exceed the KV pool, a prefix that is computed for one request may be evicted before the next one of its
+group arrives, and is computed again. The stop policy cannot see that: its reward is decode throughput, in which
+prefill does not appear. So that is weighed with a model of costs instead, ``PrefixBatching``.
 """
 
 from __future__ import annotations
@@ -9,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, KeysView
 
 from feather_sglang.scheduling.admission.fairness import Fairness
-from feather_sglang.scheduling.admission.prefix_batching import LEAST_TOKENS, PrefixBatching
-from feather_sglang.scheduling.admission.round import Round
+from feather_sglang.scheduling.admission.types import Round
 from feather_sglang.scheduling.tree.cht import Candidate, ChunkedHashTree
 
 # Waiting for a prefix that is being computed pays from here on, for one request. More than a page and a chunk, which
@@ -20,6 +23,94 @@ _WORTH_WAITING = 256
 _WORTH_A_STEP = 512
 _MOST_A_ROUND = 8  # prefixes deferred in one round: SGLang looks each up in its cache first
 _MOST_BATCHING = 16  # prefixes that wait for more requests: each is weighed again in every round
+# A decode step's fixed cost, in tokens of prefill: a step reads every weight once, a token multiplies with every weight
+# once, so it is the chip's FLOP per byte (184 on an H200, 187 on an RTX 6000 Ada).
+STEP_TOKENS = 184
+# The chance that a prefix computed early must be computed again (0.35 to one: docs/lab/learning.md).
+RECOMPUTE_PROBABILITY = 0.5
+# Of the arrivals that would have a prefix computed, so many must meet another that waits for it, or nothing is batched.
+MIN_SHARE_RATE = 0.2
+LEAST_TOKENS = 512  # a prefix below that is not worth a wait
+_WINDOW = 64  # observations that a moving mean follows
+
+
+class PrefixBatching:
+    """What one scheduler has learnt of its load, and the rule.
+
+    Parameters
+    ----------
+    pool_tokens
+        Tokens that the KV pool holds.
+
+    Attributes
+    ----------
+    share_rate : share of the arrivals that would have a prefix computed and met another one waiting for it.
+    output_tokens : mean of the finished requests; before the first, of what those that arrived may generate.
+    seconds_per_token : of prefill; None: not measured yet.
+    """
+
+    def __init__(self, pool_tokens: int) -> None:
+        self.pool_tokens = pool_tokens
+        self.share_rate = 0.0
+        self.output_tokens = 0.0
+        self._any_finished = False
+        self.seconds_per_token: float | None = None
+
+    def arrived(self, most_tokens: int, met: bool | None) -> None:
+        """Note a request that may generate so many tokens.
+
+        `met` : whether one that waits already shares half of the prefix that it would have computed; None: it would
+        have none computed.
+        """
+        if not self._any_finished:
+            self._note_output(most_tokens)
+        if met is not None:
+            self.share_rate += (met - self.share_rate) / _WINDOW
+
+    def finished(self, output_tokens: int) -> None:
+        """Note what a request has generated."""
+        if not self._any_finished:
+            self._any_finished, self.output_tokens = True, 0.0
+        self._note_output(output_tokens)
+
+    def _note_output(self, tokens: int) -> None:
+        mean = self.output_tokens
+        self.output_tokens = mean + (tokens - mean) / _WINDOW if mean else float(tokens)
+
+    def tight(self, demand_tokens: int, running: int) -> bool:
+        """Whether all that is asked for exceeds the pool.
+
+        Parameters
+        ----------
+        demand_tokens : distinct prompt tokens of all waiting and running requests.
+        running : requests in the batch.
+        """
+        return demand_tokens + running * self.output_tokens / 2 > self.pool_tokens
+
+    def short(self, demand_tokens: int, running: int) -> bool:
+        """Whether prefixes compete for memory: it is ``tight``, and arrivals meet others of their prefix."""
+        return self.share_rate >= MIN_SHARE_RATE and self.tight(demand_tokens, running)
+
+    def waits(self, missing_tokens: int, together: int, waited: float, running: int) -> bool:
+        """Whether a prefix had better not be computed yet, where memory is short.
+
+        A request more beside B running ones saves 1/B of a decode step's fixed cost, for as many steps as it has
+        tokens. Computing the prefix now instead of later brings that for each request that waits for it, and costs
+        computing it again if it does not survive until the next ones come. It waits for so long only as that costs
+        those who wait less time than the prefill would cost those who run.
+
+        Parameters
+        ----------
+        missing_tokens : to be computed.
+        together : requests that wait for this prefix.
+        waited : seconds that the first of them to be proposed has waited.
+        running : requests in the batch.
+        """
+        if missing_tokens < LEAST_TOKENS or not self.seconds_per_token:
+            return False
+        if together * waited >= running * missing_tokens * self.seconds_per_token:
+            return False
+        return together * self.output_tokens * STEP_TOKENS < RECOMPUTE_PROBABILITY * running * missing_tokens
 
 
 class Deferrals:
@@ -33,8 +124,6 @@ class Deferrals:
 
     Attributes
     ----------
-    postponements, put_last
-        Prefixes made to wait for more requests, and to go last, so far.
     waiting_behind
         Waiting requests of such prefixes, which nobody computes.
     """
@@ -44,8 +133,6 @@ class Deferrals:
         self.fairness = fairness
         self.prefix_batching = batching
         self.round = Round()
-        self.postponements = 0
-        self.put_last = 0
         self.waiting_behind = 0
         # Each with the depth in chunks from which sharing its prompt is worth a wait.
         self._in_flight: dict[Hashable, int] = {}
@@ -71,9 +158,9 @@ class Deferrals:
         return () if self.round.last_call else self._last.keys()
 
     @property
-    def retracted(self) -> Collection[Hashable]:
-        """Waiting requests that have run before."""
-        return self._retracted
+    def any_retracted(self) -> bool:
+        """Whether somebody waits who has run before."""
+        return bool(self._retracted)
 
     def memory_is_short(self) -> bool:
         """Whether prefixes compete for memory."""
@@ -99,15 +186,26 @@ class Deferrals:
         tree = self.tree
         return any(tree.common_depth(request_id, other) >= depth for other, depth in self._in_flight.items())
 
-    # Life cycle --------------------------------------------------------------------------------------------------
+    # Events ------------------------------------------------------------------------------------------------------
 
-    def requeued(self, request_id: Hashable) -> None:
-        """A request was retracted."""
+    def arrived(self, request_id: Hashable, most_tokens: int) -> None:
+        """A request is in the tree, and may generate so many tokens."""
+        if self.prefix_batching is not None:
+            tree = self.tree
+            missing, depth = tree.missing_count(request_id), tree.depth(request_id)
+            computes = missing * tree.chunk_size >= LEAST_TOKENS
+            met = tree.sharing(request_id, depth - missing // 2) > 1 if computes else None
+            self.prefix_batching.arrived(most_tokens, met)
+
+    def retracted(self, request_id: Hashable) -> None:
+        """A request is back among the waiting."""
         self._in_flight.pop(request_id, None)
         self._retracted.add(request_id)
 
-    def left(self, request_id: Hashable) -> None:
-        """A request has left queue or batch."""
+    def left(self, request_id: Hashable, output_tokens: int = 0) -> None:
+        """A request has left queue or batch, and has generated so many tokens if it finished."""
+        if self.prefix_batching is not None and output_tokens:
+            self.prefix_batching.finished(output_tokens)
         self._retracted.discard(request_id)
         for requests in (self._in_flight, self._batching, self._last):
             requests.pop(request_id, None)
@@ -136,9 +234,11 @@ class Deferrals:
 
     # One admission round -----------------------------------------------------------------------------------------
 
-    def open_round(self, opened: Round) -> None:
-        """Defer all for whom the reason still holds."""
+    def open_round(self, opened: Round, seconds_per_token: float | None) -> None:
+        """Defer all for whom the reason still holds; prefill takes so many seconds a token."""
         self.round = opened
+        if self.prefix_batching is not None:
+            self.prefix_batching.seconds_per_token = seconds_per_token
         for request_id, (depth, missing) in list(self._batching.items()):
             if not self._still_batches(request_id, depth, missing):
                 del self._batching[request_id]
@@ -195,7 +295,6 @@ class Deferrals:
         depth = self._depth_worth_waiting(cached_tokens)
         self._batching[request_id] = depth, missing_tokens
         self._last.pop(request_id, None)
-        self.postponements += 1
         self._defer_now(request_id, depth)
 
     def should_go_last(self, request_id: Hashable, cached_tokens: int, missing_tokens: int, free_tokens: int) -> bool:
@@ -211,7 +310,6 @@ class Deferrals:
         """Defer a request, and all that share what it would compute, until ``call_last``."""
         depth = self._depth_worth_waiting(cached_tokens)
         self._last[request_id] = depth
-        self.put_last += 1
         self._defer_now(request_id, depth)
 
     def _defer_now(self, request_id: Hashable, depth: int) -> None:

@@ -1,4 +1,4 @@
-"""The order: who is proposed next.
+"""The order: who is proposed next, and whether the stop policy ends the round.
 
 1. Who is overdue, once overtaken by as many as were ahead of it, or where nobody else may go before it.
 2. The best: of the most urgent class the one with the fewest tokens to compute, unless it would pass an older request
@@ -10,29 +10,83 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from feather_sglang.scheduling.admission.queue_state import QueueState
-from feather_sglang.scheduling.admission.round import Round
-from feather_sglang.scheduling.admission.stopping import Stopping
-from feather_sglang.scheduling.admission.verdict import Batch
-from feather_sglang.scheduling.policies import PolicyState
+from feather_sglang.scheduling.admission.queue import QueueState
+from feather_sglang.scheduling.admission.types import Batch, Round
+from feather_sglang.scheduling.policies import Action, PolicyState, StopPolicy
 from feather_sglang.scheduling.tree.cht import Candidate
+
+
+class Stopping:
+    """Keeps a stop policy's book: only decisions that were carried out are rewarded.
+
+    Parameters
+    ----------
+    policy
+        ``None`` where admission is left to the engine.
+
+    Attributes
+    ----------
+    stops
+        How often it said STOP.
+    """
+
+    def __init__(self, policy: StopPolicy | None) -> None:
+        self.policy = policy
+        self.stops = 0
+        self._unsettled = False  # whether the last ADD has not been carried out yet
+        self._frozen: tuple[StopPolicy, bool] | None = None  # who may not explore, and whether it does otherwise
+
+    def stops_at(self, state: PolicyState) -> bool:
+        """Ask the policy; an ADD is unsettled until ``carried_out`` or ``cancel``."""
+        assert self.policy is not None
+        if self.policy.decide(state) is Action.STOP:
+            self.stops += 1
+            return True
+        self._unsettled = True
+        return False
+
+    def carried_out(self) -> None:
+        """The engine admitted whom the policy had added."""
+        self._unsettled = False
+
+    def cancel(self) -> None:
+        """The engine did not: an ADD that was not carried out teaches nothing."""
+        if self._unsettled and self.policy is not None:
+            self.policy.cancel()
+        self._unsettled = False
+
+    def reward(self, reward: float | None) -> None:
+        """Credit decode tokens/s to the decisions since the last reward."""
+        if reward is not None and self.policy is not None:
+            self.policy.observe(reward)
+
+    def explore(self, allowed: bool) -> None:
+        """Whether STOP may be tried now.
+
+        Not while memory is short: its reward would not see the prefixes that are lost by it. Nor where nobody has
+        waited long: the reward would not see that a trial makes requests wait.
+        """
+        if self._frozen is not None and (allowed or self._frozen[0] is not self.policy):
+            policy, explores = self._frozen
+            policy.explore, self._frozen = explores, None
+        if not allowed and self._frozen is None and self.policy is not None:
+            self.policy.end_episode()
+            self._frozen, self.policy.explore = (self.policy, self.policy.explore), False
 
 
 class Order:
     """Chooses among the waiting requests; asks the stop policy, and releases a deferral where a turn has come.
 
-    Parameters
+    Attributes
     ----------
     group_of
         Gives a request's prefix group; only the oracle policy, an upper reference for evaluation, reads it.
     """
 
-    def __init__(
-        self, state: QueueState, stopping: Stopping, group_of: Callable[[Hashable], Hashable] | None = None
-    ) -> None:
+    def __init__(self, state: QueueState, stopping: Stopping) -> None:
         self.state = state
         self.stopping = stopping
-        self.group_of = group_of
+        self.group_of: Callable[[Hashable], Hashable] | None = None
 
     def next(self, opened: Round, batch: Batch) -> Hashable | None:
         """Return whom to propose, or None if nobody is to be admitted any more."""
@@ -41,12 +95,12 @@ class Order:
         overdue = state.most_overdue(best, opened)
         if overdue is not None and not self._is_most_urgent(overdue):
             overdue = None
-        opened.hurried = opened.due = None
+        opened.exempt = opened.due = None
         limit_reached = best is None or state.deferrals.limit_reached(best)
         if overdue is not None and (
             best is None or limit_reached or state.fairness.is_overtaken(overdue) or not state.may_pass(best.request_id)
         ):
-            opened.hurried = opened.due = overdue
+            opened.exempt = opened.due = overdue
             return overdue
         if best is None or (overdue is None and (opened.delayed or limit_reached)):
             return None
@@ -55,7 +109,7 @@ class Order:
         if not state.may_pass(best.request_id):
             return self._in_turn(opened)
         if overdue is not None:
-            opened.hurried = best.request_id
+            opened.exempt = best.request_id
             return best.request_id
         opened.stopped = opened.stopped or self._stops_at(best, batch)
         return self._inside_branch(opened) if opened.stopped else best.request_id
@@ -95,7 +149,7 @@ class Order:
 
         request_id = overtaking.shortest(priority, work_of, state.fairness.now)
         if request_id is not None:
-            opened.hurried = request_id
+            opened.exempt = request_id
             if request_id == oldest:
                 opened.due = request_id
                 state.deferrals.release(request_id)

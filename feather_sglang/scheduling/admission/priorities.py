@@ -7,8 +7,6 @@ from operator import itemgetter
 
 _BLOCK = 256  # classes that are moved or added up one by one
 
-_first_of = itemgetter(0)
-
 
 class PrioritySums:
     """An amount for each class, in blocks of neighbouring classes: a change or a sum touches one block, and totals."""
@@ -17,9 +15,6 @@ class PrioritySums:
         self._classes: list[list[int]] = [[]]  # rising; only a sole block may be empty
         self._amounts: list[list[float]] = [[]]
         self._totals: list[float] = [0]
-
-    def __len__(self) -> int:
-        return sum(map(len, self._classes))
 
     @property
     def first(self) -> int | None:
@@ -41,10 +36,11 @@ class PrioritySums:
             classes.insert(place, priority)
             amounts.insert(place, amount)
         self._totals[block] = sum(amounts)
-        if len(classes) > 2 * _BLOCK:
-            self._put(block, (classes[:_BLOCK], amounts[:_BLOCK]), (classes[_BLOCK:], amounts[_BLOCK:]))
-        elif not classes and len(self._classes) > 1:
-            self._put(block)
+        if len(classes) > 2 * _BLOCK or (not classes and len(self._classes) > 1):
+            here, cuts = slice(block, block + 1), range(0, len(classes), _BLOCK + 1)
+            self._classes[here] = [classes[cut : cut + _BLOCK + 1] for cut in cuts]
+            self._amounts[here] = [amounts[cut : cut + _BLOCK + 1] for cut in cuts]
+            self._totals[here] = [sum(amounts[cut : cut + _BLOCK + 1]) for cut in cuts]
 
     def add(self, priority: int, change: int) -> None:
         """Change a class's count; one of 0 is no class."""
@@ -58,14 +54,7 @@ class PrioritySums:
 
     def _find(self, priority: int) -> tuple[int, int, bool]:
         """Block and place of a class, and whether it is there."""
-        block = max(0, bisect_right(self._classes, priority, 1, key=_first_of) - 1)
+        block = bisect_right(self._classes, priority, 1, key=itemgetter(0)) - 1
         classes = self._classes[block]
         place = bisect_left(classes, priority)
         return block, place, place < len(classes) and classes[place] == priority
-
-    def _put(self, block: int, *parts: tuple[list[int], list[float]]) -> None:
-        """Replace a block."""
-        here = slice(block, block + 1)
-        self._classes[here] = [classes for classes, _ in parts]
-        self._amounts[here] = [amounts for _, amounts in parts]
-        self._totals[here] = [sum(amounts) for _, amounts in parts]

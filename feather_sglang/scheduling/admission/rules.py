@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
-from feather_sglang.scheduling.admission.kv_forecast import KVForecast, Outlook
-from feather_sglang.scheduling.admission.queue_state import QueueState
-from feather_sglang.scheduling.admission.round import Round
-from feather_sglang.scheduling.admission.verdict import Proposal, Verdict
+from feather_sglang.scheduling.admission.forecast import Outlook
+from feather_sglang.scheduling.admission.queue import QueueState
+from feather_sglang.scheduling.admission.types import Proposal, Round, Verdict
 
 
 class Rule(Protocol):
@@ -112,69 +111,42 @@ class EvictsLast:
 
 
 class KVBudget:
-    """Memory suffices for all that run, at every step ahead (``kv_forecast``).
+    """Memory suffices for all that run, at every step ahead (``forecast``).
 
     Parameters
     ----------
-    forecast, outlook_of
-        Looks ahead, and gives a request's lengths. ``None``: everybody is admitted.
-
-    Attributes
-    ----------
-    kept_out
-        How often somebody was.
+    outlook_of
+        Gives a request's lengths. ``None``: everybody is admitted, as without a forecast.
     """
 
     spares_overdue = False
 
-    def __init__(
-        self, state: QueueState, forecast: KVForecast | None, outlook_of: Callable[[Hashable], Outlook] | None
-    ) -> None:
+    def __init__(self, state: QueueState, outlook_of: Callable[[Hashable], Outlook] | None) -> None:
         self.state = state
-        self.forecast = forecast
         self.outlook_of = outlook_of
-        self.kept_out = 0
-        self._cached: dict[Hashable, int] = {}  # tokens that running requests found in the prefix cache
 
     def check(self, proposal: Proposal, opened: Round) -> Verdict:
         """``KV_BUDGET`` where memory would not suffice, as far as can be foreseen."""
-        active = self.state.tree.active
-        if self.forecast is None or self.outlook_of is None or not active:
+        state, forecast, request_id = self.state, self.state.forecast, proposal.request_id
+        active = state.tree.active
+        if forecast is None or self.outlook_of is None or not active:
             return Verdict.ADMIT  # beside nobody: the engine decides
-        if proposal.request_id == opened.hurried or not self.state.deferrals.memory_is_tight():
+        if request_id == opened.exempt or not state.deferrals.memory_is_tight():
             return Verdict.ADMIT
         if not opened.foreseen:
-            self.forecast.open((self.outlook_of(running), self._parts(running)) for running in active)
+            forecast.open((self.outlook_of(running), state.shared_parts(running)) for running in active)
             opened.foreseen = True
-        needs = self.forecast.needs(self.outlook_of(proposal.request_id), self._parts(proposal.request_id))
+        needs = forecast.needs(self.outlook_of(request_id), state.shared_parts(request_id))
         return Verdict.ADMIT if opened.pending_tokens + needs <= proposal.available else Verdict.KV_BUDGET
 
     def defer(self, proposal: Proposal, opened: Round) -> None:
-        """Counted; the engine ends the round."""
-        self.kept_out += 1
+        """Nothing: the engine ends the round."""
 
     def admitted(self, request_id: Hashable, cached_tokens: int | None, opened: Round) -> None:
-        """Note who joined, and how much of its prompt is computed now; None: nothing."""
-        if self.forecast is None or self.outlook_of is None:
+        """Foresee with a request that joined; None: its prompt need not be computed."""
+        if self.state.forecast is None or self.outlook_of is None:
             return
         outlook = self.outlook_of(request_id)
-        self._cached[request_id] = cached_tokens or 0
         opened.pending_tokens += 0 if cached_tokens is None else max(0, outlook.tokens - cached_tokens)
         if opened.foreseen:
-            self.forecast.admit(outlook, self._parts(request_id))
-
-    def left(self, request_id: Hashable, output_tokens: int = 0) -> None:
-        """Note who does not run any more, after so many tokens; 0: it did not finish."""
-        if self.forecast is not None and output_tokens:
-            self.forecast.finished(output_tokens)
-        self._cached.pop(request_id, None)
-
-    def _parts(self, request_id: Hashable) -> list[tuple[Hashable, int]]:
-        """What a request may share with others, in tokens: the tree knows chunks, what was cached tells the rest."""
-        tree = self.state.tree
-        size = tree.chunk_size
-        parts = [(part, chunks * size) for part, chunks in tree.path(request_id)]
-        rest = self._cached.get(request_id, 0) - sum(tokens for _, tokens in parts)
-        if parts and 0 < rest < size:
-            parts[0] = parts[0][0], parts[0][1] + rest
-        return parts
+            self.state.forecast.admit(outlook, self.state.shared_parts(request_id))

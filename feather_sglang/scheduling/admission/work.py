@@ -35,6 +35,10 @@ class Work:
         self._held = 0.0  # moving means over finished requests: tokens, and tokens times output
         self._held_steps = 0.0
 
+    def measured(self, pair_tokens: float | None, step_tokens: float | None) -> None:
+        """Take in what was measured; None: nothing yet."""
+        self.pair_tokens, self.step_tokens = pair_tokens or 0.0, step_tokens or 0.0
+
     def finished(self, prompt_tokens: int, output_tokens: int) -> None:
         """Note a request that has ended; what held more memory counts more, as long prompts may have short outputs."""
         held = prompt_tokens + output_tokens / 2

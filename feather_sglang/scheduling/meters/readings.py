@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class Readings(NamedTuple):
+@dataclass(frozen=True)
+class Readings:
     """Rank 0's, on every rank; None where nothing is known yet. All but ``now`` are at least 0.
 
     Attributes
