@@ -32,7 +32,7 @@ from feather_sglang.replay.processes import run_jobs
 from feather_sglang.report import plots
 from feather_sglang.report.summary import RESULTS_VERSION
 from feather_sglang.report.tables import comparison
-from feather_sglang.scheduling.policies.rehearsal import FIRST_RULES, NEVER, Rehearsal, Rule, neighbours
+from feather_sglang.scheduling.policies.rehearsal import FIRST_RULES, NEVER, Rehearsal, StopRule, neighbours
 from feather_sglang.scheduling.policies.rehearsal import teach as credit
 from feather_sglang.slo import parse
 
@@ -51,7 +51,7 @@ class TrainJob(Job):
 class Pass:
     """One pass over the training part: under a fixed rule, or (``rule`` None) under the policy as it was by then."""
 
-    rule: Rule | None
+    rule: StopRule | None
     rate: float  # output tokens/s
     stops: int
 
@@ -90,7 +90,7 @@ def teach(job: TrainJob, tell: Any) -> list[Pass]:
         learner = admission.policy
         learner.explore = False
 
-        def replay(policy: Any, rule: Rule | None) -> float:
+        def replay(policy: Any, rule: StopRule | None) -> float:
             admission.policy = policy
             stops = admission.stops
             done = len(passes) * len(job.trace.requests)
@@ -99,7 +99,7 @@ def teach(job: TrainJob, tell: Any) -> list[Pass]:
             passes.append(Pass(rule, rate, admission.stops - stops))
             return rate
 
-        rates: dict[Rule, float] = {}
+        rates: dict[StopRule, float] = {}
         for _ in range(job.rounds):
             for rule in neighbours(max(rates, key=rates.__getitem__)) if rates else FIRST_RULES:
                 if rule not in rates:

@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 def small_figures(patch):
     """What the product takes for little is little here."""
     patch.setattr(overtaking, "ALLOWANCE", float(ALLOWANCE))
-    patch.setattr(deferrals, "_WORTH_WAITING", 40)
+    patch.setattr(deferrals, "_LEAST_SHARED_TOKENS", 40)
     patch.setattr(prefill_limit, "FLOOR_TOKENS", 16)
     patch.setattr(deferrals, "LEAST_TOKENS", 64)
 

@@ -531,8 +531,8 @@ def test_nobody_starves_and_nothing_is_left(arrivals, enough, data):
 
 
 def test_few_are_asked_in_a_round_and_few_wait_at_a_time(monkeypatch):
-    monkeypatch.setattr(deferrals, "_MOST_A_ROUND", 3)
-    monkeypatch.setattr(deferrals, "_MOST_BATCHING", 5)
+    monkeypatch.setattr(deferrals, "_DEFERRALS_PER_ROUND", 3)
+    monkeypatch.setattr(deferrals, "_BATCHING_PREFIXES", 5)
     b = gathering_builder(0)
     arrive_all(b, "z0")
     assert round_of(b) == ["z0"]

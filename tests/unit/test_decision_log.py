@@ -10,7 +10,7 @@ from feather_sglang.adapter.scheduler import decision_log
 from feather_sglang.adapter.scheduler.decision_log import AHEAD, DecisionLog, compare, digest, log_file
 from feather_sglang.errors import FeatherError
 
-STATS = {"postponements": 0, "policy": {"adds": 0, "stops": 0}}
+STATS = {"deferrals": {"batching": 0}, "policy": {"adds": 0, "stops": 0}}
 IDS = st.lists(st.text(st.characters(), max_size=6), min_size=1, max_size=6)
 
 
@@ -23,7 +23,7 @@ def steps(count=40):
     """Batches of a rank, and what it had counted at each."""
     for step in range(count):
         ids = [f"r{step}-{row}" for row in range(1 + step % 5)]
-        stats = {"postponements": step // 9, "policy": {"adds": 3 * step, "stops": step // 4}}
+        stats = {"deferrals": {"batching": step // 9}, "policy": {"adds": 3 * step, "stops": step // 4}}
         if step % 3:
             yield batch("DECODE", ids, [999] * len(ids)), stats  # SGLang leaves the prefill's lengths there
         else:
@@ -70,7 +70,7 @@ def test_the_digest_tells_extents_apart(extends):
 
 
 def test_a_line(tmp_path):
-    stats = {"postponements": 7, "policy": {"adds": 40, "stops": 2}}
+    stats = {"deferrals": {"batching": 7}, "policy": {"adds": 40, "stops": 2}}
     prefill, decode = batch("EXTEND", ["b", "a"], [5, 6]), batch("DECODE", ["a", "b"], [5, 6])
     file = write(tmp_path / "rank0.log", [(prefill, stats), (decode, STATS | {"policy": None})], "feather-order")
     head, first, second = file.read_text().splitlines()

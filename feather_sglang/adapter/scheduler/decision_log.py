@@ -107,7 +107,7 @@ class DecisionLog:
             digest([req.rid for req in batch.reqs], extends),
             policy["adds"],
             policy["stops"],
-            stats["postponements"],
+            stats["deferrals"]["batching"],
         )
         self._write(" ".join(map(str, line)) + "\n")
         self._step += 1

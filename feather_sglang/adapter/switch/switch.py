@@ -196,7 +196,7 @@ class Switch:
         }
         if feather is not None:
             stats = feather.stats()
-            shown = ("stops", "held_rounds", "permutations", "permutation_seconds", "failed")
+            shown = ("stops", "delayed_rounds", "held_rounds", "permutations", "permutation_seconds", "failed")
             state |= {name: stats[name] for name in shown}
         return state
 

@@ -18,11 +18,11 @@ from feather_sglang.scheduling.tree.cht import Candidate, ChunkedHashTree
 
 # Waiting for a prefix that is being computed pays from here on, for one request. More than a page and a chunk, which
 # two equal prompts always compute anew.
-_WORTH_WAITING = 256
+_LEAST_SHARED_TOKENS = 256
 # One more prefill step pays once it saves all who would wait for it so many tokens together; then it serves them all.
-_WORTH_A_STEP = 512
-_MOST_A_ROUND = 8  # prefixes deferred in one round: SGLang looks each up in its cache first
-_MOST_BATCHING = 16  # prefixes that wait for more requests: each is weighed again in every round
+_LEAST_SAVED_TOKENS = 512
+_DEFERRALS_PER_ROUND = 8  # prefixes deferred in one round: SGLang looks each up in its cache first
+_BATCHING_PREFIXES = 16  # prefixes that wait for more requests: each is weighed again in every round
 # A decode step's fixed cost, in tokens of prefill: a step reads every weight once, a token multiplies with every weight
 # once, so it is the chip's FLOP per byte (184 on an H200, 187 on an RTX 6000 Ada).
 STEP_TOKENS = 184
@@ -178,7 +178,7 @@ class Deferrals:
 
     def limit_reached(self, best: Candidate) -> bool:
         """Whether `best` might have to be deferred where enough are: then nobody behind it is admitted either."""
-        full = self.round.deferrals >= _MOST_A_ROUND or len(self._batching) >= _MOST_BATCHING
+        full = self.round.deferrals >= _DEFERRALS_PER_ROUND or len(self._batching) >= _BATCHING_PREFIXES
         return full and best.missing_chunks * self.tree.chunk_size >= LEAST_TOKENS
 
     def awaits_prefix(self, request_id: Hashable) -> bool:
@@ -222,7 +222,7 @@ class Deferrals:
             if (tokens := parting * self.tree.chunk_size - cached_tokens) > 0
         }
         self.round.saved_tokens += max(partings.values(), default=0)
-        if self.round.saved_tokens >= _WORTH_A_STEP:
+        if self.round.saved_tokens >= _LEAST_SAVED_TOKENS:
             depth = min(depth, *partings) if partings else depth
         if 0 < depth <= self.tree.depth(request_id):
             self._in_flight[request_id] = depth
@@ -341,4 +341,4 @@ class Deferrals:
         return tree.depth(request_id) - tree.missing_count(request_id) < depth
 
     def _depth_worth_waiting(self, cached_tokens: int) -> int:
-        return -(-(cached_tokens + _WORTH_WAITING) // self.tree.chunk_size)
+        return -(-(cached_tokens + _LEAST_SHARED_TOKENS) // self.tree.chunk_size)

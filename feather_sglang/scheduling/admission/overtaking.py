@@ -25,8 +25,8 @@ from feather_sglang.scheduling.admission.priorities import PrioritySums
 SHARE_OF_OWN = 2.0  # where nobody says otherwise (docs/lab/tail.md)
 WINDOW = 600.0  # seconds in which the longest queue is looked for
 ALLOWANCE = 2048.0  # tokens that nobody needs to count: a quarter of a prefill step
-_GRACE, _MOST_GRACE = 2.0, 0.2  # times the own work, and at most this share of the longest queue
-_OLDEST = 16  # among so many of the oldest the shortest is next where a bound is reached (32 gain nothing more)
+_GRACE_FACTOR, _LARGEST_GRACE = 2.0, 0.2  # times the own work, and at most this share of the longest queue
+_OLDEST_REQUESTS = 16  # where a bound is reached, the shortest of so many is next (32 gain nothing more)
 _LEAST_PLACES = 64
 IDLE_CLASSES = 64  # in which nobody waits, and whose longest queue is kept all the same
 
@@ -170,7 +170,7 @@ class _Line:
         self._longest.append((now, own))
         if self._places == self._size:
             self._compact()
-        grace = min(_GRACE * work, _MOST_GRACE * self.longest(now))
+        grace = min(_GRACE_FACTOR * work, _LARGEST_GRACE * self.longest(now))
         entry = self.waiting[request_id] = _Waiting(self._places, work, own, grace)
         self._places += 1
         self.queued += work
@@ -217,7 +217,7 @@ class _Line:
         return total
 
     def oldest(self) -> Iterator[Hashable]:
-        for request_id, _ in zip(self.waiting, range(_OLDEST), strict=False):
+        for request_id, _ in zip(self.waiting, range(_OLDEST_REQUESTS), strict=False):
             yield request_id
 
     # The trees ------------------------------------------------------------------------------------------------

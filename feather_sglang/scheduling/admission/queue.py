@@ -25,8 +25,8 @@ from feather_sglang.scheduling.meters.readings import Readings
 from feather_sglang.scheduling.tree.cht import Candidate, ChunkedHashTree
 
 LEAST_CACHED = 512  # cached prefixes below that change no order
-_MOST_ASKED = 8  # entries looked at for one that can be proposed now
-_COUNTED = 256  # waiting requests that are looked at; a queue is overload where there are more
+_SEARCH_LIMIT = 8  # entries looked at for one that can be proposed now
+_COUNTED_REQUESTS = 256  # waiting requests that are looked at; a queue is overload where there are more
 
 
 class CachedPrefixes:
@@ -61,7 +61,7 @@ class CachedPrefixes:
         """Return the most urgent request with the fewest uncached tokens that is `usable`."""
         line, found = self._line, None
         others: list[tuple[int, int, int, Hashable]] = []
-        while line and len(others) < _MOST_ASKED:
+        while line and len(others) < _SEARCH_LIMIT:
             entry = line[0]
             if self._numbers.get(entry[3]) != entry[2]:
                 heappop(line)
@@ -238,7 +238,7 @@ class QueueState:
     def waiting_work(self, free_tokens: int) -> float:
         """Prefill of all that wait; infinite where they do not fit into so many tokens of memory."""
         waiting, work = self.tree.waiting, 0.0
-        if len(waiting) > _COUNTED:
+        if len(waiting) > _COUNTED_REQUESTS:
             return inf
         for request_id in waiting:
             free_tokens -= self.uncached(request_id)

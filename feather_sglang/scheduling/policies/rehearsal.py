@@ -22,7 +22,7 @@ from feather_sglang.scheduling.policies.protocol import ADD, STOP, Action, Polic
 WEIGHT = 50.0
 
 
-class Rule(NamedTuple):
+class StopRule(NamedTuple):
     """STOP where shared prefix would be lost, from ``batch`` requests and ``peers`` peers on (powers of two, or 0)."""
 
     batch: int
@@ -39,15 +39,15 @@ class Rule(NamedTuple):
         return f"stop from {self.batch}" + (f", {self.peers} peers" if self.peers else "")
 
 
-NEVER = Rule(1 << 30)
-FIRST_RULES = (NEVER, Rule(1), Rule(8), Rule(32), Rule(128))
+NEVER = StopRule(1 << 30)
+FIRST_RULES = (NEVER, StopRule(1), StopRule(8), StopRule(32), StopRule(128))
 
 
-def neighbours(rule: Rule) -> list[Rule]:
+def neighbours(rule: StopRule) -> list[StopRule]:
     """The rules to try next to a good one."""
     if rule == NEVER:
-        return [Rule(256)]
-    return [Rule(max(1, rule.batch // 2), rule.peers), Rule(rule.batch * 2, rule.peers), Rule(rule.batch, 8)]
+        return [StopRule(256)]
+    return [rule._replace(batch=max(1, rule.batch // 2)), rule._replace(batch=rule.batch * 2), rule._replace(peers=8)]
 
 
 class Rehearsal(Policy):
@@ -55,7 +55,7 @@ class Rehearsal(Policy):
 
     name = "rehearsal"
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: StopRule) -> None:
         super().__init__()
         self.rule = rule
 
@@ -69,7 +69,7 @@ class Rehearsal(Policy):
         return action
 
 
-def firm(returns: Mapping[Rule, float]) -> dict[Rule, float]:
+def firm(returns: Mapping[StopRule, float]) -> dict[StopRule, float]:
     """What each rule counts for: no more than the best rules tried at the next smaller and the next larger batch.
 
     At the edge of what works a return is partly luck: one stranger that finds the batch a row short of the threshold
@@ -83,7 +83,7 @@ def firm(returns: Mapping[Rule, float]) -> dict[Rule, float]:
     return {rule: value if rule == NEVER else min(value, *around[rule.batch]) for rule, value in returns.items()}
 
 
-def teach(learner: Learner, returns: Mapping[Rule, float]) -> None:
+def teach(learner: Learner, returns: Mapping[StopRule, float]) -> None:
     """Replace what a learner knows by what the passes so far have shown: each rule's output tokens/s."""
     learner.table.clear()
     for rule, value in firm(returns).items():

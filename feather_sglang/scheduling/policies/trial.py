@@ -17,16 +17,16 @@ from typing import Any
 from feather_sglang.scheduling.policies.policy_file import mapping, number
 
 # All in rewards, that is, in decode intervals between admission rounds.
-_SETTLE = 64  # memory of what is usual: the share of STOP
-_STEADY = 32  # memory of ordinary throughput, which a run is measured against
-_FIRST = 128.0  # ordinary operation before the first run, and after a pause
-_STAKE = 1.0  # what a run may lose beyond the allowance, so that noise does not end it at once
-_EARNED = 0.001  # allowance that one ordinary reward earns
-_MOST = 5.0  # allowance that can be saved up
-_PAID = 0.02  # mean gain over ordinary throughput from which on a run has paid
+_HABIT_WINDOW = 64  # memory of what is usual: the share of STOP
+_THROUGHPUT_WINDOW = 32  # memory of ordinary throughput, which a run is measured against
+_REWARDS_BEFORE_RUN = 128.0  # ordinary operation before the first run, and after a pause
+_SPARE_LOSS = 1.0  # what a run may lose beyond the allowance, so that noise does not end it at once
+_EARNED_ALLOWANCE = 0.001  # allowance that one ordinary reward earns
+_LARGEST_ALLOWANCE = 5.0  # allowance that can be saved up
+_PAYING_GAIN = 0.02  # mean gain over ordinary throughput from which on a run has paid
 # Ordinary operation that follows a run, as a multiple of its length: none if it paid, else this, doubling up to that.
-_REST, _LONGEST_REST = 10.0, 200.0
-_LIMIT = 1e300
+_REST_FACTOR, _LARGEST_REST_FACTOR = 10.0, 200.0
+_LARGEST_NUMBER = 1e300
 
 
 @dataclass
@@ -47,8 +47,8 @@ class Trial:
     length: float = 0.0
     gain: float = 0.0
     usual: float = 0.0
-    rest: float = _FIRST
-    patience: float = _REST
+    rest: float = _REWARDS_BEFORE_RUN
+    patience: float = _REST_FACTOR
 
     def may_start(self) -> bool:
         """Whether an exploratory STOP is in order: it starts a run, unless STOP is the habit already."""
@@ -65,13 +65,13 @@ class Trial:
 
     def decided(self, stops: int, decisions: int) -> None:
         """Note the decisions that a reward is credited to."""
-        self.stopping += (stops / decisions - self.stopping) / _SETTLE
+        self.stopping += (stops / decisions - self.stopping) / _HABIT_WINDOW
 
     def observe(self, reward: float, known: float) -> None:
         """Take a reward into account; `known` is the mean under ADD of the states it is credited to, 0 if none."""
         if not self.running:
-            self.usual += (reward - self.usual) / _STEADY if self.usual else reward
-            self.allowance = min(self.allowance + _EARNED, _MOST)
+            self.usual += (reward - self.usual) / _THROUGHPUT_WINDOW if self.usual else reward
+            self.allowance = min(self.allowance + _EARNED_ALLOWANCE, _LARGEST_ALLOWANCE)
             self.rest -= 1
             return
         # While load rises, throughput before the run is too low a measure: that of the states met is one more.
@@ -79,23 +79,23 @@ class Trial:
         gain = reward / expected - 1.0 if expected else 0.0
         self.length += 1
         self.gain += gain
-        self.allowance = min(self.allowance + gain, _MOST)
-        if self.allowance < -_STAKE or self.length >= self.longest:
+        self.allowance = min(self.allowance + gain, _LARGEST_ALLOWANCE)
+        if self.allowance < -_SPARE_LOSS or self.length >= self.longest:
             self._end()
 
     def _end(self) -> None:
         self.running = False
         self.allowance = max(self.allowance, 0.0)
-        if self.gain > _PAID * self.length:
-            self.rest, self.patience = 0.0, _REST
+        if self.gain > _PAYING_GAIN * self.length:
+            self.rest, self.patience = 0.0, _REST_FACTOR
         else:
-            self.rest, self.patience = self.patience * self.length, min(2 * self.patience, _LONGEST_REST)
+            self.rest, self.patience = self.patience * self.length, min(2 * self.patience, _LARGEST_REST_FACTOR)
 
     def pause(self) -> None:
         """End a run without judging it; what is ordinary is to be found anew."""
         self.running = False
         self.usual = 0.0
-        self.rest = max(self.rest, _FIRST)
+        self.rest = max(self.rest, _REWARDS_BEFORE_RUN)
 
     def export(self) -> dict[str, Any]:
         """Content for the policy file."""
@@ -110,4 +110,4 @@ class Trial:
         self.stopping = number(fields.get("stopping"), "trial stopping", high=1.0)
         self.usual = number(fields.get("usual"), "trial usual")
         for name in ("allowance", "length", "gain", "rest", "patience"):
-            setattr(self, name, number(fields.get(name), f"trial {name}", low=-_LIMIT))
+            setattr(self, name, number(fields.get(name), f"trial {name}", low=-_LARGEST_NUMBER))
