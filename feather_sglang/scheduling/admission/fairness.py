@@ -87,8 +87,9 @@ class Fairness:
 
     def _move(self, request_id: Hashable, waiting: int, running: int) -> None:
         priority = self.arrivals[request_id].priority
-        self._waiting.add(priority, waiting)
-        self._running.add(priority, running)
+        for counts, change in ((self._waiting, waiting), (self._running, running)):
+            if change:
+                counts.add(priority, change)
 
     def priority(self, request_id: Hashable) -> int:
         """Return a request's class; a smaller one is more urgent."""

@@ -17,7 +17,7 @@ The proof is in docs/design/admission.md. Ours, not the paper's.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from math import inf
 
 from feather_sglang.scheduling.admission.priorities import PrioritySums
@@ -88,7 +88,9 @@ class Overtaking:
         """Keep the sums, and of the classes in which nobody waits the latest: clients may send a new one each time."""
         line = self._lines[priority]
         self._queued.set(priority, line.queued if line.waiting else None)
-        self._open.set(priority, 1 if line.counts else None)
+        if line.counts != line.open:
+            line.open = line.counts
+            self._open.set(priority, 1 if line.open else None)
         if not line.waiting:
             self._idle[priority] = self._lines.pop(priority)
             if len(self._idle) > IDLE_CLASSES:
@@ -152,6 +154,7 @@ class _Line:
     def __init__(self, share: float) -> None:
         self.share = share
         self.queued = 0.0
+        self.open = False  # as `counts` was told last
         self.waiting: OrderedDict[Hashable, _Waiting] = OrderedDict()
         self._excused = 0
         self._longest: deque[tuple[float, float]] = deque()  # (time, own), falling: the largest of a window
@@ -247,17 +250,22 @@ class _Line:
         self._owns[leaf] = -inf if entry.excused else -self.share * entry.own
 
     def _climb(self, place: int) -> None:
-        node = (self._size + place) >> 1
-        while node:
-            self._join(node)
-            node >>= 1
+        node = self._size + place
+        above = []
+        while node := node >> 1:
+            above.append(node)
+        self._join(above)
 
-    def _join(self, node: int) -> None:
-        left, right = 2 * node, 2 * node + 1
-        behind = self._taken[right]
-        self._taken[node] = self._taken[left] + behind
-        self._tails[node] = max(self._tails[left] + behind, self._tails[right])
-        self._owns[node] = max(self._owns[left] + behind, self._owns[right])
+    def _join(self, nodes: Iterable[int]) -> None:
+        """Bring nodes up to date, each after those below it."""
+        taken, tails, owns = self._taken, self._tails, self._owns
+        for node in nodes:
+            left, right = 2 * node, 2 * node + 1
+            behind = taken[right]
+            taken[node] = taken[left] + behind
+            tail, own = tails[left] + behind, owns[left] + behind
+            tails[node] = tail if tail >= tails[right] else tails[right]
+            owns[node] = own if own >= owns[right] else owns[right]
 
     def _compact(self) -> None:
         """Close the gaps: what was taken between two waiting ones stands at the later one's place."""
@@ -273,8 +281,7 @@ class _Line:
         self._build(taken, rest)
         for entry in entries:
             self._set_leaf(entry)
-        for node in range(self._size - 1, 0, -1):
-            self._join(node)
+        self._join(range(self._size - 1, 0, -1))
 
     def _build(self, taken: list[float], rest: float) -> None:
         size = _LEAST_PLACES

@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from operator import itemgetter
 
 _BLOCK = 256  # classes that are moved or added up one by one
+_first_of = itemgetter(0)
 
 
 class PrioritySums:
@@ -28,11 +29,20 @@ class PrioritySums:
 
     def set(self, priority: int, amount: float | None) -> None:
         """Note the amount of a class; None: it has none any more."""
+        self._put(*self._find(priority), priority, amount)
+
+    def add(self, priority: int, change: int) -> None:
+        """Change a class's count; one of 0 is no class."""
         block, place, known = self._find(priority)
+        self._put(block, place, known, priority, (self._amounts[block][place] if known else 0) + change or None)
+
+    def _put(self, block: int, place: int, known: bool, priority: int, amount: float | None) -> None:
         classes, amounts = self._classes[block], self._amounts[block]
-        if known:
+        if known and amount is not None:
+            amounts[place] = amount
+        elif known:
             del classes[place], amounts[place]
-        if amount is not None:
+        elif amount is not None:
             classes.insert(place, priority)
             amounts.insert(place, amount)
         self._totals[block] = sum(amounts)
@@ -42,11 +52,6 @@ class PrioritySums:
             self._amounts[here] = [amounts[cut : cut + _BLOCK + 1] for cut in cuts]
             self._totals[here] = [sum(amounts[cut : cut + _BLOCK + 1]) for cut in cuts]
 
-    def add(self, priority: int, change: int) -> None:
-        """Change a class's count; one of 0 is no class."""
-        block, place, known = self._find(priority)
-        self.set(priority, (self._amounts[block][place] if known else 0) + change or None)
-
     def up_to(self, priority: int) -> float:
         """Return the sum over a class and all that are more urgent."""
         block, place, known = self._find(priority)
@@ -54,7 +59,7 @@ class PrioritySums:
 
     def _find(self, priority: int) -> tuple[int, int, bool]:
         """Block and place of a class, and whether it is there."""
-        block = bisect_right(self._classes, priority, 1, key=itemgetter(0)) - 1
+        block = bisect_right(self._classes, priority, 1, key=_first_of) - 1
         classes = self._classes[block]
         place = bisect_left(classes, priority)
         return block, place, place < len(classes) and classes[place] == priority
