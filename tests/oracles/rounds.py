@@ -38,7 +38,7 @@ def defers(b, r, cached, missing, free):
 def fits(b, r, available):
     """What the rule about memory ahead says, as if it had been asked."""
     proposal = Proposal(r, 0, 0, 0, available)
-    if b.kv_budget.check(proposal, b.round) is Verdict.ADMIT:
+    if b.rules[-1].check(proposal, b.round) is Verdict.ADMIT:
         return True
     b.deferred[Verdict.KV_BUDGET] += 1
     return False

@@ -140,6 +140,6 @@ def test_a_length_is_known_where_nothing_else_ends_the_request(server):
     submit(one, "a0 a2", 60)
     submit(one, "a1", 60, ignore_eos=False)
     one.requests["a2"].sampling_params.stop_strs = ["."]  # refused on the way in, as there is no tokenizer here
-    outlooks = [one.feather.admission.kv_budget.outlook_of(name) for name in ("a0", "a1", "a2")]
+    outlooks = [one.feather.admission.state.outlook_of(name) for name in ("a0", "a1", "a2")]
     assert [outlook.fixed for outlook in outlooks] == [True, False, False]
     assert {outlook[:3] for outlook in outlooks} == {(PREFIX + TAIL, 0, 60)}

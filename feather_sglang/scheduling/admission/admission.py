@@ -32,7 +32,7 @@ from feather_sglang.scheduling.admission.gate import PrefillDelay
 from feather_sglang.scheduling.admission.order import Order, Stopping
 from feather_sglang.scheduling.admission.overtaking import Overtaking
 from feather_sglang.scheduling.admission.queue import QueueState
-from feather_sglang.scheduling.admission.rules import KVBudget, make_rules
+from feather_sglang.scheduling.admission.rules import make_rules
 from feather_sglang.scheduling.admission.types import Batch, Proposal, Round, Verdict
 from feather_sglang.scheduling.admission.work import Work
 from feather_sglang.scheduling.meters.readings import Readings
@@ -91,7 +91,7 @@ class Admission:
         fairness = Fairness(max_wait, max_wait_rounds)
         self.tree = tree
         self.state = state = QueueState(
-            tree, fairness, overtaking or Overtaking(), work or Work(None), prefix_batching, forecast
+            tree, fairness, overtaking or Overtaking(), work or Work(None), prefix_batching, forecast, outlook_of
         )
         self.arrived, self.retracted, self.computed = state.arrived, state.retracted, state.computed
         self.aborted, self.finished = state.aborted, state.finished
@@ -101,8 +101,7 @@ class Admission:
         self.stopping = Stopping(policy)
         self.prefill_delay = prefill_delay
         self.order = Order(state, self.stopping)
-        self.kv_budget = KVBudget(state, outlook_of)
-        self.rules = make_rules(state, self.kv_budget)
+        self.rules = make_rules(state)
         self.round = Round()
         self.deferred: Counter[Verdict] = Counter()  # proposals that a rule deferred
         self.overdue_admissions = 0
@@ -227,8 +226,7 @@ class Admission:
             ``computed``: they will find them in the cache. None: nothing is left to compute.
         """
         opened, fairness = self.round, self.state.fairness
-        self.state.admitted(request_id, cached_tokens)
-        self.kv_budget.admitted(request_id, cached_tokens, opened)
+        self.state.admitted(request_id, cached_tokens, opened)
         self.stopping.carried_out()
         if self.prefill_delay is not None:
             self.prefill_delay.admitted(fairness.now)

@@ -17,7 +17,7 @@ from typing import Any
 
 from feather_sglang.scheduling.admission.deferrals import Deferrals, PrefixBatching
 from feather_sglang.scheduling.admission.fairness import Fairness
-from feather_sglang.scheduling.admission.forecast import KVForecast
+from feather_sglang.scheduling.admission.forecast import KVForecast, Outlook, Parts
 from feather_sglang.scheduling.admission.overtaking import Overtaking
 from feather_sglang.scheduling.admission.types import Round
 from feather_sglang.scheduling.admission.work import Work
@@ -80,8 +80,10 @@ class QueueState:
 
     Attributes
     ----------
-    tree, fairness, overtaking, work, deferrals, cached_prefixes, forecast
-        One for each question; ``forecast`` is None where nobody looks ahead at memory.
+    tree, fairness, overtaking, work, deferrals, cached_prefixes
+        One for each question.
+    forecast, outlook_of
+        What looks ahead at memory, and gives a request's lengths; None where nobody does.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class QueueState:
         work: Work,
         prefix_batching: PrefixBatching | None,
         forecast: KVForecast | None,
+        outlook_of: Callable[[Hashable], Outlook] | None,
     ) -> None:
         self.tree = tree
         self.fairness = fairness
@@ -100,6 +103,7 @@ class QueueState:
         self.deferrals = Deferrals(tree, fairness, prefix_batching)
         self.cached_prefixes = CachedPrefixes()
         self.forecast = forecast
+        self.outlook_of = outlook_of
         self._unseen: dict[Hashable, int] = {}  # priority of those that arrived since the last round
         self._tokens: dict[Hashable, int] = {}  # lengths of prompts
         self._found: dict[Hashable, int] = {}  # tokens that running requests found in the prefix cache
@@ -159,7 +163,7 @@ class QueueState:
         work = self.work.of(max(1, tokens - max(known, self.cached_prefixes.tokens(request_id))), tokens)
         self.overtaking.arrive(request_id, priority, work, self._pending_work, self.fairness.now)
 
-    def admitted(self, request_id: Hashable, cached_tokens: int | None) -> None:
+    def admitted(self, request_id: Hashable, cached_tokens: int | None, opened: Round) -> None:
         """A waiting request runs; see ``Admission.admitted``."""
         self.tree.add_to_batch(request_id)
         self.fairness.admit(request_id)
@@ -171,6 +175,11 @@ class QueueState:
         self._pending_work += work
         self._newest = request_id
         self.deferrals.admitted(request_id, cached_tokens)
+        if self.forecast is not None and self.outlook_of is not None:
+            if cached_tokens is not None:
+                opened.pending_tokens += max(0, self.outlook_of(request_id).tokens - cached_tokens)
+            if opened.foreseen:
+                self.forecast.admit(*self.foreseeable(request_id))
 
     def computed(self, request_id: Hashable) -> None:
         """The prompt of an admitted request is in the prefix cache: who waited for it may be proposed."""
@@ -216,14 +225,15 @@ class QueueState:
         """Length of a prompt."""
         return self._tokens[request_id]
 
-    def shared_parts(self, request_id: Hashable) -> list[tuple[Hashable, int]]:
-        """What a request may share with others, in tokens: the tree knows chunks, what was cached tells the rest."""
+    def foreseeable(self, request_id: Hashable) -> tuple[Outlook, Parts]:
+        """Lengths of a request, and what it may share with others: the tree knows chunks, the cache told the rest."""
+        assert self.outlook_of is not None
         size = self.tree.chunk_size
         parts = [(part, chunks * size) for part, chunks in self.tree.path(request_id)]
         rest = self._found.get(request_id, 0) - sum(tokens for _, tokens in parts)
         if parts and 0 < rest < size:
             parts[0] = parts[0][0], parts[0][1] + rest
-        return parts
+        return self.outlook_of(request_id), parts
 
     def uncached(self, request_id: Hashable) -> int:
         """Tokens to be computed of a waiting request, as it looks now: at least one."""
@@ -231,20 +241,17 @@ class QueueState:
         known = (tree.depth(request_id) - tree.missing_count(request_id)) * tree.chunk_size
         return max(1, self._tokens[request_id] - max(known, self.cached_prefixes.tokens(request_id)))
 
-    def prefill_now(self, request_id: Hashable) -> float:
-        """Prefill of a waiting request, as it looks now: a part of its work."""
-        return self.work.of_prompt(self.uncached(request_id), self._tokens[request_id])
-
     def waiting_work(self, free_tokens: int) -> float:
         """Prefill of all that wait; infinite where they do not fit into so many tokens of memory."""
         waiting, work = self.tree.waiting, 0.0
         if len(waiting) > _COUNTED_REQUESTS:
             return inf
         for request_id in waiting:
-            free_tokens -= self.uncached(request_id)
+            uncached = self.uncached(request_id)
+            free_tokens -= uncached
             if free_tokens < 0:
                 return inf
-            work += self.prefill_now(request_id)
+            work += self.work.of_prompt(uncached, self._tokens[request_id])
         return work
 
     def work_now(self, request_id: Hashable) -> float:

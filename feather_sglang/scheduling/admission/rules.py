@@ -7,10 +7,8 @@ the order in which they are asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from typing import Protocol
 
-from feather_sglang.scheduling.admission.forecast import Outlook
 from feather_sglang.scheduling.admission.queue import QueueState
 from feather_sglang.scheduling.admission.types import Proposal, Round, Verdict
 
@@ -38,9 +36,9 @@ class Rule(Protocol):
         ...
 
 
-def make_rules(state: QueueState, kv_budget: KVBudget) -> tuple[Rule, ...]:
+def make_rules(state: QueueState) -> tuple[Rule, ...]:
     """Return the rules of one scheduler, in the order in which they are asked."""
-    return (OvertakingBound(state), Batching(state), EvictsLast(state), kv_budget)
+    return (OvertakingBound(state), Batching(state), EvictsLast(state), KVBudget(state))
 
 
 class OvertakingBound:
@@ -111,42 +109,26 @@ class EvictsLast:
 
 
 class KVBudget:
-    """Memory suffices for all that run, at every step ahead (``forecast``).
-
-    Parameters
-    ----------
-    outlook_of
-        Gives a request's lengths. ``None``: everybody is admitted, as without a forecast.
-    """
+    """Memory suffices for all that run, at every step ahead (``forecast``)."""
 
     spares_overdue = False
 
-    def __init__(self, state: QueueState, outlook_of: Callable[[Hashable], Outlook] | None) -> None:
+    def __init__(self, state: QueueState) -> None:
         self.state = state
-        self.outlook_of = outlook_of
 
     def check(self, proposal: Proposal, opened: Round) -> Verdict:
         """``KV_BUDGET`` where memory would not suffice, as far as can be foreseen."""
         state, forecast, request_id = self.state, self.state.forecast, proposal.request_id
-        active = state.tree.active
-        if forecast is None or self.outlook_of is None or not active:
+        running = state.tree.active
+        if forecast is None or not running:
             return Verdict.ADMIT  # beside nobody: the engine decides
         if request_id == opened.exempt or not state.deferrals.memory_is_tight():
             return Verdict.ADMIT
         if not opened.foreseen:
-            forecast.open((self.outlook_of(running), state.shared_parts(running)) for running in active)
+            forecast.open(map(state.foreseeable, running))
             opened.foreseen = True
-        needs = forecast.needs(self.outlook_of(request_id), state.shared_parts(request_id))
+        needs = forecast.needs(*state.foreseeable(request_id))
         return Verdict.ADMIT if opened.pending_tokens + needs <= proposal.available else Verdict.KV_BUDGET
 
     def defer(self, proposal: Proposal, opened: Round) -> None:
         """Nothing: the engine ends the round."""
-
-    def admitted(self, request_id: Hashable, cached_tokens: int | None, opened: Round) -> None:
-        """Foresee with a request that joined; None: its prompt need not be computed."""
-        if self.state.forecast is None or self.outlook_of is None:
-            return
-        outlook = self.outlook_of(request_id)
-        opened.pending_tokens += 0 if cached_tokens is None else max(0, outlook.tokens - cached_tokens)
-        if opened.foreseen:
-            self.state.forecast.admit(outlook, self.state.shared_parts(request_id))
