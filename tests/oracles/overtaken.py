@@ -201,11 +201,6 @@ class Witness:
         seen, time = self.first[name]
         return self.now - time >= fairness.max_wait or self.round - seen >= fairness.max_wait_rounds
 
-    def _is_late(self, name):
-        fairness = self.builder.state.fairness
-        seen, time = self.first[name]
-        return self.now - time >= fairness.max_wait or self.round - seen >= fairness.max_wait_rounds
-
     def _unavailable(self, original):
         def unavailable(name):
             self.line.excuse(name, True)
@@ -224,7 +219,7 @@ class Witness:
             self.passed += place is not self.line.waiting(place.priority)[0]
             self.line.admit(name, work)
             self.pending += work
-            if not self._is_late(name):
+            if not self._is_overdue(name):
                 self.broken += self.line.too_far(place, self.now)
                 self.disorder += self.line.before_more_urgent(place)
             self.newest = name
