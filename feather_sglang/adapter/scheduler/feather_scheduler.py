@@ -28,7 +28,7 @@ from feather_sglang.adapter.scheduler.checks import decision_file
 from feather_sglang.adapter.scheduler.construction import make_admission, make_prefill_bound
 from feather_sglang.adapter.scheduler.debug_check import DebugCheck
 from feather_sglang.adapter.scheduler.decision_log import DecisionLog
-from feather_sglang.adapter.scheduler.guard import Guard
+from feather_sglang.adapter.scheduler.guard import Guard, guarded
 from feather_sglang.adapter.scheduler.hooked import Hooks
 from feather_sglang.adapter.scheduler.life_cycle import LifeCycle
 from feather_sglang.adapter.scheduler.meters import Meters
@@ -108,9 +108,12 @@ class FeatherScheduler:
         """Check and log, where asked for, what SGLang runs next: ``batch``, or None."""
         if self._check is not None:
             self._check.check(running_batch, batch)
-        if self._decisions is not None and batch is not None and not self.failed:
-            with self.guard("a decision could not be logged"):
-                self._decisions.note(batch, self.stats())
+        if self._decisions is not None and batch is not None:
+            self._log(self._decisions, batch)
+
+    @guarded("a decision could not be logged")
+    def _log(self, decisions: DecisionLog, batch: Any) -> None:
+        decisions.note(batch, self.stats())
 
     def stats(self) -> dict[str, Any]:
         """Counters of admission, the policy, bounded prefill, the row order, and whether the policy failed."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import Counter
@@ -33,14 +32,6 @@ class Guard:
     def __init__(self) -> None:
         self.failed = False
         self.reason = ""
-
-    @contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
-        """Run a block of feather's; ``what`` went wrong is said in the log if it raises."""
-        try:
-            yield
-        except Exception as error:
-            self.fail(what, error)
 
     def fail(self, what: str, error: BaseException) -> None:
         """Log a failure, count it, and go on as fcfs; only the first one counts."""

@@ -112,21 +112,25 @@ class AdmissionRounds:
         adder : PrefillAdder
             Of this round.
         """
-        admission, scheduler = self.admission, self.scheduler
-        if admission.policy is None:
+        if self.admission.policy is None:
             yield from queue
             return
-        room = scheduler.get_num_allocatable_reqs(self._running_rows)
-        if self.limit is not None and not self.guard.failed:
-            with self.guard("prefill could not be bounded"):
-                self.limit.open(adder)
-        while not self.guard.failed:
-            with self.guard("no request could be proposed"):
-                rid = admission.propose(Batch(len(admission.running), len(adder.can_run_list) < room))
-                if rid is None:
-                    return
-                yield self.life_cycle.requests[rid]
-        yield from [req for req in queue if req not in adder.can_run_list]
+        room = self.scheduler.get_num_allocatable_reqs(self._running_rows)
+        if self.limit is not None:
+            self._bound(self.limit, adder)
+        while (req := self._next(adder, room)) is not None:
+            yield req
+        if self.guard.failed:
+            yield from [req for req in queue if req not in adder.can_run_list]
+
+    @guarded("prefill could not be bounded")
+    def _bound(self, limit: PrefillLimit, adder: Any) -> None:
+        limit.open(adder)
+
+    @guarded("no request could be proposed")
+    def _next(self, adder: Any, room: int) -> Any:
+        rid = self.admission.propose(Batch(len(self.admission.running), len(adder.can_run_list) < room))
+        return None if rid is None else self.life_cycle.requests[rid]
 
     @guarded("a proposed request could not be judged")
     def judge(self, req: Any) -> AddReqResult | None:
