@@ -108,9 +108,8 @@ def agreement(folder: Path) -> Section:
         "The runs whose throughput is furthest apart, each as server / replay / ratio:",
         furthest_apart(found),
         "What binds: the host's speed changes by up to 1.7x from one half-minute to the next, which a short run "
-        "without a queue shows; FlashInfer's prefill is timed as FlashAttention-3's; the runs with `--feather-slo` "
-        "are of its mechanism before the present one, which took decisions from what it measured, and a server "
-        "measures with more noise.",
+        "without a queue shows; FlashInfer's prefill is timed as FlashAttention-3's; where a server computes one "
+        "chunk after the other and single tokens are streamed, the longest gaps are longer than replayed.",
     ]
     setup = (
         f"Replay: SGLang {get(replays, REPLAYS, 'sglang')}, profile {get(replays, REPLAYS, 'profile')}. Servers: "
