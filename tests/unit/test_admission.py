@@ -630,7 +630,7 @@ def test_stop_is_tried_where_somebody_has_waited_for_a_second(explores):
         open_round(b, now)
         found.append(policy.explore)
         b.close_round()
-    b.leave_queue("a0")
+    b.aborted("a0")
     arrive_all(b, "a1")
     for now in (3.0, 3.9, 4.0):
         open_round(b, now)

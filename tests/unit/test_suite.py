@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from feather_sglang.adapter.environment import sglang_variables
 from feather_sglang.cli import main
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import server_flags
@@ -33,6 +34,13 @@ SMALL = (
 SLICE = Case("conversation 2, load 0.5, 200K", "slices", None, load=0.5, file="t.jsonl", first=2, count=5, short=3)
 
 MEASURED = Path(__file__).resolve().parents[2] / "docs" / "measured"
+
+
+@pytest.fixture(autouse=True)
+def no_sglang_variables(monkeypatch):
+    """Those that an engine in this process has set, in another file's tests."""
+    for name in sglang_variables():
+        monkeypatch.delenv(name)
 
 
 def figures(job):
