@@ -38,6 +38,7 @@ from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel
 
 FIGURES = ("output_tok_s", "ttft_mean", "ttft_p99", "e2e_mean", "tbt_p99_ms")
+SINGLE_TOKENS = 1000.0  # a second in a stream of single tokens, up to which their price counts for little
 INTERVAL = "--prefill-decode-interval"
 SHAPE = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
          "kv_heads": "num_key_value_heads"}  # fmt: skip
@@ -118,6 +119,8 @@ def runs_of(content: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
             left_out[f"{case}: not of bench_server.py's cases"] = None
         elif any("error" in record or record["overall"]["unfinished"] for record in rounds):
             left_out[f"{case}, {name}: not to its end"] = None
+        elif content["stream_interval"] == 1 and seen(rounds)["output_tok_s"] > SINGLE_TOKENS:
+            left_out[f"{case}, {name}: too many single tokens streamed, whose price no profile has"] = None
         elif any(flag in words for flag in ("--tp", "--tp-size", "--tensor-parallel-size")):
             left_out[f"{name}: several GPUs"] = None
         elif attention not in load_profile("h200").attention:

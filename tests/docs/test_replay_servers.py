@@ -100,6 +100,30 @@ def test_what_a_replay_cannot_be_is_named() -> None:
         replay_servers.runs_of({**content(), "model": {**QWEN, "hidden_size": 1}})
 
 
+@pytest.mark.parametrize(("rate", "kept"), [(900.0, 2), (1100.0, 0)])
+def test_many_single_tokens_in_streams_are_left_out(rate: float, kept: int) -> None:
+    single = {**content(), "stream_interval": 1}
+    for record in single["records"]:
+        record["overall"] = {**SEEN, "tok_s": rate}
+    runs, left_out = replay_servers.runs_of(single)
+    assert len(runs) == kept and len(left_out) == 3 - kept
+
+
+def test_a_servers_own_settings_are_replayed() -> None:
+    chunked = content()
+    chunked["servers"]["paced"]["flags"] += ["--chunked-prefill-size", "2048", "--prefill-decode-interval", "4"]
+    runs, _ = replay_servers.runs_of(chunked)
+    settings = replay_servers.job_of(runs[1], "one").settings
+    assert settings["chunked_prefill"] == 2048 and settings["server_flags"] == ["--prefill-decode-interval", "4"]
+    assert "settings" not in runs[0]
+
+
+def test_what_was_replayed_before_is_kept() -> None:
+    runs, _ = replay_servers.runs_of(content())
+    replay_servers.keep(runs, [{**runs[1], "replay": {"output_tok_s": 7.0}}, {**runs[0], "seed": 9, "replay": {}}])
+    assert "replay" not in runs[0] and runs[1]["replay"] == {"output_tok_s": 7.0}
+
+
 def test_nothing_to_replay_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "servers.json"
     file.write_text(json.dumps({**content(), "records": []}))
