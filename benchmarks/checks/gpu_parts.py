@@ -28,8 +28,8 @@ TESTS, ANSWERS = "GPU tests", "answers of pat+feather"
 ANSWERS_FILE, SERVERS_FILE = "answers.json", "servers.json"
 SHAPE, VOCABULARY = "qwen3-8b", 151936
 PLUGINS, PLUGIN = "sglang.srt.plugins", "feather = feather_sglang.adapter.plugin:register"
-TWO_SERVERS_MIB = 110_000  # memory that holds two servers with the KV tokens of the page's cases
 START_SECONDS, CASE_SECONDS = 200, 180  # in which a server is up and a case is over, unless something hangs
+ROOMY_MIB = 110_000
 WORKERS, FEW_WORKERS = 8, 6  # processes that run tests, beside the servers whose answers are compared meanwhile
 # Both servers of the comparison of answers, and the tests, are on the GPU at once; finer logits than bfloat16's.
 ANSWERS_FLAGS = f"--max-total-tokens 40000 --mem-fraction-static 0.9 {NO_PREFILL_GRAPHS} --enable-fp32-lm-head"
@@ -63,7 +63,7 @@ def written_entry_point(folder: Path) -> Path:
 
 def tests_command(gpu: Gpu) -> list[str]:
     """Pytest on the GPU's tests, in several processes where pytest-xdist is there: most of the time is compilation."""
-    workers = WORKERS if two_servers_fit(gpu) else FEW_WORKERS
+    workers = WORKERS if gpu.memory_mib >= ROOMY_MIB else FEW_WORKERS
     several = ["-n", str(workers)] if find_spec("xdist") else []
     return [sys.executable, "-m", "pytest", "-q", *several, str(ROOT / "tests" / "gpu")]
 
@@ -97,11 +97,6 @@ def servers_command(folder: Path, limit: float) -> list[str]:
 def program(path: str, flags: Mapping[str, Any], *words: str) -> list[str]:
     """A program of the checkout's, with its flags."""
     return [sys.executable, str(ROOT / path), *(str(word) for pair in flags.items() for word in pair), *words]
-
-
-def two_servers_fit(gpu: Gpu) -> bool:
-    """Whether the memory holds both servers of the page's cases."""
-    return gpu.memory_mib >= TWO_SERVERS_MIB
 
 
 # What came of it ------------------------------------------------------------------------------------------------------

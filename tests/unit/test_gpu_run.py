@@ -22,7 +22,7 @@ import gpu_run
 from gpu_report import BOUND_MS, CASES, OURS, PROMISE, STOCK
 
 ROOT = Path(__file__).resolve().parents[2]
-H200, H100 = gpu_found.Gpu("NVIDIA H200", 143_771), gpu_found.Gpu("NVIDIA H100", 81_559)
+H200 = gpu_found.Gpu("NVIDIA H200", 143_771)
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
