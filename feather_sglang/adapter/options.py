@@ -182,7 +182,7 @@ class FeatherOptions:
         _bounds,
         "BOUNDS",
         "Bounds on the first token and between tokens: ttft=SECONDS,tbt=MS (10x: times an idle server's) or mooncake. "
-        "Prefill is bounded as by --feather-tbt, with 0.85 of tbt. Not under feather-order. Tried in replays only.",
+        "Prefill is bounded as by --feather-tbt, with 0.85 of tbt. Not under feather-order.",
     )
     record_plan: str | None = _option(
         None,
