@@ -89,7 +89,7 @@ def backends(folder: Path) -> str:
         NAMES[name]: [found[case][name].tok_s / 1e3 if name in found[case] else None for case in cases]
         for name in perf_servers.BACKENDS
     }
-    bars(axis, [perf_servers.shown(case).removeprefix("decode 500,") for case in cases], series, (OURS, *GREYS))
+    bars(axis, [perf_servers.shown(case).removeprefix("decode 500, ") for case in cases], series, (OURS, *GREYS))
     axis.set_xlabel("thousand output tokens/s, 500 requests decoding, H200")
     figure.legend(loc="outside upper center", ncols=2)
     return svg(figure)

@@ -171,17 +171,18 @@ def evicts(case: str, kv_tokens: int) -> bool:
 
 
 def described(case: str) -> str:
-    """A workload in a few words without blanks: groups x tokens, requests a second."""
+    """A workload in a few words: groups x tokens of a prefix, requests a second."""
     name, _, rest = case.partition(":")
     if name == "open":
         groups, tokens, _, rate, *more = map(int, rest.partition("@")[0].split(","))
-        output = f",{more[0]}out" if more else ""
-        levels = f",{more[1]}levels" if len(more) > 1 else ""
-        return f"{groups}x{tokens // 1000}K,{rate}/s{output}{levels}" if groups else f"{tokens}own,{rate}/s{output}"
+        output = f", {more[0]} output tokens" if more else ""
+        levels = f", {more[1]} levels" if len(more) > 1 else ""
+        shared = f"{groups} x {tokens // 1000}K" if groups else f"{tokens} tokens unshared"
+        return f"{shared}, {rate}/s{output}{levels}"
     keywords = WORKLOADS[name.partition("@")[0]].keywords
     if "groups" in keywords:
-        return f"{keywords['groups']}x{keywords['prefix_tokens'] // 1000}K,{keywords['rate']}/s"
-    return f"unshared {keywords['prompt_tokens'] // 1000}K,{keywords['rate']}/s"
+        return f"{keywords['groups']} x {keywords['prefix_tokens'] // 1000}K, {keywords['rate']}/s"
+    return f"{keywords['prompt_tokens'] // 1000}K unshared, {keywords['rate']}/s"
 
 
 def requests(case: str) -> int:

@@ -96,7 +96,7 @@ def backend_rows(found: dict[str, dict[str, Run]], label: str = "") -> list[list
     for case, runs in sorted(found.items(), key=lambda item: by_size(item[0])):
         best = max(run.tok_s for name, run in runs.items() if name != "pat")
         cells = [number(runs[name].tok_s) if name in runs else "-" for name in BACKENDS]
-        name = f"{case.partition(':')[0]},{label}" if label else shown(case)
+        name = f"{case.partition(':')[0]}, {label}" if label else shown(case)
         rows.append([name, f"**{runs['pat'].tok_s / best:.2f}**", *cells])
     return rows
 
@@ -113,13 +113,13 @@ def shown(case: str) -> str:
     if case.startswith("decode:"):
         batch, groups, tokens, *_ = map(int, case.removeprefix("decode:").split(","))
         if not groups:
-            return f"decode {batch},{tokens // 1000}K unshared"
-        return f"decode {batch},{groups}x{tokens // 1000}K"
+            return f"decode {batch}, {tokens // 1000}K unshared"
+        return f"decode {batch}, {groups} x {tokens // 1000}K"
     if case.startswith("open:"):
         draw = case.partition("@")[2]
-        return described(case) + (f",draw{draw}" if draw else "")
+        return described(case) + (f", draw {draw}" if draw else "")
     name, _, first = case.partition(":")
-    return f"{name}:{described(case)}" + (f", first {first}" if first else "")
+    return f"{name}: {described(case)}" + (f", first {first}" if first else "")
 
 
 def backends(folder: Path) -> Section:
@@ -141,7 +141,8 @@ def backends(folder: Path) -> Section:
         and runs["pat"].tok_s < SLOWER * max(run.tok_s for run in runs.values())
     }
     body = [
-        f"Output tokens/s under fcfs; ratio: `pat` to the best other.{unlike(folder)}",
+        "Output tokens/s under fcfs, and the ratio of `pat` to the best other backend. 5 x 5K: five prefixes of "
+        f"5,000 tokens.{unlike(folder)}",
         table(["workload", "ratio", *BACKENDS], rows),
         "![Decode throughput by batch](performance/backends.svg)",
         f"All {len(ratios)} steady batches: {geometric_mean(ratios):.2f}x the best other (geometric mean), "
@@ -195,13 +196,15 @@ def policy_tables(measured: Sequence[Policies]) -> tuple[str, str]:
             ours, fcfs = runs[one.names[-1]], runs["fcfs"]
             best = max(runs[name].tok_s for name in one.names[:-1] if name in runs)
             cells = [runs.get(name) for name in (*names[:-1], one.names[-1])]
-            place = [f"{case.partition(':')[0]},`{one.attention}`"]
+            place = [f"{case.partition(':')[0]}, `{one.attention}`"]
             rates = [number(run.tok_s) if run else "-" for run in cells]
             rate_rows.append([*place, f"**{ours.tok_s / fcfs.tok_s:.2f}**", f"{ours.tok_s / best:.2f}", *rates])
-            waits = [f"{run.ttft_mean:.2f}/{run.ttft_p99:.1f}" if run else "-" for run in cells]
+            waits = [f"{run.ttft_mean:.2f} / {run.ttft_p99:.1f}" if run else "-" for run in cells]
             wait_rows.append([*place, *waits])
     heads = [*names[:-1], "feather"]
-    return table(["", "feather/fcfs", "/best", *heads], rate_rows), table(["", *heads], wait_rows)
+    return table(["workload, backend", "feather to fcfs", "to SGLang's best", *heads], rate_rows), table(
+        ["workload, backend", *heads], wait_rows
+    )
 
 
 def behind(measured: Sequence[Policies]) -> tuple[list[list[str]], list[list[str]]]:
@@ -210,7 +213,7 @@ def behind(measured: Sequence[Policies]) -> tuple[list[list[str]], list[list[str
     for one in measured:
         for case, runs in one.runs.items():
             ours, stock = runs[one.names[-1]], [runs[name] for name in one.names[:-1] if name in runs]
-            place = f"{one.model}{shown(case)},`{one.attention}`"
+            place = f"{one.model}{shown(case)}, `{one.attention}`"
             best = max(run.tok_s for run in stock)
             if ours.tok_s < SLOWER * best:
                 rates.append((ours.tok_s / best, [place, "tok/s", number(ours.tok_s), number(best)]))
@@ -234,7 +237,7 @@ def policy_section(folder: Path) -> Section:
         "Workloads as above, those whose prefixes fill or exceed the KV pool first. Output tokens/s:",
         rates,
         "![Throughput of each policy to fcfs](performance/policies.svg)",
-        "Time to the first token, mean/p99, seconds:",
+        "Time to the first token, mean / p99, seconds:",
         waits,
     ]
     slower, later = behind([*main, *other])

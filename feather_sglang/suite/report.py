@@ -174,6 +174,6 @@ def _server(results: Results) -> str:
 
 def _markdown(rows: list[list[str]]) -> list[str]:
     """Policies that share a row stand under each other; a figure and its ratio stay on one line."""
-    cells = [[row[0].replace(", ", "<br>"), *(cell.replace(" (", "&nbsp;(") for cell in row[1:])] for row in rows]
+    cells = [[row[0].replace(", ", "<br>"), *row[1:]] for row in rows]
     lines = [f"|{'|'.join(row)}|" for row in cells]
     return [lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]
