@@ -36,9 +36,9 @@ waitings = st.one_of(st.floats(0, 1e6), st.just(inf))
 
 
 def plan(bound, waiting, patience, own, price):
-    """Work of the next prefill step, and seconds of the gap with it."""
+    """Work of a gap, and its seconds."""
     work = work_of(bound, waiting, patience, own, price)
-    return work, bound if price is None else (UNKNOWN_OWN * bound if own is None else own) + price * work
+    return work, own + price * work
 
 
 def test_what_the_bound_leaves_is_computed():
@@ -50,16 +50,6 @@ def test_what_would_not_be_computed_within_the_patience_is_computed_beyond_the_b
     work, gap = plan(bound=0.1, waiting=18_000.0, patience=2.0, own=0.02, price=1e-4)
     assert gap == pytest.approx(0.2) and work == pytest.approx(1800)
     assert 18_000 * gap / work == pytest.approx(2.0)  # so long it takes to compute all of it
-
-
-def test_before_anything_was_timed_a_step_is_small():
-    assert plan(0.1, inf, 2.0, None, None) == (FIRST_TOKENS, 0.1)
-    assert plan(0.1, inf, 2.0, 0.5, None) == (FIRST_TOKENS, 0.1)
-
-
-def test_before_a_gap_was_timed_its_own_part_is_a_part_of_the_bound():
-    work, gap = plan(0.1, 0.0, 2.0, None, 1e-4)
-    assert gap == pytest.approx(0.1) and 0 < work * 1e-4 < 0.1
 
 
 @given(bounds, waitings, patiences, owns, prices)
@@ -173,33 +163,33 @@ def test_without_attention_a_token_is_a_token():
 
 def test_a_gap_has_its_own_part_beside_its_tokens_and_their_context():
     own = OwnTime()
-    own.note(Gap(0.5, 1, 1000, 1e6), None, 0.0)
+    own.note(Gap(0.5, 1, 1000, 1e6), None, 0.0, 0.0)
     assert own.seconds is None  # prices are not known yet
-    own.note(Gap(0.5, 1, 1000, 1e6), 3e-4, 1e-7)
+    own.note(Gap(0.5, 1, 1000, 1e6), 3e-4, 1e-7, 0.0)
     assert own.seconds == pytest.approx(0.1)
-    own.note(Gap(0.9, 1, 1000, 1e6), 3e-4, 1e-7)
+    own.note(Gap(0.9, 1, 1000, 1e6), 3e-4, 1e-7, 0.0)
     assert 0.1 < own.seconds < 0.2
 
 
 def test_no_gap_takes_less_than_nothing():
     own = OwnTime()
-    own.note(Gap(0.1, 1, 1000, 0.0), 3e-4, 0.0)
+    own.note(Gap(0.1, 1, 1000, 0.0), 3e-4, 0.0, 0.0)
     assert own.seconds == 0
 
 
-@given(st.floats(0, 1), st.lists(st.integers(1, 10_000), min_size=1, max_size=30), prices)
-def test_it_is_the_same_whatever_is_computed(own, tokens, price):
-    found = OwnTime()
-    for new in tokens:
-        found.note(Gap(own + price * new, 1, new, 0.0), price, 0.0)
+@given(st.floats(0, 1), st.lists(st.tuples(st.integers(1, 10_000), st.integers(1, 5)), min_size=1, max_size=30), prices)
+def test_it_is_the_same_whatever_is_computed(own, gaps, price):
+    found, fixed = OwnTime(), own / 3
+    for new, steps in gaps:
+        found.note(Gap(own + (steps - 1) * fixed + price * new, steps, new, 0.0), price, 0.0, fixed)
     assert found.seconds == pytest.approx(own, abs=1e-9)
 
 
 def test_it_follows_a_batch_that_grew():
     own = OwnTime()
-    own.note(Gap(0.01, 1, 0, 0.0), 1e-4, 0.0)
+    own.note(Gap(0.01, 1, 0, 0.0), 1e-4, 0.0, 0.0)
     for _ in range(24):
-        own.note(Gap(0.1, 1, 0, 0.0), 1e-4, 0.0)
+        own.note(Gap(0.1, 1, 0, 0.0), 1e-4, 0.0, 0.0)
     assert own.seconds == pytest.approx(0.1, rel=0.05)
 
 
@@ -267,6 +257,13 @@ def test_the_patience_is_half_of_a_bound_on_the_first_token_at_the_most(text, se
     assert Promise(tbt=0.05).patience() == PATIENCE
 
 
+def test_the_patience_of_a_relative_bound_is_half_of_it_for_those_who_wait():
+    promise = Promise(parse("ttft=10x,tbt=5x"))
+    assert promise.patience(0.02) == pytest.approx(0.1) and promise.patience(10.0) == PATIENCE
+    assert promise.patience(inf) == PATIENCE
+    assert Promise(parse("ttft=2,tbt=50")).patience(0.02) == 1.0 and Promise(tbt=0.05).patience(0.02) == PATIENCE
+
+
 @pytest.mark.parametrize("text", ["ttft=2", "tbt=50", "tpot=50", "ttft=2,tpot=50"])
 def test_half_a_promise_is_none(text):
     with pytest.raises(FeatherError, match=f"^--feather-slo {text}: give both bounds, ttft and tbt$"):
@@ -285,11 +282,12 @@ class Told:
         self.lines = []
         self.bound = PrefillBound(promise or Promise(tbt=0.05), self.lines.append)
 
-    def round(self, now, waiting=0.0, **readings):
+    def round(self, now, waiting=0.0, requests=1, **readings):
         known = Readings(now, **{"bare_seconds": PRICE, "own_seconds": OWN, "least_decode_seconds": 0.008, **readings})
         assert self.bound.look(known)
-        work = self.bound.work(waiting, known)
+        work = self.bound.work(waiting, requests)
         self.bound.launched(work)
+        self.bound.decoded()
         self.bound.tell_in_force(now)
         return work
 
@@ -313,6 +311,56 @@ def test_it_plans_by_what_was_measured_and_waits():
     assert told.round(0.0, waiting=18_000.0) == pytest.approx(900)
     hurried = Told(Promise(parse("ttft=3.8,tbt=50"), tbt=0.05))
     assert hurried.round(0.0, waiting=18_000.0) == pytest.approx(1800)
+
+
+def test_before_a_gap_was_timed_its_own_part_is_a_part_of_the_bound():
+    assert Told().round(0.0, own_seconds=None) == pytest.approx((1 - UNKNOWN_OWN) * 0.05 / PRICE)
+
+
+def test_before_anything_was_timed_a_decode_step_follows_each_small_step():
+    bound = PrefillBound(Promise(tbt=0.05))
+    assert bound.look(Readings(0.0, own_seconds=0.5)) and bound.work(inf, 1) == FIRST_TOKENS
+    bound.launched(100.0)
+    assert bound.look(Readings(0.0)) and bound.work(inf, 1) == 0
+    bound.decoded()
+    assert bound.work(inf, 1) == FIRST_TOKENS
+
+
+@given(bounds, waitings, owns, prices, st.floats(0, 0.1), st.lists(st.floats(0.01, 1.5), min_size=1, max_size=20))
+def test_steps_of_a_gap_add_up_to_what_it_may_be(bound, waiting, own, price, fixed, shares):
+    """However little each of them computes; what a further step takes is counted."""
+    one = PrefillBound(Promise(tbt=bound))
+    assert one.look(Readings(0.0, bare_seconds=price, own_seconds=own, fixed_seconds=fixed))
+    planned, gap = one.work(waiting, 1), own
+    for step, share in enumerate(shares):
+        left = one.work(waiting, 1)
+        if not left:
+            assert gap + min(fixed, own) >= own + planned * price / 2 * (1 - 1e-9)
+            break
+        assert left >= planned / 2
+        work = min(share, 1.0) * left
+        gap += price * work + (min(fixed, own) if step else 0.0)
+        one.launched(work)
+        assert gap <= (own + planned * price) * (1 + 1e-9)
+    one.tell_in_force(0.0)
+    assert one.in_force == pytest.approx(max(bound, gap))
+    one.decoded()
+    assert one.work(waiting, 1) == planned
+
+
+def test_where_it_is_not_known_what_a_further_step_takes_it_is_taken_for_the_first_one():
+    one = PrefillBound(Promise(tbt=0.05))
+    assert one.look(Readings(0.0, bare_seconds=PRICE, own_seconds=OWN))
+    one.launched(100.0)
+    assert one.work(0.0, 0) == pytest.approx((0.05 - 2 * OWN) / PRICE - 100)
+
+
+def test_a_relative_bound_on_the_first_token_is_as_patient_as_short_prompts_are():
+    patient, hurried = Told(Promise(parse("ttft=10x,tbt=5x"))), Told(Promise(parse("ttft=10x,tbt=5x")))
+    assert patient.round(0.0, 2000.0, requests=1) == patient.round(0.0, 0.0)
+    # Twenty prompts that would take 20 ms each, if they were alone: all of them within 100 ms, as far as that goes.
+    assert hurried.round(0.0, 2000.0, requests=20) == pytest.approx((LONGEST - 1) * OWN / PRICE)
+    assert hurried.round(0.0, 800.0, requests=8) == pytest.approx(800 * OWN / (0.1 - 0.08))
 
 
 def test_what_is_in_force_is_the_longest_gap_of_a_period():

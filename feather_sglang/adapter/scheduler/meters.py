@@ -55,7 +55,7 @@ class Meters:
         if is_decode or lens:
             gap = prefill.step(now, sum(lens), pairs, self.decode.step_seconds)
             if gap is not None:
-                self.own.note(gap, prefill.bare_seconds, prefill.pair_seconds)
+                self.own.note(gap, prefill.bare_seconds, prefill.pair_seconds, prefill.fixed_seconds or 0.0)
         else:  # an empty step: others of its data-parallel group work
             prefill.idle()
         # SGLang drops what has finished from the running batch when it forms the next one.

@@ -46,7 +46,6 @@ class PrefillLimit:
         least = max(FLOOR_TOKENS, getattr(scheduler, "truncation_align_size", None) or 0)
         # A smaller chunk than the operator's, and of whole pages, as SGLang cuts prompts there.
         self._floor = min(self._full, -(-least // page) * page)
-        self._prefilled = False  # the latest step did prefill, while requests decode
         self._decodes = False  # somebody does
         self._planned = 0.0  # work of the round's step, at most
         self._work: float | None = None  # what is left of it; None: no limit
@@ -68,19 +67,23 @@ class PrefillLimit:
 
     def begin(self, running_batch: Any, readings: Readings) -> bool:
         """Set the round's chunk size; False lets the running batch decode first."""
-        known = self.bound.look(readings)
-        # A bound that is relative to a decode step is known once two in a row were timed.
-        if (self._prefilled or not known) and not self._must_go_on(running_batch):
+        chunked, known, waiting = self.scheduler.chunked_req, self.bound.look(readings), 0.0
+        self._pair_tokens, self._planned = readings.pair_tokens or 0.0, 0.0
+        if known:
+            waiting = self._waiting(chunked)
+            requests = len(self.scheduler.waiting_queue) + (chunked is not None)
+            self._planned = self.bound.work(waiting, requests)
+        # Little is left of the gap; or a bound that is relative to a decode step is to be timed: two of them in a row.
+        due = self.bound.steps and self._planned < min(self._floor, waiting)
+        if (due or not known) and not self._must_go_on(running_batch):
             self.deferrals += 1
-            self._prefilled = False
+            self.bound.decoded()
             self.restore()
             return False
         if not known:
             self.restore()
             return True
-        self._pair_tokens = readings.pair_tokens or 0.0
-        chunked = self.scheduler.chunked_req
-        self._planned = self._work = self.bound.work(self._waiting(chunked), readings)
+        self._work = self._planned
         context = 0 if chunked is None else cached_tokens(chunked)
         page = self.scheduler.page_size
         tokens = max(self._floor, tokens_for(self._work, context, self._pair_tokens))
@@ -155,8 +158,9 @@ class PrefillLimit:
 
     def end(self, new_batch: Any) -> None:
         """The round is over, and ``new_batch`` is launched, or a decode step."""
-        self._prefilled = self._decodes and new_batch is not None
-        if self._prefilled and self._work is not None:
+        if not self._decodes or new_batch is None:
+            self.bound.decoded()
+        elif self._work is not None:
             self.bound.launched(self._planned - self._work)
         self._adder = None
 

@@ -1,11 +1,11 @@
 """How much the next prefill step may compute while requests decode.
 
-A decode step follows every prefill step. Between two tokens of a request there are then
+Between two decode steps there are prefill steps, mostly one, and between two tokens of a request then
 
     gap  =  own + price x work
 
 seconds. ``own`` is what the decode step takes, and a prefill step however little it computes; ``work`` is what it
-computes. The step computes as much as the bound allows, or as much as it must so that all that waits is computed within
+computes. Prefill computes as much as the bound allows, or as much as it must so that all that waits is computed within
 the operator's patience, whichever is more:
 
     work  =  max((bound - own) / price,  waiting x gap / patience)
@@ -14,6 +14,9 @@ So a bound that the load does not allow gives way, as far as it must, and no que
 wait for memory the server is overloaded: then, too, the gap is at most ``LONGEST`` times its own part, so that what
 prefill is interrupted for takes a twentieth of the time. However tight the bound, a gap is twice its own part: shorter
 steps would cost more than they compute.
+
+A step that computes less than half of its gap's work, as no more was there, is followed by another one, which computes
+the rest; of each of these ``own`` has only what a prefill step takes however little it computes.
 
 Ours. Sarathi-Serve (Agrawal et al., 2024) has a fixed token budget of mixed steps, profiled ahead, for the same end.
 """
@@ -32,6 +35,7 @@ LONGEST = 20  # times its own part, a gap where the bound has given way
 FIRST_TOKENS = 1024  # of a step before any was timed
 UNKNOWN_OWN = 0.25  # of the bound, before a gap was timed
 TOLD_EVERY = 10.0  # seconds between two lines of the log, at the least
+_LEFT = 0.5  # of a gap's work, at the least, for another prefill step in it: each costs time of its own
 _WINDOW = 8  # gaps that the mean follows: a batch grows by an admission, not slowly
 
 
@@ -46,10 +50,10 @@ class OwnTime:
     def __init__(self) -> None:
         self.seconds: float | None = None
 
-    def note(self, gap: Gap, bare_seconds: float | None, pair_seconds: float) -> None:
+    def note(self, gap: Gap, bare_seconds: float | None, pair_seconds: float, fixed_seconds: float) -> None:
         """A gap was timed; the prices are those of ``PrefillMeter``."""
         if bare_seconds is not None:
-            own = gap.seconds - bare_seconds * gap.tokens - pair_seconds * gap.pairs
+            own = gap.seconds - bare_seconds * gap.tokens - pair_seconds * gap.pairs - (gap.steps - 1) * fixed_seconds
             self.seconds = follow(self.seconds, max(0.0, own), _WINDOW)
 
 
@@ -65,6 +69,7 @@ class PrefillBound:
     ----------
     asked : seconds between two tokens that are aimed at; None: not known yet.
     in_force : the same, or the longest gap that was launched of late if that is longer; None: nothing is asked yet.
+    steps : prefill steps that were launched since the latest decode step.
     """
 
     def __init__(self, promise: Promise, tell: Callable[[str], None] = lambda line: None) -> None:
@@ -72,7 +77,10 @@ class PrefillBound:
         self.tell = tell
         self.asked: float | None = None
         self.in_force: float | None = None
-        self._own = self._price = 0.0  # seconds of a gap beyond its work, and of a token of work
+        self.steps = 0
+        self._work = 0.0  # of these steps
+        self._own = self._fixed = 0.0  # seconds of a gap beyond its work, and of each prefill step after the first
+        self._price: float | None = None  # seconds of a token of work
         self._holds = True
         self._longest = 0.0  # gap since the log was told, seconds
         self._told: float | None = None  # when it was
@@ -80,22 +88,40 @@ class PrefillBound:
     def look(self, readings: Readings) -> bool:
         """Take in what was measured; whether there is a bound by now."""
         self.asked = self.promise.between_tokens(readings.least_decode_seconds)
-        self._own, self._price = readings.own_seconds or 0.0, readings.bare_seconds or 0.0
-        return self.asked is not None
+        if self.asked is None:
+            return False
+        own, fixed = readings.own_seconds, readings.fixed_seconds
+        self._own = UNKNOWN_OWN * self.asked if own is None else own
+        self._fixed = self._own if fixed is None else min(fixed, self._own)
+        self._price = readings.bare_seconds
+        return True
 
-    def work(self, waiting: float, readings: Readings) -> float:
-        """Work of the next prefill step, in tokens without context before them.
+    def work(self, waiting: float, requests: int) -> float:
+        """Work of the next prefill step, in tokens without context before them; 0: a decode step is due.
 
         Parameters
         ----------
         waiting : work of all that waits; infinite where it does not fit into memory.
+        requests : that wait.
         """
         assert self.asked is not None
-        return plan(self.asked, waiting, self.promise.patience(), readings.own_seconds, readings.bare_seconds)
+        if self._price is None:
+            return 0 if self.steps else FIRST_TOKENS
+        idle = self._own + self._price * waiting / requests if requests else None
+        work = plan(self.asked, waiting, self.promise.patience(idle), self._own, self._price)
+        left = work - self._work - self.steps * self._fixed / self._price
+        return left if left >= _LEFT * work else 0.0
 
     def launched(self, work: float) -> None:
         """A prefill step of so much work was launched while requests decode."""
-        self._longest = max(self._longest, self._own + self._price * work)
+        self._work += work
+        gap = self._own + self.steps * self._fixed + (self._price or 0.0) * self._work
+        self.steps += 1
+        self._longest = max(self._longest, gap)
+
+    def decoded(self) -> None:
+        """A decode step was launched, or nobody decodes."""
+        self.steps, self._work = 0, 0.0
 
     def tell_in_force(self, now: float) -> None:
         """Tell when the bound has given way, and when it holds again: of a period, as gaps change from step to step."""
@@ -117,18 +143,15 @@ class PrefillBound:
         self._holds, self._longest, self._told = holds, 0.0, now
 
 
-def plan(bound: float, waiting: float, patience: float, own: float | None, price: float | None) -> float:
-    """Work of the next prefill step, in tokens without context before them.
+def plan(bound: float, waiting: float, patience: float, own: float, price: float) -> float:
+    """Work of a gap, in tokens without context before them.
 
     Parameters
     ----------
     bound, patience : seconds, of ``Promise``.
     waiting : work of all that waits, in tokens without context before them; infinite: more than fits into memory.
-    own, price : seconds of a gap beyond its work, and of a token of work; None: not known yet.
+    own, price : seconds of a gap beyond its work, and of a token of work.
     """
-    if price is None:
-        return FIRST_TOKENS
-    own = UNKNOWN_OWN * bound if own is None else own
     longest = (LONGEST - 1) * own / price
     allowed = max(bound - own, own) / price
     spare = patience - waiting * price  # seconds that are left for the gaps' own parts

@@ -42,8 +42,17 @@ class Promise:
             return SAFETY * most
         return None if idle_decode_seconds is None else SAFETY * most * idle_decode_seconds
 
-    def patience(self) -> float:
-        """Seconds within which all that waits is to be computed: half of a bound on the first token, or less."""
-        if self.slo is None or self.slo.ttft is None or self.slo.ttft.relative:
+    def patience(self, idle_first_token: float | None = None) -> float:
+        """Seconds within which all that waits is to be computed: half of a bound on the first token, or less.
+
+        Parameters
+        ----------
+        idle_first_token
+            Seconds to it of those who wait, in the mean, if they were alone; None: not known.
+        """
+        if self.slo is None or self.slo.ttft is None:
             return PATIENCE
-        return min(PATIENCE, self.slo.ttft.most / 2)
+        most, relative = self.slo.ttft
+        if relative:
+            most = 2 * PATIENCE if idle_first_token is None else most * idle_first_token
+        return min(PATIENCE, most / 2)
