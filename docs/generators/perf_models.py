@@ -13,16 +13,17 @@ from perf_servers import command_of, setup
 from perf_text import Section, number, table
 
 MODELS, TWO_RANKS = "models_h200.json", "data_parallel_h200.json"
+FILES = (MODELS, "models_0517_h200.json", TWO_RANKS)  # the second has what was not measured again
 ROOM = re.compile(r" *--(?:max-running-requests \d+|disable-custom-all-reduce)")  # flags that are no row's point
 OURS = "pat"
 LAYERS = {  # of each kind of model in the support matrix that a GPU check has a shape of
     "dense": "full",
     "experts": "full",
-    "windows": "windows,full",
-    "sinks": "windows,full,sinks",
-    "chunks": "chunks,full",
-    "scores": "full,unlike scores",
-    "linear": "linear,full",
+    "windows": "windows, full",
+    "sinks": "windows, full, sinks",
+    "chunks": "chunks, full",
+    "scores": "full, unlike scores",
+    "linear": "linear, full",
 }
 
 
@@ -51,6 +52,7 @@ class Model(NamedTuple):
     """
 
     name: str
+    release: str  # of SGLang
     kind: str
     cut: str
     flags: str
@@ -64,22 +66,23 @@ class Model(NamedTuple):
 def models(folder: Path) -> list[Model]:
     """Every shape, in the files' order."""
     found = []
-    for file in (MODELS, TWO_RANKS):
-        rows = get(load(folder, file), file, "rows")
+    for file in FILES:
+        content = load(folder, file)
+        rows, release = get(content, file, "rows"), get(content, file, "machine", "versions", "sglang")
         if not rows:
             raise ResultError(f"{file}: rows is empty")
-        found += [_model(row, file) for row in rows]
+        found += [_model(row, release, file) for row in rows]
     return found
 
 
-def _model(row: dict[str, Any], file: str) -> Model:
+def _model(row: dict[str, Any], release: str, file: str) -> Model:
     name = get(row, file, "shape")
     where = f"{file}: {name}"
     kind = get(row, where, "kind")
     if kind not in LAYERS:
         raise ResultError(f"{where}: kind {kind} is not among {', '.join(LAYERS)}")
     return Model(
-        name, kind, row.get("cut", ""), ROOM.sub("", row.get("flags", "")), get(row, where, "answers", "wrong"),
+        name, release, kind, row.get("cut", ""), ROOM.sub("", row.get("flags", "")), get(row, where, "answers", "wrong"),
         get(row, where, "answers", "spread", "largest"), get(row, where, "spread", "largest"),
         *(_rate(get(row, where, "all_tok_s", which), f"{where}, {which}") for which in ("shared", "private")),
     )  # fmt: skip
@@ -102,8 +105,11 @@ def rows(found: Iterable[Model]) -> list[list[str]]:
     return [
         [
             "<br>".join([one.name, *(text.replace(" ", "&nbsp;") for text in (one.cut, one.flags) if text)]),
-            LAYERS[one.kind].replace(" ", "&nbsp;"),
-            f"{'**no**' if one.wrong else 'yes'},{one.apart:.2f}/{one.spread:.2f}",
+            one.release,
+            LAYERS[one.kind],
+            "**no**" if one.wrong else "yes",
+            f"{one.apart:.2f}",
+            f"{one.spread:.2f}",
             *_cells(one.shared),
             *_cells(one.private),
         ]
@@ -118,11 +124,15 @@ def _cells(rate: Rate) -> tuple[str, str, str]:
 def section(folder: Path) -> Section:
     """Whether pat is right on each model, and how fast beside the best of SGLang's own backends."""
     body = [
-        "Steady batches, output tokens/s ± half the range of repeats. *Right*: tokens and logprobs a stock backend's "
-        "within rounding; largest difference to it/between two.",
+        "Each row is one model on servers that differ in the attention backend alone. `pat` is right where its tokens "
+        "and log-probabilities are those of a stock backend within what rounding does: the largest difference between "
+        "two stock backends, or between one's answers at once and one by one, is given beside `pat`'s. Throughput is of "
+        "steady batches, in output tokens/s, with half the range of the repetitions; *shared* prompts have a prefix in "
+        "common, *unshared* ones nothing.",
         table(
-            ["model", "layers", "right", "shared", f"`{OURS}`", "best", "unshared", f"`{OURS}`", "best"],
+            ["model", "SGLang", "layers", "right", "largest difference", "between stock", "shared, to the best",
+             f"shared, `{OURS}`", "shared, best", "unshared, to the best", f"unshared, `{OURS}`", "unshared, best"],
             rows(models(folder)),
         ),
-    ]
-    return Section("Other models", body, f"{setup(folder, MODELS)}.", [command_of(folder, MODELS)], [MODELS, TWO_RANKS])
+    ]  # fmt: skip
+    return Section("Other models", body, f"{setup(folder, MODELS)}.", [command_of(folder, MODELS)], list(FILES))
