@@ -13,11 +13,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from server_driver import BenchTerms
 from server_file import BenchFile
 
 from feather_sglang.compare.server.cases import check_fit, parse_case
 from feather_sglang.compare.server.config import COMMON_FLAGS, POLICY_FLAG, parse_server, switch_flags
-from feather_sglang.compare.server.driver import Terms
 from feather_sglang.compare.vocabulary import vocabulary_of
 from feather_sglang.errors import FeatherError
 
@@ -86,7 +86,7 @@ def bench(options: argparse.Namespace) -> BenchFile:
     command = [options.python, "-m", "sglang.launch_server", "--model-path", str(options.model), *options.for_all]
     logs = options.logs or Path(tempfile.mkdtemp(prefix="bench_server_"))
     logs.mkdir(parents=True, exist_ok=True)
-    terms = Terms(
+    terms = BenchTerms(
         command=[*command, *(switch_flags(key) if key else [])],
         vocabulary=vocabulary_of(str(options.model)),
         logs=logs,

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from server_driver import BenchDriver, BenchTerms
 from server_report import progress
 
 from feather_sglang.compare.server.cases import Case
 from feather_sglang.compare.server.config import ServerConfig, shown
-from feather_sglang.compare.server.driver import Driver, Listener, Terms
 from feather_sglang.compare.server.machine import machine
 from feather_sglang.compare.server.process import Server
 from feather_sglang.compare.server.result import RunResult
 from feather_sglang.file_writing import replace_text
 
 
-class BenchFile(Listener):
+class BenchFile:
     """What a run of cases on servers gave so far.
 
     Parameters
@@ -35,13 +35,13 @@ class BenchFile(Listener):
         self,
         configurations: Sequence[ServerConfig],
         cases: Sequence[Case],
-        terms: Terms,
+        terms: BenchTerms,
         path: Path | None,
         facts: dict[str, Any],
         python: str,
     ) -> None:
         self.path, self.terms = path, terms
-        self.driver = Driver(configurations, cases, terms, self)
+        self.driver = BenchDriver(configurations, cases, terms, self)
         self.steady = {case.name: case.steady for case in cases}
         self.content: dict[str, Any] = {
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),

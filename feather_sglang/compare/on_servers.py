@@ -23,7 +23,7 @@ from feather_sglang.compare.results import PLOTS, RESULTS, facts_of, remove_earl
 from feather_sglang.compare.server.bench_serving import read_results
 from feather_sglang.compare.server.cases import Case
 from feather_sglang.compare.server.config import BACKENDS, POLICY_FLAG, ServerConfig, switch_flags
-from feather_sglang.compare.server.driver import LEAST_RUN, Driver, Listener, Terms
+from feather_sglang.compare.server.driver import LEAST_RUN, Driver, Terms
 from feather_sglang.compare.server.idle import IdleTimes, measure_idle
 from feather_sglang.compare.server.machine import machine
 from feather_sglang.compare.server.process import Server, environment_with
@@ -136,7 +136,7 @@ def dummy_weights(model: str) -> bool:
     return not any(next(Path(model).glob(pattern), None) for pattern in WEIGHTS)
 
 
-class Comparison(Listener):
+class Comparison:
     """The runs so far. Nothing cached or learned goes from one to the next.
 
     Every run has a server of its own; or, with ``--one-server``, that of the run before where only the policy differs.
@@ -172,7 +172,6 @@ class Comparison(Listener):
             environment=environment,
             rounds=args.repeat,
             switching=args.one_server,
-            afresh=True,
             stream_interval=args.stream_interval,
             time_limit=args.time_limit,
             start_timeout=args.start_timeout,

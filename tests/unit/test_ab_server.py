@@ -402,7 +402,7 @@ class TestComparison:
         one = self.comparison(model, "--repeat", "2")
         runs = []
 
-        def measured(configuration, case, result, group):
+        def measured(configuration, case, result):
             result.server["log"] = str(model / "config.json")
             runs.append(configuration.name)
             if runs == ["fcfs", "lpm"]:

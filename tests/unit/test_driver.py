@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import server_driver as bench
+
 from feather_sglang.compare.server import driver as driving
 from feather_sglang.compare.server.cases import Misfit, parse_case
 from feather_sglang.compare.server.client import Driven
 from feather_sglang.compare.server.config import parse_server
-from feather_sglang.compare.server.driver import Driver, Listener, Terms
+from feather_sglang.compare.server.driver import Driver, Terms
 from feather_sglang.compare.server.process import ServerFailed
 from feather_sglang.compare.server.result import summarize
 from feather_sglang.compare.server.stats import Stream
@@ -21,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 CASES = [parse_case(text) for text in ("open:1,40,2,50,4", "open:2,40,2,50,4")]
 
 
-class World(Listener):
+class World:
     """Servers that note what is done with them, and a listener that notes what it is told."""
 
     def __init__(self):
@@ -35,6 +39,12 @@ class World(Listener):
         self.did.append(" ".join(what))
         if problem := self.problems.pop(self.did[-1], None):
             raise problem
+
+    def say(self, text):
+        pass
+
+    def done(self, result):
+        pass
 
     def starting(self, configuration):
         self.told.append(f"starting {configuration.name}")
@@ -78,13 +88,14 @@ def world(monkeypatch):
 
     monkeypatch.setattr(driving, "Server", made.server)
     monkeypatch.setattr(driving, "measure", measure)
+    monkeypatch.setattr(bench, "measure", measure)
     monkeypatch.setattr(Driver, "ask_probes", lambda self, server: made.happens("probe", server.name) or [])
     return made
 
 
 def driver(world, tmp_path, *servers, check=lambda case, server: None, **terms):
     configurations = [parse_server(server) for server in servers]
-    return Driver(configurations, CASES, Terms([], 300, tmp_path, check, **terms), world)
+    return bench.BenchDriver(configurations, CASES, bench.BenchTerms([], 300, tmp_path, check, **terms), world)
 
 
 def test_servers_that_are_up_together_take_turns_case_by_case(world, tmp_path):
@@ -148,8 +159,8 @@ def test_a_request_without_an_answer_and_a_case_that_does_not_fit_cost_their_run
 
 def test_afresh_a_failure_costs_its_run_alone(world, tmp_path):
     world.problems = {"wait a": ServerFailed("not up")}
-    one = driver(world, tmp_path, "a=", "b=", rounds=2, afresh=True)
-    one.cases = CASES[:1]
+    terms = Terms([], 300, tmp_path, lambda case, server: None, rounds=2)
+    one = Driver([parse_server("a="), parse_server("b=")], CASES[:1], terms, world)
     results = one.run()
     assert [(result.name, result.error) for result in results] == [
         ("a", "not up"),

@@ -1,4 +1,4 @@
-"""Cases on server configurations, one after the other: servers are started, kept, switched and given up here."""
+"""Cases on server configurations, one after the other: each run finds a server as a start leaves it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from feather_sglang import ending
-from feather_sglang.compare.server.cases import Case, Misfit, Request, probes
+from feather_sglang.compare.server.cases import Case, Request, probes
 from feather_sglang.compare.server.client import HttpError, allow_open_files, call_all
 from feather_sglang.compare.server.config import ServerConfig, shown
 from feather_sglang.compare.server.measure import measure
@@ -33,16 +33,12 @@ class Terms:
     command : a server's, but for the flags of its own.
     vocabulary : of the model: prompts are made of its tokens.
     logs : folder for what the servers print.
-    check : raises an error for a case that a server cannot run: ``Misfit`` ends this run alone.
+    check : raises an error for a case that a server cannot run.
     warm : what else is asked of a server that each run finds afresh, after the probes and before its cache is emptied.
     key : the servers' admin key, where they have one: then their policy can be switched.
     environment : the servers' variables; None: those of this process.
     rounds : every other one goes backwards.
-    together : servers that start together and stay up together.
     switching : neighbours that differ in the policy alone are one server, which is switched before a run.
-    afresh : each run finds a server as a start leaves it, a new one or one that was switched and warmed up again; one
-        that fails costs its own run. Otherwise servers stay up as long as they are needed, with all of the cases, and
-        one that fails is left out from then on.
     """
 
     command: Sequence[str]
@@ -52,30 +48,18 @@ class Terms:
     key: str | None = None
     environment: Mapping[str, str] | None = None
     rounds: int = 1
-    together: int = 1
     switching: bool = False
-    afresh: bool = False
     stream_interval: int = 16
     time_limit: float = math.inf
-    case_limit: float = math.inf
     start_timeout: float = 300.0
     warm: Callable[[Server], None] = lambda server: None
 
 
-class Listener:
-    """Is told of everything that a ``Driver`` does; each of these does nothing here."""
+class Listener(Protocol):
+    """Is told of what a ``Driver`` does."""
 
     def say(self, text: str) -> None:
         """Progress, in one line."""
-
-    def starting(self, configuration: ServerConfig) -> None:
-        """A server is about to start."""
-
-    def up(self, server: Server, answers: Sequence[Any]) -> None:
-        """A server is up; these are its answers to the probes."""
-
-    def left_out(self, server: Server, reason: str) -> None:
-        """A server did not come up or has failed, and is not started again."""
 
     def done(self, result: RunResult) -> None:
         """A run is over."""
@@ -88,17 +72,9 @@ def in_turns(items: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
             yield number, item
 
 
-def plan(
-    configurations: Sequence[ServerConfig], rounds: int, together: int = 1, switching: bool = False
-) -> Iterator[tuple[int, Sequence[ServerConfig]]]:
-    """(round, configurations whose servers are up together, or are one) in order."""
-    groups: list[Sequence[ServerConfig]] = [
-        configurations[i : i + together] for i in range(0, len(configurations), together)
-    ]
-    if switching:
-        groups = [list(group) for _, group in groupby(configurations, lambda one: one.server_flags)]
-    for number, group in in_turns(groups, rounds):
-        yield number, group if number % 2 else group[::-1]
+def alike(configurations: Sequence[ServerConfig]) -> list[list[ServerConfig]]:
+    """Neighbours that differ in the policy and its options alone."""
+    return [list(group) for _, group in groupby(configurations, lambda one: one.server_flags)]
 
 
 def describe(problem: BaseException) -> str:
@@ -107,7 +83,7 @@ def describe(problem: BaseException) -> str:
 
 
 class Driver:
-    """One comparison: the servers that are up, and the results so far."""
+    """One comparison: the server that is up, and the results so far. A failure costs its own run."""
 
     def __init__(
         self, configurations: Sequence[ServerConfig], cases: Sequence[Case], terms: Terms, listener: Listener
@@ -115,26 +91,25 @@ class Driver:
         self.configurations, self.cases, self.terms, self.listener = configurations, cases, terms, listener
         self.results: list[RunResult] = []
         self._begun = time.monotonic()
-        self._up: dict[str, Server] = {}  # by configuration; several may have the same
-        self._failed: set[str] = set()
+        self._server: Server | None = None
         self._probes = probes().requests(terms.vocabulary)
         self._made: dict[str, tuple[list[Request], list[Request]]] = {}
 
     def run(self) -> list[RunResult]:
         """Measure all that time allows; no server is left afterwards."""
         allow_open_files(max(case.batch for case in self.cases) + 200)
-        terms = self.terms
+        groups = alike(self.configurations) if self.terms.switching else [[one] for one in self.configurations]
+        before = None
         try:
-            for number, group in plan(self.configurations, terms.rounds, terms.together, terms.switching):
-                if self.remaining() < LEAST_RUN:
-                    break
-                self.get_ready(group, number)
+            for number, group in in_turns(groups, self.terms.rounds):
+                if group is not before:
+                    self.stop()
+                before = group
                 for case in self.cases:
-                    for configuration in group:
-                        self.attempt(configuration, case, number, group)
+                    for configuration in group if number % 2 else group[::-1]:
+                        self.attempt(configuration, case, number)
         finally:
-            for server in set(self._up.values()):
-                self.stop(server)
+            self.stop()
         return self.results
 
     def missing(self) -> list[tuple[int, ServerConfig, Case]]:
@@ -155,44 +130,57 @@ class Driver:
         """Seconds that are left of the limit."""
         return self.terms.time_limit - self.elapsed()
 
-    # Servers ----------------------------------------------------------------------------------------------------
-
-    def get_ready(self, group: Sequence[ServerConfig], number: int) -> None:
-        """Stop the servers that are not of this group; start those that are missing, all at once, if they are to stay.
-
-        A server that each run finds afresh is started by its run, whose error it is if it does not come up.
-        """
-        wanted = {configuration.name for configuration in group}
-        for server in {server for name, server in self._up.items() if name not in wanted}:
-            self.stop(server)
-        if self.terms.afresh:
+    def attempt(self, configuration: ServerConfig, case: Case, number: int) -> None:
+        """Run a case under a configuration, if time is left for that, whatever comes of it."""
+        if self.remaining() < LEAST_RUN:
             return
-        starting = []
-        for configuration in group:
-            if configuration.name not in self._up and configuration.name not in self._failed:
-                starting.append(self.launch(configuration, number, group))
-        for case in self.cases:
-            self.requests(case)  # made while the servers start
-        deadline = self.start_deadline()
-        for server in starting:
-            try:
-                self.await_start(server, deadline)
-                self.listener.up(server, self.ask_probes(server))
-            except PROBLEMS as problem:
-                self.leave_out(server, describe(problem))
+        result = RunResult(configuration.name, case.name, number)
+        try:
+            result = self.measured(configuration, case, result)
+        except PROBLEMS as problem:
+            result.error = describe(problem)
+        self.results.append(result)
+        if result.error is not None or not self.terms.switching:
+            self.stop()
+        self.listener.done(result)
 
-    def launch(self, configuration: ServerConfig, number: int, group: Sequence[ServerConfig]) -> Server:
-        """Start a server, for the whole group where one is switched."""
-        name, terms = configuration.name, self.terms
-        self.listener.starting(configuration)
-        self.listener.say(f"starting {name}")
-        if terms.switching and not terms.afresh:  # it starts without what a switch to any of them sets
-            configuration = ServerConfig(name, configuration.server_flags)
-        server = Server(configuration, terms.command, self.log_of(name, number), terms.key, terms.environment)
-        for other in group if terms.switching else [configuration]:
-            if other.name not in self._failed:
-                self._up[other.name] = server
+    def measured(self, configuration: ServerConfig, case: Case, result: RunResult) -> RunResult:
+        """The figures of a run; how its server came to be goes into the given result."""
+        begun = time.monotonic()
+        server = self.refreshed(configuration, result)
+        result.server |= {"kv_tokens": server.kv_tokens, "max_running": server.max_running}
+        self.terms.check(case, server)
+        admission = self.terms.key is not None
+        found = measure(server, configuration.name, case, *self.requests(case), self.remaining(), admission)
+        if found.summary is None:
+            errors = found.counted["errors"]
+            raise ServerFailed(f"no request finished{': ' + errors[0] if errors else ' in time'}")
+        found.case, found.round, found.server = result.case, result.round, result.server
+        found.seconds = round(time.monotonic() - begun, 2)
+        return found
+
+    def refreshed(self, configuration: ServerConfig, result: RunResult) -> Server:
+        """A new server where none is up, else that one switched; warm, with nothing in its cache."""
+        if self._server is None:
+            log = self.log_of(configuration.name, result.round)
+            result.server["log"] = str(log)
+            self._server = server = self.launch(configuration, log)
+            result.server["command"] = shown(server.command, self.terms.key)
+            self.await_start(server, self.start_deadline())
+            result.server["start_seconds"] = server.start_seconds
+        else:
+            server = self._server
+            result.server |= {"log": str(server.log), "log_begin": server.printed_bytes(), "switched": True}
+            self.listener.say(f"switching to {configuration.name}")
+            server.flush()
+            server.switch(configuration.policy, configuration.policy_options)
+        self.warm_up(server)
         return server
+
+    def launch(self, configuration: ServerConfig, log: Path) -> Server:
+        """Start a server."""
+        self.listener.say(f"starting {configuration.name}")
+        return Server(configuration, self.terms.command, log, self.terms.key, self.terms.environment)
 
     def log_of(self, name: str, number: int) -> Path:
         """Where a server prints that is started for a configuration in a round."""
@@ -209,6 +197,12 @@ class Driver:
             f"{server.configuration.name} is up after {server.start_seconds:.0f} s, {server.kv_tokens} KV tokens"
         )
 
+    def warm_up(self, server: Server) -> None:
+        """Answer the probes, and forget them."""
+        self.ask_probes(server)
+        self.terms.warm(server)
+        server.flush()
+
     def ask_probes(self, server: Server) -> list[Any]:
         """Its first answers to the probes; it is asked twice, as cached prompts take other kernels."""
         limit = max(LEAST_RUN, min(self.terms.start_timeout, self.remaining()))
@@ -216,88 +210,11 @@ class Driver:
         ending.run(call_all(server.address, self._probes, limit))
         return answers
 
-    def leave_out(self, server: Server, reason: str) -> None:
-        """Go on without it."""
-        self._failed.add(server.configuration.name)
-        self.listener.left_out(server, reason)
-        self.stop(server)
-
-    def stop(self, server: Server) -> None:
-        """End it."""
-        server.stop()
-        self._up = {name: other for name, other in self._up.items() if other is not server}
-
-    # Runs -------------------------------------------------------------------------------------------------------
-
-    def attempt(self, configuration: ServerConfig, case: Case, number: int, group: Sequence[ServerConfig]) -> None:
-        """Run a case on the server of a configuration, if time is left for that, whatever comes of it."""
-        terms, name = self.terms, configuration.name
-        if self.remaining() < LEAST_RUN or (name not in self._up and not terms.afresh):
-            return
-        result, failed = RunResult(name, case.name, number), False
-        try:
-            result = self.measured(configuration, case, result, group)
-        except Misfit as problem:
-            result.error = str(problem)
-        except PROBLEMS as problem:
-            late = isinstance(problem, asyncio.TimeoutError) and not terms.afresh
-            result.error = "the server did not answer in time" if late else describe(problem)
-            failed = not late  # whether it ever will, the next flush shows
-        self.results.append(result)
-        server = self._up.get(name)
-        if server is not None and terms.afresh and (failed or not terms.switching):
-            self.stop(server)
-        self.listener.done(result)
-        if server is not None and failed and not terms.afresh:
-            self.leave_out(server, result.error or "")
-
-    def measured(
-        self, configuration: ServerConfig, case: Case, result: RunResult, group: Sequence[ServerConfig]
-    ) -> RunResult:
-        """The figures of a run; how its server came to be goes into the given result."""
-        terms, begun = self.terms, time.monotonic()
-        server = self._up.get(configuration.name)
-        if terms.afresh:
-            server = self.refreshed(server, configuration, result, group)
-        assert server is not None
-        result.server |= {"kv_tokens": server.kv_tokens, "max_running": server.max_running}
-        terms.check(case, server)
-        if not terms.afresh:
-            server.flush()
-            if terms.switching:
-                server.switch(configuration.policy, configuration.policy_options)
-        limit = min(terms.case_limit - (time.monotonic() - begun), self.remaining())
-        found = measure(server, configuration.name, case, *self.requests(case), limit, terms.key is not None)
-        if terms.afresh and found.summary is None:
-            errors = found.counted["errors"]
-            raise ServerFailed(f"no request finished{': ' + errors[0] if errors else ' in time'}")
-        found.case, found.round, found.server = result.case, result.round, result.server
-        found.seconds = round(time.monotonic() - begun, 2)
-        return found
-
-    def refreshed(
-        self, server: Server | None, configuration: ServerConfig, result: RunResult, group: Sequence[ServerConfig]
-    ) -> Server:
-        """A new server where there is none, else this one switched; warm, with nothing in its cache."""
-        if server is None:
-            result.server["log"] = str(self.log_of(configuration.name, result.round))
-            server = self.launch(configuration, result.round, group)
-            result.server["command"] = shown(server.command, self.terms.key)
-            self.await_start(server, self.start_deadline())
-            result.server["start_seconds"] = server.start_seconds
-        else:
-            result.server |= {"log": str(server.log), "log_begin": server.printed_bytes(), "switched": True}
-            self.listener.say(f"switching to {configuration.name}")
-            server.flush()
-            server.switch(configuration.policy, configuration.policy_options)
-        self.warm_up(server)
-        return server
-
-    def warm_up(self, server: Server) -> None:
-        """Answer the probes, and forget them."""
-        self.ask_probes(server)
-        self.terms.warm(server)
-        server.flush()
+    def stop(self) -> None:
+        """End the server that is up, if there is one."""
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
 
     def requests(self, case: Case) -> tuple[list[Request], list[Request]]:
         """Requests and prefixes of a case, made once for all servers."""
