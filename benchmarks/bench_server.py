@@ -20,7 +20,8 @@ finished run again, several files as one: runs at the same time on GPUs of their
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from finished import read_finished
 from server_arguments import arguments, bench
@@ -28,7 +29,7 @@ from server_report import merged, rates, report
 
 from feather_sglang import ending
 from feather_sglang.errors import FeatherError
-from feather_sglang.report.plots import rates as plot
+from feather_sglang.report.plots import save
 from feather_sglang.report.servers import incomplete
 
 
@@ -55,6 +56,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.plot and any("error" not in record for record in content["records"]):
         plot(rates(content["records"]), options.plot)
     return int(bool(content["missing"]) or any(map(incomplete, content["records"])))
+
+
+def plot(by_server: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Bars of output tokens/s: a group a case, a bar a server."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cases = list(dict.fromkeys(case for of_server in by_server.values() for case in of_server))
+    size = (min(12.0, 2 + 0.6 * len(by_server) * len(cases)), 3.6)
+    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    axes.set(title="Output throughput", ylabel="tokens/s")
+    axes.grid(alpha=0.3)
+    width = 0.8 / max(1, len(by_server))
+    for number, (server, of_server) in enumerate(by_server.items()):
+        places = [place + (number - (len(by_server) - 1) / 2) * width for place in range(len(cases))]
+        axes.bar(places, [of_server.get(case, 0.0) for case in cases], width, label=server)
+    axes.set_xticks(range(len(cases)), cases)
+    axes.legend(fontsize=8, frameon=False)
+    save(figure, path)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,10 @@ from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import write_json
 from feather_sglang.replay.arguments import check_fits, suited
 from feather_sglang.replay.jobs import Job
+from feather_sglang.replay.model_shape import load_model
 from feather_sglang.replay.processes import run_jobs
-from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
+from feather_sglang.replay.profiles import load_profile
+from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace, load_trace
 
 STOCK = ("fcfs", "lpm", "dfs-weight", "hrrn", "shortest-prefill-first")  # SGLang's own

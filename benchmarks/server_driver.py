@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 from feather_sglang.compare.server.cases import Case, Misfit
@@ -17,6 +19,9 @@ from feather_sglang.compare.server.driver import LEAST_RUN, PROBLEMS, Driver, Te
 from feather_sglang.compare.server.measure import measure
 from feather_sglang.compare.server.process import Server
 from feather_sglang.compare.server.result import RunResult
+from feather_sglang.compare.server.watch import retracted
+
+_DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")
 
 
 @dataclass(frozen=True)
@@ -159,8 +164,28 @@ class BenchDriver(Driver):
         server.flush()
         if terms.switching:
             server.switch(configuration.policy, configuration.policy_options)
+        mark = server.printed_bytes()
         limit = min(terms.case_limit - (time.monotonic() - begun), self.remaining())
         found = measure(server, configuration.name, case, *self.requests(case), limit, terms.key is not None)
+        log = read_log(server.printed(mark), case.batch if case.steady else None)
         found.case, found.round = case.name, number
-        found.seconds = round(time.monotonic() - begun, 2)
+        found.server = {"log": log, "seconds": round(time.monotonic() - begun, 2)}
         return found
+
+
+def read_log(text: str, batch: int | None = None) -> dict[str, Any]:
+    """What the scheduler's own lines say of one case.
+
+    Parameters
+    ----------
+    batch : throughput is the median of lines with so many requests running; by default with the most seen. The first
+        such line is left out, as its interval began before.
+    """
+    lines = [(int(running), float(rate)) for running, rate in _DECODE.findall(text)]
+    most = max((running for running, _ in lines), default=0)
+    full = [rate for running, rate in lines if running == (batch or most)][1:]
+    return {
+        "peak_running": most or None,
+        "full_batch_tok_s": round(median(full), 1) if full else None,
+        "retractions": retracted(text),
+    }

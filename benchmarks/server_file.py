@@ -115,12 +115,12 @@ class BenchFile:
                 "overall": result.counted,
                 "admission": result.admission and result.admission._asdict(),
                 "steady": result.steady,
-                "log": result.log,
+                "log": result.server["log"],
                 "client_cpu": result.client_cpu,
                 "held": result.held,
                 "clocks": result.clocks,
                 "activity": result.activity,
-                "seconds": result.seconds,
+                "seconds": result.server["seconds"],
             }
         return record | {"elapsed": round(self.driver.elapsed(), 1)}
 

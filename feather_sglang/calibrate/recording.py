@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from feather_sglang.calibrate.loads import WARM_UP, Load, loads
 from feather_sglang.compare.server.cases import Request, parse_case, probes
 from feather_sglang.compare.server.client import allow_open_files, call_all, drive
 from feather_sglang.compare.server.config import BACKENDS, NO_PREFILL_GRAPHS, ServerConfig
-from feather_sglang.compare.server.process import Server, environment_with
+from feather_sglang.compare.server.process import Server, environment_with, processes_of
 from feather_sglang.compare.server.stats import overall, token_gaps
 from feather_sglang.errors import FeatherError
 from feather_sglang.simulation.clients import STREAM_INTERVAL
@@ -219,16 +218,7 @@ def _send(server: Server, load: Load, number: int, vocabulary: int, say: Callabl
 
 def front_cpu(group: int) -> float:
     """Processor seconds of a server's processes but for its schedulers'."""
-    ticks, found = os.sysconf("SC_CLK_TCK"), 0.0
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            head, _, rest = status.read_text().rpartition(")")
-        except OSError:
-            continue  # it has just ended
-        fields = rest.split()
-        if int(fields[2]) == group and "schedul" not in head:
-            found += (int(fields[11]) + int(fields[12])) / ticks
-    return found
+    return sum(one.cpu_seconds for one in processes_of(group) if not one.schedules)
 
 
 def _read(folder: Path) -> list[list[Any]]:

@@ -6,7 +6,6 @@ Each kind is a frozen set of constants with one method. Which constants belong t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -134,8 +133,3 @@ class CommonPrefix:
 
 
 KINDS: dict[str, type] = {"row-by-row": RowByRow, "packed": Packed, "common-prefix": CommonPrefix}
-
-
-def as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return row lengths as an array of floats, shape [rows]."""
-    return np.asarray(lengths, dtype=np.float64)

@@ -11,13 +11,11 @@ from feather_sglang.errors import FeatherError
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A dense decoder.
+    """A dense decoder, by the sizes in its config.json.
 
     Attributes
     ----------
-    params : weights that take part in matrix products, output head included, input embedding not.
-    head_params : the output head's share of them; it sees one token per request, the rest sees every token.
-    stored_params : all weights in memory, input embedding included.
+    tied : whether the output head is the input embedding.
     element_bytes : bytes of a weight and of a KV element (2: bf16).
     """
 
@@ -27,25 +25,21 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    params: int
-    head_params: int
-    stored_params: int
+    feed_forward: int
+    vocabulary: int
+    tied: bool = False
     element_bytes: int = 2
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """K and V of one token in all layers."""
-        return self.layers * self.kv_heads * self.head_bytes
+    def head_params(self) -> int:
+        """Weights of the output head; it sees one token per request, the rest sees every token."""
+        return self.hidden * self.vocabulary
 
     @property
-    def head_bytes(self) -> int:
-        """K and V of one token for one head of one layer."""
-        return 2 * self.head_dim * self.element_bytes
-
-    @property
-    def group(self) -> int:
-        """Query heads to a KV head."""
-        return self.heads // self.kv_heads
+    def params(self) -> int:
+        """Weights that take part in matrix products, output head included, input embedding not."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.feed_forward) + self.head_params
 
     @property
     def weight_bytes(self) -> int:
@@ -54,35 +48,32 @@ class ModelShape:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of weights that the device keeps."""
-        return self.stored_params * self.element_bytes
+        """Bytes of weights that the device keeps, input embedding included."""
+        return (self.params if self.tied else self.params + self.head_params) * self.element_bytes
 
+    @property
+    def head_bytes(self) -> int:
+        """K and V of one token for one head of one layer."""
+        return 2 * self.head_dim * self.element_bytes
 
-def _shape(
-    name: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    feed_forward: int,
-    vocabulary: int,
-    tied: bool = False,
-) -> ModelShape:
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    head = hidden * vocabulary
-    params = layers * (attention + 3 * hidden * feed_forward) + head
-    stored = params if tied else params + head
-    return ModelShape(name, layers, hidden, heads, kv_heads, head_dim, params, head, stored)
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of one token in all layers."""
+        return self.layers * self.kv_heads * self.head_bytes
+
+    @property
+    def group(self) -> int:
+        """Query heads to a KV head."""
+        return self.heads // self.kv_heads
 
 
 # From the models' published config.json files.
 MODELS = {
     shape.name: shape
     for shape in (
-        _shape("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
-        _shape("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936),
-        _shape("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 151936, tied=True),
+        ModelShape("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
+        ModelShape("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936),
+        ModelShape("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 151936, tied=True),
     )
 }
 DEFAULT_MODEL = "llama3-8b"  # the paper's
@@ -101,7 +92,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     if not all(isinstance(n, int) and n > 0 for n in (layers, hidden, heads, feed_forward, kv_heads, head_dim)):
         raise FeatherError(f"{name}: its config.json has a size that is not a whole number above 0")
     tied = bool(config.get("tie_word_embeddings"))
-    return _shape(name, layers, hidden, heads, kv_heads, head_dim, feed_forward, vocabulary, tied)
+    return ModelShape(name, layers, hidden, heads, kv_heads, head_dim, feed_forward, vocabulary, tied)
 
 
 def load_model(name: str = DEFAULT_MODEL) -> ModelShape:

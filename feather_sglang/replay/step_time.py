@@ -13,22 +13,11 @@ from feather_kernels.options import PlannerOptions
 from feather_sglang.attention.new_tokens import prompt_block
 from feather_sglang.attention.packed_prefill.gain import PrefillGain
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay.attention_time import Packed, as_lengths
+from feather_sglang.replay.attention_time import Packed
 from feather_sglang.replay.batch_sharing import BatchSharing
 from feather_sglang.replay.cached_prefixes import cached_forest
-from feather_sglang.replay.model_shape import MODELS, ModelShape, load_model
-from feather_sglang.replay.profiles import HardwareProfile, list_profiles, load_profile
-
-__all__ = [
-    "MODELS",
-    "BatchSharing",
-    "HardwareProfile",
-    "ModelShape",
-    "StepTimeModel",
-    "list_profiles",
-    "load_model",
-    "load_profile",
-]
+from feather_sglang.replay.model_shape import ModelShape
+from feather_sglang.replay.profiles import HardwareProfile
 
 
 class StepTimeModel:
@@ -134,7 +123,7 @@ class StepTimeModel:
         seq_lens : shape [rows], tokens that each row attends to.
         sharing : of the same rows in the same order; rows may have grown since it was made.
         """
-        lengths = as_lengths(seq_lens)
+        lengths = np.asarray(seq_lens, dtype=np.float64)
         rows = len(lengths)
         if not rows:
             return 0.0

@@ -44,20 +44,6 @@ def throughput(rates: Mapping[str, float], path: Path) -> Path:
     return save(figure, path)
 
 
-def rates(by_server: Mapping[str, Mapping[str, float]], path: Path) -> Path:
-    """Bars of output tokens/s by server and case: a group a case, a bar a server."""
-    figure, axes = _axes("Output throughput", "", "tokens/s")
-    cases = list(dict.fromkeys(case for of_server in by_server.values() for case in of_server))
-    figure.set_size_inches(min(12.0, 2 + 0.6 * len(by_server) * len(cases)), 3.6)
-    width = 0.8 / max(1, len(by_server))
-    for number, (server, of_server) in enumerate(by_server.items()):
-        places = [place + (number - (len(by_server) - 1) / 2) * width for place in range(len(cases))]
-        axes.bar(places, [of_server.get(case, 0.0) for case in cases], width, label=server)
-    axes.set_xticks(range(len(cases)), cases)
-    axes.legend(fontsize=8, frameon=False)
-    return save(figure, path)
-
-
 def batch_size(batches: Mapping[str, Sequence[tuple[float, int, float]]], path: Path) -> Path:
     """Rows of the decode batch over time, by policy; steps are (clock s, rows, seconds)."""
     figure, axes = _axes("Decode batch over time", "time (s)", "rows")

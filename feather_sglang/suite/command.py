@@ -23,8 +23,9 @@ from feather_sglang.replay.arguments import (
     check_sizes,
     common_options,
 )
+from feather_sglang.replay.model_shape import load_model
 from feather_sglang.replay.profiles import load_profile
-from feather_sglang.replay.step_time import StepTimeModel, load_model
+from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.scheduling.policy_names import FEATHER, REPLAYED, STOCK
 from feather_sglang.slo import parse
 from feather_sglang.suite.cases import chosen, patterns

@@ -14,7 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import replay_servers
 
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
+from feather_sglang.replay.model_shape import load_model
+from feather_sglang.replay.profiles import load_profile
+from feather_sglang.replay.step_time import StepTimeModel
 
 SERVERS = (
     *("servers_0517_h200_fa3.json", "servers_0517_h200_flashinfer.json", "servers_0517_h200_pat.json"),

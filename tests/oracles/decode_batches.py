@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 
-from feather_sglang.replay.step_time import BatchSharing, StepTimeModel, load_model, load_profile
+from feather_sglang.replay.batch_sharing import BatchSharing
+from feather_sglang.replay.model_shape import load_model
+from feather_sglang.replay.profiles import load_profile
+from feather_sglang.replay.step_time import StepTimeModel
 
 
 def step_model(profile: str, kernel: str | None = None, model: str = "llama3-8b") -> StepTimeModel:

@@ -9,13 +9,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from feather_sglang.adapter.ports import free_port
 from feather_sglang.compare.server.config import ServerConfig
-from feather_sglang.compare.server.process import Launch, Process, Server, ServerFailed, environment_with, launch
+from feather_sglang.compare.server.process import Server, ServerFailed, environment_with
 from preloaded import Preloaded
 
 START_SECONDS = 420  # four times what a slow machine takes that does something else beside
@@ -53,17 +53,6 @@ def flags_for(model: Path, *flags: str) -> list[str]:
     return ["--model-path", str(model), *CPU_FLAGS, *flags]
 
 
-def forked_from(preloaded: Preloaded) -> Launch:
-    """Starts a server's process by forking one that has imported SGLang; it takes the arguments, not the Python."""
-
-    def fork(command: Sequence[str], environment: Mapping[str, str] | None, output: IO[bytes]) -> Process:
-        assert command[:3] == list(LAUNCH) and environment is not None
-        with open(os.devnull) as nothing:
-            return preloaded.python(command[1:], environment, (nothing, output, output), own_session=True)
-
-    return fork
-
-
 class SGLangServer(Server):
     """``with SGLangServer(model, log, "--schedule-policy", "feather") as server: server.url ...``.
 
@@ -80,18 +69,29 @@ class SGLangServer(Server):
         **environment: str,
     ) -> None:
         """``start``: a command that takes the flags, or what to fork; ``key``: the admin key of the flags, if any."""
-        forks = isinstance(start, Preloaded)
-        command = [*(LAUNCH if forks else start), *flags_for(model, "--nccl-port", str(free_port()))]
+        self._preloaded = start if isinstance(start, Preloaded) else None
+        command = [
+            *(LAUNCH if isinstance(start, Preloaded) else start),
+            *flags_for(model, "--nccl-port", str(free_port())),
+        ]
         super().__init__(
             ServerConfig(log.stem, flags),
             command,
             log,
             key,
             environment=server_environment(**environment),
-            start=forked_from(start) if forks else launch,
         )
         self.url = f"http://{self.address.host}:{self.address.port}"
         self.key = key
+
+    def launched(self, environment: Mapping[str, str] | None, output: IO[bytes]) -> Any:
+        """The same, or forked from a process that has imported SGLang."""
+        if self._preloaded is None:
+            return super().launched(environment, output)
+        with open(os.devnull) as nothing:  # it takes the arguments, not the Python
+            return self._preloaded.python(
+                self.command[1:], environment or {}, (nothing, output, output), own_session=True
+            )
 
     def __enter__(self) -> SGLangServer:
         try:

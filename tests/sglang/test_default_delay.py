@@ -8,9 +8,10 @@ from rich.console import Console
 from feather_sglang.adapter.hooks import SUPPORTED, installed_version
 from feather_sglang.replay import traffic
 from feather_sglang.replay.jobs import Job
+from feather_sglang.replay.model_shape import load_model
 from feather_sglang.replay.processes import run_jobs
 from feather_sglang.replay.profiles import load_profile
-from feather_sglang.replay.step_time import StepTimeModel, load_model
+from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.workloads import shared_prefix
 from feather_sglang.slo import parse
 

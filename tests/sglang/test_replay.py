@@ -21,7 +21,9 @@ from feather_sglang.replay import arguments as replay_arguments
 from feather_sglang.replay import jobs as replay_jobs
 from feather_sglang.replay import processes
 from feather_sglang.replay import train as replay_train
-from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
+from feather_sglang.replay.model_shape import load_model
+from feather_sglang.replay.profiles import load_profile
+from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import save_trace
 from feather_sglang.replay.workloads import shared_prefix
 from feather_sglang.scheduling.policy_names import SINCE, STOCK
@@ -520,7 +522,9 @@ IN_ONE_PROCESS = """
 import sys
 import feather_sglang.adapter.preload
 from feather_sglang.replay import jobs
-from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
+from feather_sglang.replay.model_shape import load_model
+from feather_sglang.replay.profiles import load_profile
+from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.workloads import shared_prefix
 model = StepTimeModel(load_profile("h200"), load_model("qwen3-8b"))
 job = jobs.Job("fcfs", shared_prefix(1, 40, output_tokens=2, requests=2), model, {"kv_tokens": 4000}, {})

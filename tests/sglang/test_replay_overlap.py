@@ -21,7 +21,9 @@ from feather_sglang.cli import main
 from feather_sglang.replay import jobs as replays
 from feather_sglang.replay import processes
 from feather_sglang.replay.idle import IdleServer
-from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
+from feather_sglang.replay.model_shape import load_model
+from feather_sglang.replay.profiles import load_profile
+from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace, TraceRequest
 from feather_sglang.simulation.host_time import NO_HOST_TIME, HostTime
 

@@ -19,7 +19,9 @@ from feather_sglang.errors import FeatherError
 from feather_sglang.replay import jobs as replays
 from feather_sglang.replay import processes, server_flags
 from feather_sglang.replay.flag_table import HANDED, OWN, PREFILL_GRAPHS_OFF, REFUSED, WITHOUT_EFFECT
-from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
+from feather_sglang.replay.model_shape import load_model
+from feather_sglang.replay.profiles import load_profile
+from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace, TraceRequest
 
 OUTPUT = 60

@@ -17,7 +17,9 @@ from rich.console import Console
 from feather_sglang.adapter.hooks import SUPPORTED, installed_version
 from feather_sglang.replay import jobs as replays
 from feather_sglang.replay import processes
-from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
+from feather_sglang.replay.model_shape import load_model
+from feather_sglang.replay.profiles import load_profile
+from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace
 from feather_sglang.replay.workloads import shared_prefix
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.replay.step_time import list_profiles, load_profile
+from feather_sglang.replay.profiles import list_profiles, load_profile
 from feather_sglang.simulation.host_time import NO_HOST_TIME, HostTime
 
 NAMES = [field.name for field in fields(HostTime)]

@@ -7,8 +7,13 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from server_driver import read_log
 
 from feather_sglang.compare.server.cases import Case, fold, parse_case, probes
 from feather_sglang.compare.server.client import Address, HttpError, call, drive
@@ -16,7 +21,6 @@ from feather_sglang.compare.server.config import ServerConfig, parse_server
 from feather_sglang.compare.server.machine import Clocks, machine, summarize_clocks
 from feather_sglang.compare.server.process import group_alive
 from feather_sglang.compare.server.stats import Stream, overall, peak_running, steady
-from feather_sglang.compare.server.watch import read_log
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.traces import Trace, TraceRequest
 

@@ -8,7 +8,9 @@ import pytest
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.cached_prefixes import cached_forest
-from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
+from feather_sglang.replay.model_shape import load_model
+from feather_sglang.replay.profiles import load_profile
+from feather_sglang.replay.step_time import StepTimeModel
 
 RECORDS = json.loads((Path(__file__).parents[2] / "docs" / "measured" / "prefill_h200.json").read_text())["records"]
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.idle import IdleServer
-from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
+from feather_sglang.replay.model_shape import load_model
+from feather_sglang.replay.profiles import load_profile
+from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace, TraceRequest
 from feather_sglang.slo import SHARE, SLO, Bound, Timing, judge, parse, sustained
 

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay.step_time import BatchSharing, list_profiles, load_model, load_profile
+from feather_sglang.replay.batch_sharing import BatchSharing
+from feather_sglang.replay.model_shape import load_model
+from feather_sglang.replay.profiles import list_profiles, load_profile
 from oracles.decode_batches import grouped, step_model
 
 KERNELS = [(name, kernel) for name in list_profiles() for kernel in load_profile(name).attention]
@@ -113,9 +115,9 @@ def test_a_hundred_thousand_steps_are_affordable():
 
 def test_models_differ_as_their_sizes_do():
     assert load_model().kv_bytes_per_token == 131_072  # paper: 10K tokens are 1.2 GB
-    assert load_model().stored_params == pytest.approx(8.03e9, rel=0.002)
-    assert load_model("qwen3-8b").stored_params == pytest.approx(8.19e9, rel=0.002)
-    assert load_model("qwen2.5-0.5b").stored_params == pytest.approx(494e6, rel=0.002)
+    assert load_model().stored_bytes == pytest.approx(2 * 8.03e9, rel=0.002)
+    assert load_model("qwen3-8b").stored_bytes == pytest.approx(2 * 8.19e9, rel=0.002)
+    assert load_model("qwen2.5-0.5b").stored_bytes == pytest.approx(2 * 494e6, rel=0.002)
     lengths, sharing = grouped(100, 5000, 1)
     assert step_model("h200", model="qwen2.5-0.5b").decode(lengths, sharing) < step_model("h200").decode(
         lengths, sharing

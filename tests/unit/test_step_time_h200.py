@@ -15,7 +15,10 @@ import numpy as np
 import pytest
 
 from feather_sglang.calibrate.fit_gpu import slower
-from feather_sglang.replay.step_time import BatchSharing, StepTimeModel, load_model, load_profile
+from feather_sglang.replay.batch_sharing import BatchSharing
+from feather_sglang.replay.model_shape import load_model
+from feather_sglang.replay.profiles import load_profile
+from feather_sglang.replay.step_time import StepTimeModel
 from oracles.decode_batches import grouped
 
 DATA = Path(__file__).parent.parent / "data"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from feather_sglang.replay.step_time import BatchSharing
+from feather_sglang.replay.batch_sharing import BatchSharing
 from oracles.decode_batches import grouped, step_model
 
 

@@ -10,8 +10,9 @@ import pytest
 
 import feather_sglang.replay
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay.profiles import document_of
-from feather_sglang.replay.step_time import MODELS, StepTimeModel, list_profiles, load_model, load_profile
+from feather_sglang.replay.model_shape import MODELS, load_model
+from feather_sglang.replay.profiles import document_of, list_profiles, load_profile
+from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.simulation.host_time import HostTime
 
 PROFILES = Path(feather_sglang.replay.__file__).parent / "profiles"

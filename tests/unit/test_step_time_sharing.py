@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feather_sglang.replay.step_time import BatchSharing
+from feather_sglang.replay.batch_sharing import BatchSharing
 
 
 def test_sharing_of_a_small_batch():

@@ -15,8 +15,10 @@ from feather_sglang.adapter.environment import sglang_variables
 from feather_sglang.cli import main
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import server_flags
+from feather_sglang.replay.model_shape import load_model
 from feather_sglang.replay.processes import Event
-from feather_sglang.replay.step_time import StepTimeModel, load_model, load_profile
+from feather_sglang.replay.profiles import load_profile
+from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import save_trace
 from feather_sglang.replay.workloads import no_sharing, shared_prefix
 from feather_sglang.report.summary import RunSummary

@@ -146,7 +146,6 @@ class Driver:
 
     def measured(self, configuration: ServerConfig, case: Case, result: RunResult) -> RunResult:
         """The figures of a run; how its server came to be goes into the given result."""
-        begun = time.monotonic()
         server = self.refreshed(configuration, result)
         result.server |= {"kv_tokens": server.kv_tokens, "max_running": server.max_running}
         self.terms.check(case, server)
@@ -156,7 +155,6 @@ class Driver:
             errors = found.counted["errors"]
             raise ServerFailed(f"no request finished{': ' + errors[0] if errors else ' in time'}")
         found.case, found.round, found.server = result.case, result.round, result.server
-        found.seconds = round(time.monotonic() - begun, 2)
         return found
 
     def refreshed(self, configuration: ServerConfig, result: RunResult) -> Server:

@@ -12,7 +12,7 @@ from feather_sglang.compare.server.machine import Clocks
 from feather_sglang.compare.server.process import Server
 from feather_sglang.compare.server.result import Admission, RunResult, summarize
 from feather_sglang.compare.server.stats import steady
-from feather_sglang.compare.server.watch import Watch, read_log
+from feather_sglang.compare.server.watch import Watch
 
 
 def measure(
@@ -36,7 +36,6 @@ def measure(
     if prefixes:
         ending.run(call_all(server.address, prefixes, limit))
     before = server.counters() if admission else None
-    mark = server.printed_bytes()
     with Watch(server) as watch, Clocks() as clocks, Activity() as activity:
         rest = limit - (time.monotonic() - begun)
         driven = ending.run(drive(server.address, requests, rest, case.steady, server.alive))
@@ -52,6 +51,5 @@ def measure(
         clocks.summary,
     )
     result.steady = steady(driven.streams) if case.steady else None
-    result.log = read_log(server.printed(mark), case.batch if case.steady else None)
     result.fell_back = watch.fell_back
     return result

@@ -10,10 +10,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple
 
 from feather_sglang import ending
 from feather_sglang.adapter.ports import free_port
@@ -31,30 +31,6 @@ class ServerFailed(RuntimeError):
     """A server that did not come up, or is gone."""
 
 
-class Process(Protocol):
-    """What of ``subprocess.Popen`` a server needs; it leads a group of its own."""
-
-    @property
-    def pid(self) -> int:
-        """Its number, which is its group's."""
-
-    def poll(self) -> Any:
-        """Its status, or None while it runs."""
-
-    def wait(self) -> Any:
-        """Return once it has ended."""
-
-
-Launch = Callable[[Sequence[str], Mapping[str, str] | None, IO[bytes]], Process]
-
-
-def launch(command: Sequence[str], environment: Mapping[str, str] | None, output: IO[bytes]) -> Process:
-    """Start a program in a group of its own, which ends with this process; it prints to that file."""
-    return subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=own_group
-    )
-
-
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
     """This process's environment and these variables; compiled files are written, as imports take long without."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | dict(variables)
@@ -69,7 +45,6 @@ class Server:
     log : file for what it prints.
     key : its admin key, where it was given one.
     environment : its variables; None: those of this process.
-    start : what starts its process.
     """
 
     def __init__(
@@ -79,7 +54,6 @@ class Server:
         log: Path,
         key: str | None = None,
         environment: Mapping[str, str] | None = None,
-        start: Launch = launch,
     ) -> None:
         self.configuration = configuration
         self.address = Address("127.0.0.1", free_port(), key)
@@ -89,7 +63,13 @@ class Server:
         self.start_seconds: float | None = None
         self._begun = time.monotonic()
         with log.open("wb") as output:
-            self._process = start(self.command, environment, output)
+            self._process = self.launched(environment, output)
+
+    def launched(self, environment: Mapping[str, str] | None, output: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Its process, which leads a group of its own, ends with this process, and prints to that file."""
+        return subprocess.Popen(
+            self.command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=own_group
+        )
 
     def __enter__(self) -> Server:
         return self
@@ -189,7 +169,7 @@ class Server:
         end_group(self._process)
 
 
-def end_group(leader: Process) -> None:
+def end_group(leader: subprocess.Popen[bytes]) -> None:
     """Kill a process and its whole group, which it leads, and wait until none of it is left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader.pid, signal.SIGKILL)
@@ -201,14 +181,34 @@ def end_group(leader: Process) -> None:
 
 def group_alive(group: int) -> bool:
     """Whether some process of the group is left that is not a zombie."""
-    for status in Path("/proc").glob("[0-9]*/stat"):
+    return any(one.state not in "ZX" for one in processes_of(group))
+
+
+class GroupProcess(NamedTuple):
+    """A process as the kernel sees it: its number, what it was started as, its state, and the time it has used."""
+
+    pid: int
+    command: bytes
+    state: str
+    cpu_seconds: float
+
+    @property
+    def schedules(self) -> bool:
+        """Whether it is one of SGLang's schedulers."""
+        return self.command.startswith(b"sglang::scheduler")
+
+
+def processes_of(group: int) -> Iterator[GroupProcess]:
+    """The processes of a group."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            state, _, its_group = status.read_text().rpartition(")")[2].split()[:3]
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                cpu = (int(fields[11]) + int(fields[12])) / ticks
+                yield GroupProcess(int(folder.name), (folder / "cmdline").read_bytes(), fields[0], cpu)
         except OSError:
             continue  # it has just ended
-        if int(its_group) == group and state not in "ZX":
-            return True
-    return False
 
 
 def own_group() -> None:

@@ -49,18 +49,16 @@ class RunResult:
     Attributes
     ----------
     name, case, round : the server's configuration, what was sent, and which time it was.
-    server : where its log is, and how it was started or switched.
+    server : what is noted of the server: its log, and how it was started or switched.
     error : why the run has no figures, in one line.
     summary : None where no request finished.
     counted : what `stats.overall` counts.
     latencies : end-to-end seconds of the finished requests.
     timings : of the finished requests, with the tokens of their prompts.
     steady : the window in which all requests ran, of a steady case that had one.
-    log : what the scheduler's own lines say.
     client_cpu : share of a processor that the client used.
     held : whether the server was held until it had taken in all requests.
     fell_back : whether a feather policy failed and left the server to fcfs.
-    seconds : of the run with all that belongs to it.
     """
 
     name: str
@@ -74,14 +72,12 @@ class RunResult:
     latencies: list[float] = field(default_factory=list)
     timings: list[tuple[int, Timing]] = field(default_factory=list)
     steady: dict[str, Any] | None = None
-    log: dict[str, Any] = field(default_factory=dict)
     admission: Admission | None = None
     activity: dict[str, Any] | None = None
     clocks: dict[str, Any] | None = None
     client_cpu: float = 0.0
     held: bool = False
     fell_back: bool = False
-    seconds: float = 0.0
 
     @property
     def incomplete(self) -> bool:

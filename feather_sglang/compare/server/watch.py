@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
-from pathlib import Path
-from statistics import median
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from feather_sglang.compare.server.process import Server
+from feather_sglang.compare.server.process import Server, processes_of
 
 POLL_SECONDS = 0.1
 _LINE = re.compile(r"(?:Decode|Prefill) batch.*#running-req: (\d+).*")
 _USAGE = re.compile(r"token usage: ([\d.]+)")
-_DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")
 _RETRACTED = re.compile(r"#retracted_reqs: (\d+)")
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Line(NamedTuple):
@@ -40,24 +35,6 @@ def read_lines(text: str, before: float, now: float) -> list[Line]:
         kv_use = float(usage.group(1)) if usage else None
         lines.append(Line(at, line.group().startswith("Decode"), int(line.group(1)), kv_use))
     return lines
-
-
-def read_log(text: str, batch: int | None = None) -> dict[str, Any]:
-    """What the scheduler's own lines say of one case.
-
-    Parameters
-    ----------
-    batch : throughput is the median of lines with so many requests running; by default with the most seen. The first
-        such line is left out, as its interval began before.
-    """
-    lines = [(int(running), float(rate)) for running, rate in _DECODE.findall(text)]
-    most = max((running for running, _ in lines), default=0)
-    full = [rate for running, rate in lines if running == (batch or most)][1:]
-    return {
-        "peak_running": most or None,
-        "full_batch_tok_s": round(median(full), 1) if full else None,
-        "retractions": retracted(text),
-    }
 
 
 def retracted(text: str) -> int:
@@ -120,14 +97,4 @@ class Watch:
 
 def scheduler_cpu(group: int) -> dict[int, float]:
     """Processor seconds so far of each scheduler process in a process group."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if not (folder / "cmdline").read_bytes().startswith(b"sglang::scheduler"):
-                continue
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has just ended
-        if int(fields[2]) == group:
-            found[int(folder.name)] = (int(fields[11]) + int(fields[12])) / _TICKS
-    return found
+    return {one.pid: one.cpu_seconds for one in processes_of(group) if one.schedules}
