@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-from dataclasses import replace
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,7 +11,7 @@ from rich.markup import escape
 from feather_sglang import __version__
 from feather_sglang.compare import on_servers
 from feather_sglang.compare.policies import DEFAULT_POLICIES, chosen_policies, options_of
-from feather_sglang.compare.rates import goodput_facts, labels_of, shares_of
+from feather_sglang.compare.rates import Rates, draw
 from feather_sglang.compare.results import PLOTS, RESULTS, facts_of, remove_earlier
 from feather_sglang.compare.server.arguments import SERVER_ONLY, add_server_arguments
 from feather_sglang.errors import FeatherError
@@ -29,9 +28,6 @@ from feather_sglang.replay.arguments import (
 )
 from feather_sglang.replay.jobs import Job
 from feather_sglang.replay.processes import run_jobs
-from feather_sglang.report import plots
-from feather_sglang.report.tables import comparison
-from feather_sglang.report.tables import sweep as sweep_table
 from feather_sglang.slo import parse
 
 
@@ -73,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     version = check_sglang(policies)
     slo = None if args.slo is None else parse(args.slo)
     traces = sweep(args)
-    trace = next(iter(traces.values()))
+    rates = Rates(policies, traces, slo)
+    trace = rates.trace
     flags = server_flags.take(args, add_arguments)
     model, settings = step_model(args)
     settings |= flags.settings()
@@ -86,24 +83,16 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"[yellow]notice:[/yellow] {escape(notice)}")
     title = f"{trace.name}: {len(trace.requests):,} requests, {args.profile}, {settings['kv_tokens']:,} KV tokens"
     console.print(f"feather {__version__}, sglang {version}, {escape(title)}")
-    labels = labels_of(policies, list(traces))
     jobs = [
         Job(policy, traces[scale], model, settings, by_policy[policy], label, slo)
-        for (scale, policy), label in labels.items()
+        for (scale, policy), label in rates.labels.items()
     ]
     failed: dict[str, str] = {}
     results = run_jobs(jobs, args.jobs, out, console, failed=failed)
     if not results:
         raise FeatherError(f"nothing was measured: {next(iter(failed.values()))}")
-    summaries = {key: results[label].summary for key, label in labels.items() if label in results}
-    for scale in traces:
-        columns = [replace(one, policy=policy) for (at, policy), one in summaries.items() if at == scale]
-        at_rate = f", {scale:g}x the rate" if len(traces) > 1 else ""
-        if columns:
-            console.print(comparison(columns, title + at_rate))
-    shares = shares_of(summaries, traces)
-    if slo is not None and len(traces) > 1:
-        console.print(sweep_table(shares, slo.text))
+    columns = {label: result.summary for label, result in results.items()}
+    rates.show(console, columns, title)
     write_json(
         out / RESULTS,
         {
@@ -117,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             "pat_prefill": feather_options(args).pat_prefill,
             "settings": settings,
             "options": by_policy,
-            **goodput_facts(slo, traces, shares),
+            **rates.facts(columns),
             "runs": {
                 name: {**r.summary.as_dict(), "prefills": r.prefills, "feather": r.feather}
                 for name, r in results.items()
@@ -125,9 +114,8 @@ def run(args: argparse.Namespace) -> int:
             **({"failed": failed} if failed else {}),
         },
     )
-    plots.throughput({name: r.summary.output_tok_s for name, r in results.items()}, out / "throughput.png")
-    plots.batch_size({name: r.batches for name, r in results.items()}, out / "batch_size.png")
-    plots.latency({name: r.latencies for name, r in results.items()}, out / "latency.png")
+    batches = {name: result.batches for name, result in results.items()}
+    draw(out, columns, batches, {name: result.latencies for name, result in results.items()})
     console.print(f"results.json, throughput.png, batch_size.png and latency.png are in {escape(str(out))}")
     for label, reason in failed.items():
         console.print(f"[red]failed:[/red] {escape(f'{label}: {reason}')}", soft_wrap=True)

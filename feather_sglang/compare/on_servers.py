@@ -18,7 +18,7 @@ from feather_sglang import __version__
 from feather_sglang.adapter.environment import require_plugin
 from feather_sglang.adapter.options import FeatherOptions, flag_of, has_flag
 from feather_sglang.compare.policies import chosen_policies, options_of
-from feather_sglang.compare.rates import Shares, goodput_facts, labels_of, shares_of
+from feather_sglang.compare.rates import Rates, draw
 from feather_sglang.compare.results import PLOTS, RESULTS, facts_of, remove_earlier
 from feather_sglang.compare.server.bench_serving import read_results
 from feather_sglang.compare.server.cases import Case
@@ -34,12 +34,10 @@ from feather_sglang.file_writing import make_folder, write_json
 from feather_sglang.replay import server_flags
 from feather_sglang.replay.arguments import check_fits, check_sglang, check_sizes, common_options, sweep
 from feather_sglang.replay.traces import Trace
-from feather_sglang.report import plots
 from feather_sglang.report.summary import RunSummary
-from feather_sglang.report.tables import SERVER_FIGURES, comparison
-from feather_sglang.report.tables import sweep as sweep_table
+from feather_sglang.report.tables import SERVER_FIGURES
 from feather_sglang.scheduling.policy_names import FEATHER
-from feather_sglang.slo import SLO, parse
+from feather_sglang.slo import parse
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -59,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
     if any("pat" in one.flags for one in chosen):
         require_plugin()
     slo = None if args.slo is None else parse(args.slo)
-    traces = sweep(args)
-    trace = next(iter(traces.values()))
+    rates = Rates([one.name for one in chosen], sweep(args), slo)
+    trace = rates.trace
     check_fits(trace, args.kv_tokens, args.page_size)
     target = args.json or args.out / RESULTS
     remove_earlier(target, args.out, args.overwrite)
@@ -70,10 +68,10 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     for notice in trace.notices:
         console.print(f"[yellow]notice:[/yellow] {escape(notice)}")
-    comparer = Comparison(args, traces, vocabulary, chosen, target, console, slo)
+    comparer = Comparison(args, rates, vocabulary, chosen, target, console)
     comparer.tell(f"feather {__version__}, sglang {version}, {comparer.title}")
     comparer.write()  # so that a place where nothing can be written is found now
-    comparer.run()
+    comparer.driver.run()
     return comparer.report(peers)
 
 
@@ -145,18 +143,15 @@ class Comparison:
     def __init__(
         self,
         args: argparse.Namespace,
-        traces: dict[float, Trace],
+        rates: Rates,
         vocabulary: int,
         chosen: Sequence[ServerConfig],
         target: Path,
         console: Console,
-        slo: SLO | None = None,
     ) -> None:
-        self.args, self.traces, self.slo, self.vocabulary = args, traces, slo, vocabulary
-        self.chosen, self.target, self.console = chosen, target, console
-        trace = next(iter(traces.values()))
-        self.labels = labels_of([one.name for one in chosen], list(traces))
-        self.scales = {case: scale for (scale, _), case in labels_of([trace.name], list(traces)).items()}
+        self.args, self.rates, self.vocabulary, self.target, self.console = args, rates, vocabulary, target, console
+        trace = rates.trace
+        self.scales = {rates.label(scale, trace.name): scale for scale in rates.traces}  # by case
         self.idle: IdleTimes | None = None  # of the first server that is up: the same bounds for all
         key = secrets.token_hex(16)
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", args.model]
@@ -177,7 +172,9 @@ class Comparison:
             start_timeout=args.start_timeout,
             warm=self.warm,
         )
-        self.driver = Driver(chosen, [Case(name, traces[scale]) for name, scale in self.scales.items()], terms, self)
+        self.driver = Driver(
+            chosen, [Case(name, rates.traces[scale]) for name, scale in self.scales.items()], terms, self
+        )
         self.title = f"{trace.name}: {len(trace.requests):,} requests, {Path(args.model).name}"
         self.title += ", dummy weights" if dummy_weights(args.model) else ""
         self.records: list[dict[str, Any]] = []
@@ -192,50 +189,34 @@ class Comparison:
             "stream_interval": args.stream_interval,
         }
 
-    def run(self) -> None:
-        """Measure all that time allows; the file is whole after every run."""
-        self.driver.run()
-
     def warm(self, server: Server) -> None:
         """Measure what requests take alone, where an SLO is judged and it is not known yet."""
-        if self.slo is not None and self.idle is None:
+        if self.rates.slo is not None and self.idle is None:
             self.say("measuring lone requests")
             limit = max(LEAST_RUN, min(self.args.start_timeout, self.driver.remaining()))
-            trace = next(iter(self.traces.values()))
-            self.idle = measure_idle(server, trace, self.vocabulary, self.args.stream_interval, limit)
+            self.idle = measure_idle(server, self.rates.trace, self.vocabulary, self.args.stream_interval, limit)
 
     def done(self, result: RunResult) -> None:
         """Add a run's record, say how it went, and write the file."""
         if result.error is not None:
             result.error = explain(result.error, Path(result.server["log"]), result.server.get("log_begin", 0))
-        result.summary = judged(result, self.slo, self.idle)
-        record = record_of(result, self.label(result))
+        result.summary = judged(result, self.rates.slo, self.idle)
+        record = record_of(result, self.label(result.case, result.name))
         self.records.append(record)
         self.say(progress(record))
         self.write()
 
-    def label(self, result: RunResult) -> str:
+    def label(self, case: str, name: str) -> str:
         """What the report calls the configuration at that rate."""
-        return self.labels[self.scales[result.case], result.name]
+        return self.rates.labels[self.scales[case], name]
 
     def results(self) -> dict[str, list[RunResult]]:
         """Runs with figures, by label, in the order of the command line."""
-        found: dict[str, list[RunResult]] = {label: [] for label in self.labels.values()}
+        found: dict[str, list[RunResult]] = {label: [] for label in self.rates.labels.values()}
         for result in self.driver.results:
             if result.summary is not None and result.error is None:
-                found[self.label(result)].append(result)
+                found[self.label(result.case, result.name)].append(result)
         return {label: results for label, results in found.items() if results}
-
-    def order(self) -> list[str]:
-        """Runs as they were begun."""
-        return [record["name"] for record in self.records]
-
-    def missing(self) -> list[str]:
-        """Runs that were asked for and not begun."""
-        return [
-            f"{self.labels[self.scales[case.name], one.name]} (round {number})"
-            for number, one, case in self.driver.missing()
-        ]
 
     def columns(self) -> dict[str, RunSummary]:
         """One column a label."""
@@ -244,27 +225,32 @@ class Comparison:
             for label, results in self.results().items()
         }
 
-    def shares(self) -> Shares:
-        """What share of its requests each configuration served within the SLO, by rate."""
-        columns = self.columns()
-        found = {key: columns[label] for key, label in self.labels.items() if label in columns}
-        return shares_of(found, self.traces)
+    def order(self) -> list[str]:
+        """Runs as they were begun."""
+        return [record["name"] for record in self.records]
+
+    def missing(self) -> list[str]:
+        """Runs that were asked for and not begun."""
+        found = self.driver.missing()
+        return [f"{self.label(case.name, one.name)} (round {number})" for number, one, case in found]
 
     def write(self) -> None:
         """Replace the results; whoever reads them sees the old ones or the new ones."""
-        runs = {label: {**summary.as_dict(), "policy": label} for label, summary in self.columns().items()}
-        so_far = {
-            **goodput_facts(self.slo, self.traces, self.shares()),
+        columns = self.columns()
+        content = {
+            **self.facts,
+            **self.rates.facts(columns),
             "order": self.order(),
             "missing": self.missing(),
-            "runs": runs,
+            "runs": {label: {**summary.as_dict(), "policy": label} for label, summary in columns.items()},
             "records": self.records,
+            "seconds": round(self.driver.elapsed(), 1),
         }
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self.target, {**self.facts, **so_far, "seconds": round(self.driver.elapsed(), 1)})
         except OSError as error:
             raise FeatherError(f"cannot write {self.target}: {error.strerror}") from None
+        write_json(self.target, content)
 
     def report(self, peers: Sequence[RunSummary]) -> int:
         """Print table and notes, draw the plots; the exit status."""
@@ -272,14 +258,7 @@ class Comparison:
         if not columns:
             failed = next((record["error"] for record in self.records if "error" in record), "no time was left")
             raise FeatherError(f"nothing was measured: {failed}")
-        out = self.args.out
-        for scale in self.traces:
-            at_rate = [columns[label] for (at, _), label in self.labels.items() if at == scale and label in columns]
-            at = f", {scale:g}x the rate" if len(self.traces) > 1 else ""
-            if at_rate:
-                self.console.print(comparison([*at_rate, *peers], self.title + at, SERVER_FIGURES))
-        if self.slo is not None and len(self.traces) > 1:
-            self.console.print(sweep_table(self.shares(), self.slo.text))
+        self.rates.show(self.console, columns, self.title, SERVER_FIGURES, peers)
         again = "" if self.args.repeat > 1 else "; --repeat 2 goes on with them backwards (A B B A)"
         self.tell(f"{self.servers()}: {' '.join(self.order())}{again}")
         for line in notes(self.records):
@@ -289,9 +268,9 @@ class Comparison:
         if self.missing():
             self.tell(f"not begun in time: {', '.join(self.missing())}")
         first = {name: results[0] for name, results in self.results().items()}
-        plots.throughput({label: one.output_tok_s for label, one in columns.items()}, out / "throughput.png")
-        plots.batch_size({name: [s[:3] for s in one.steps] for name, one in first.items()}, out / "batch_size.png")
-        plots.latency({name: one.latencies for name, one in first.items()}, out / "latency.png")
+        out = self.args.out
+        batches = {name: [step[:3] for step in one.steps] for name, one in first.items()}
+        draw(out, columns, batches, {name: one.latencies for name, one in first.items()})
         self.tell(f"results are in {self.target}; plots and the servers' logs are in {out}")
         return int(bool(self.missing()) or any(result.incomplete for result in self.driver.results))
 

@@ -18,7 +18,8 @@ from feather_sglang.adapter.options import VARIABLE, FeatherOptions, add_flags
 from feather_sglang.cli import main
 from feather_sglang.compare import ab as command
 from feather_sglang.compare import on_servers as ab
-from feather_sglang.compare import policies
+from feather_sglang.compare import policies, rates
+from feather_sglang.compare.rates import Rates
 from feather_sglang.compare.server import driver as driving
 from feather_sglang.compare.server.bench_serving import read_results
 from feather_sglang.compare.server.cases import Case
@@ -55,6 +56,11 @@ def arguments(*words):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return parser.parse_args(["--engine", "server", *words])
+
+
+def comparison(args, trace, vocabulary, chosen, *given):
+    rates = Rates([one.name for one in chosen], {1.0: trace}, None)
+    return ab.Comparison(args, rates, vocabulary, chosen, *given)
 
 
 @pytest.fixture
@@ -226,7 +232,7 @@ class TestCommandLine:
         args = arguments("--model", str(model), "--out", str(model), "--seed", "3")
         trace = Trace("t", 8, [TraceRequest(0, 0.0, 20, 4, (5, 6, 7))])
         chosen = ab.configurations(args, ["fcfs", "feather"])
-        comparer = ab.Comparison(args, {1.0: trace}, 300, chosen, model / "r.json", Console(quiet=True))
+        comparer = comparison(args, trace, 300, chosen, model / "r.json", Console(quiet=True))
         environment = comparer.driver.terms.environment
         assert FeatherOptions.from_environment(environment) == FeatherOptions(chunk_size=32, seed=3)
         assert comparer.facts["options"] == {"chunk_size": 32, "seed": 3, "max_wait_rounds": 20_000}
@@ -396,7 +402,7 @@ class TestComparison:
         rows = [TraceRequest(0, 0.0, 20, 4, (5,))]
         chosen = ab.configurations(args, ["fcfs", "lpm"])
         console = Console(record=True, width=100, file=open(os.devnull, "w"))
-        return ab.Comparison(args, {1.0: Trace("t", 20, rows)}, 300, chosen, model / "r.json", console)
+        return comparison(args, Trace("t", 20, rows), 300, chosen, model / "r.json", console)
 
     def test_results_come_as_they_are_measured_and_name_what_is_missing(self, model, monkeypatch):
         one = self.comparison(model, "--repeat", "2")
@@ -417,8 +423,8 @@ class TestComparison:
 
         monkeypatch.setattr(one.driver, "measured", measured)
         for plot in ("throughput", "batch_size", "latency"):  # test_report.py draws them
-            monkeypatch.setattr(ab.plots, plot, lambda *given: None)
-        one.run()
+            monkeypatch.setattr(rates.plots, plot, lambda *given: None)
+        one.driver.run()
         content = json.loads(one.target.read_text())
         assert content["order"] == runs == ["fcfs", "lpm", "lpm"] and content["missing"] == ["fcfs (round 2)"]
         assert content["records"][1]["error"].startswith("the server ended with status 1; its log ends with: ")
@@ -473,9 +479,8 @@ class TestServers:
         args = arguments("--model", str(model), "--out", str(model / "out"), *flags)
         chosen = ab.configurations(args, list(policies))
         console = Console(record=True, width=100, file=open(os.devnull, "w"))
-        one = ab.Comparison(
-            args, {1.0: Trace("t", 20, [TraceRequest(0, 0.0, 20, 4, (5,))])}, 300, chosen, model / "r", console
-        )
+        trace = Trace("t", 20, [TraceRequest(0, 0.0, 20, 4, (5,))])
+        one = comparison(args, trace, 300, chosen, model / "r", console)
         monkeypatch.setattr(one.driver, "warm_up", lambda server: server.done.append("warm up"))
 
         def measure(server, name, *given):
@@ -483,7 +488,7 @@ class TestServers:
             return summarize(name, Driven([stream((1.0, 1), (2.0, 5))], 3.0, 0.1, False), [], None, 0)
 
         monkeypatch.setattr(driving, "measure", measure)
-        one.run()
+        one.driver.run()
         return one
 
     def test_each_run_has_a_server_of_its_own(self, model, monkeypatch):
