@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,8 +52,9 @@ class ReplayResult:
     feather: dict[str, Any] | None
 
 
-def replay(job: Job, tell: Any) -> ReplayResult:
-    """Run one job in this process (once per process: SGLang keeps global state)."""
+@contextmanager
+def engine_of(job: Job) -> Iterator[Any]:
+    """The replayed server of a job, in this process (once per process: SGLang keeps global state)."""
     os.environ["FEATHER_OPTIONS"] = json.dumps(job.options)
     os.environ.pop("FEATHER_STEP_LOG", None)  # no step is one of a server's
     from feather_sglang.adapter import cpu_shims
@@ -60,7 +63,12 @@ def replay(job: Job, tell: Any) -> ReplayResult:
     from feather_sglang.adapter.replay_engine import Replay, ReplaySettings
 
     with tempfile.TemporaryDirectory() as folder:
-        engine = Replay(Path(folder), job.policy, job.trace, job.model, ReplaySettings(**job.settings))
+        yield Replay(Path(folder), job.policy, job.trace, job.model, ReplaySettings(**job.settings))
+
+
+def replay(job: Job, tell: Any) -> ReplayResult:
+    """Run one job."""
+    with engine_of(job) as engine:
         idle = IdleServer(job.model, job.trace, engine.settings.chunked_prefill, engine.host)
         return result_of(job.name, engine.run(job.trace, tell), idle, job.slo)
 

@@ -12,7 +12,7 @@ from contextlib import closing
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from queue import Empty
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,14 +20,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from feather_sglang import ending
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.jobs import Job, replay
-
-
-class Named(Protocol):
-    """What ``events`` asks of a job."""
-
-    @property
-    def name(self) -> str:
-        """Names its events and its log."""
 
 
 class Event(NamedTuple):
@@ -38,7 +30,7 @@ class Event(NamedTuple):
     value: Any = None
 
 
-def _child(work: Callable[[Any, Any], Any], job: Named, log: Path, scratch: str, queue: Any) -> None:
+def _child(work: Callable[[Any, Any], Any], job: Any, log: Path, scratch: str, queue: Any) -> None:
     """Entry point of a child process; everything it prints goes to its log, temporary files into a folder."""
     tempfile.tempdir = scratch
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -74,9 +66,9 @@ def _start_fork_server() -> None:
 
 
 def events(
-    jobs: Sequence[Named], at_a_time: int, logs: Path, work: Callable[[Any, Any], Any]
+    jobs: Sequence[Any], at_a_time: int, logs: Path, work: Callable[[Any, Any], Any]
 ) -> Generator[Event, None, None]:
-    """Run ``work`` on the jobs in child processes; whoever stops listening ends those that run."""
+    """Run ``work`` on the jobs, by name, in child processes; whoever stops listening ends those that run."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["feather_sglang.adapter.preload"])
     _start_fork_server()

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.flag_table import HANDED, OWN, PREFILL_GRAPHS_OFF, REFUSED, RIGHT, WITHOUT_EFFECT, Group
@@ -125,8 +125,7 @@ def _spelt(name: str, value: Any) -> str:
     return f"{flag}={value if isinstance(value, str) else json.dumps(value)}"
 
 
-@dataclass(frozen=True)
-class _Reading:
+class _Reading(NamedTuple):
     """What the child process is to read, and the name of its log."""
 
     words: tuple[str, ...]

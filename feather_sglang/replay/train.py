@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -27,7 +25,7 @@ from feather_sglang.replay.arguments import (
     suited,
     workload,
 )
-from feather_sglang.replay.jobs import Job
+from feather_sglang.replay.jobs import Job, engine_of
 from feather_sglang.replay.processes import run_jobs
 from feather_sglang.report import plots
 from feather_sglang.report.summary import RESULTS_VERSION
@@ -39,16 +37,7 @@ from feather_sglang.slo import parse
 SETTLED = 0.01  # change of the policy's throughput from one round to the next
 
 
-@dataclass(frozen=True)
-class TrainJob(Job):
-    """A training run."""
-
-    rounds: int = 4
-    out: str = ""
-
-
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """One pass over the training part: under a fixed rule, or (``rule`` None) under the policy as it was by then."""
 
     rule: StopRule | None
@@ -71,22 +60,15 @@ def settled(passes: list[Pass]) -> bool:
     return len(own) >= 2 and abs(own[-1] - own[-2]) <= SETTLED * own[-2]
 
 
-def teach(job: TrainJob, tell: Any) -> list[Pass]:
+def teach(rounds: int, out: str, job: Job, tell: Any) -> list[Pass]:
     """Train in this process and write the policy file.
 
     A round replays the training part under each rule that is new, the first the same few, then the neighbours of the
     best so far, and then under the policy that has learnt from them.
     """
-    os.environ["FEATHER_OPTIONS"] = json.dumps(job.options)
-    from feather_sglang.adapter import cpu_shims
-
-    cpu_shims.install()
-    from feather_sglang.adapter.replay_engine import Replay, ReplaySettings
-
     passes: list[Pass] = []
-    with tempfile.TemporaryDirectory() as folder:
-        engine = Replay(Path(folder), job.policy, job.trace, job.model, ReplaySettings(**job.settings))
-        admission: Any = engine.feather.admission  # type: ignore[union-attr]
+    with engine_of(job) as engine:
+        admission: Any = engine.feather.admission
         learner = admission.policy
         learner.explore = False
 
@@ -100,7 +82,7 @@ def teach(job: TrainJob, tell: Any) -> list[Pass]:
             return rate
 
         rates: dict[StopRule, float] = {}
-        for _ in range(job.rounds):
+        for _ in range(rounds):
             for rule in neighbours(max(rates, key=rates.__getitem__)) if rates else FIRST_RULES:
                 if rule not in rates:
                     rates[rule] = replay(Rehearsal(rule), rule)
@@ -109,7 +91,7 @@ def teach(job: TrainJob, tell: Any) -> list[Pass]:
             if settled(passes):
                 break
         learner.explore = True
-        learner.save(job.out)
+        learner.save(out)
     return passes
 
 
@@ -139,9 +121,9 @@ def run(args: argparse.Namespace) -> int:
     for notice in (*first.notices, *flags.notices()):
         console.print(f"[yellow]notice:[/yellow] {escape(notice)}")
     console.print(f"training {name} on {len(first.requests):,} requests of {escape(f'{first.name}, {args.profile}')}")
-    job = TrainJob(name, first, model, settings, options, "training", rounds=args.rounds, out=out)
+    job = Job(name, first, model, settings, options, "training")
     most = len(FIRST_RULES) + 1 + (args.rounds - 1) * (len(neighbours(FIRST_RULES[-1])) + 1)
-    passes: list[Pass] = run_jobs([job], 1, folder, console, teach, passes=most)["training"]
+    passes: list[Pass] = run_jobs([job], 1, folder, console, partial(teach, args.rounds, out), passes=most)["training"]
 
     never = next(one.rate for one in passes if one.rule == NEVER)
     own = [one.rate for one in passes if one.rule is None]
@@ -156,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     if own[-1] < (1 - SETTLED) * never:
         console.print("[yellow]notice:[/yellow] the policy loses to never stopping on this trace: do not serve with it")
 
-    frozen = {**options, "policy_file": str(args.out.absolute()), "explore": False}
+    frozen = {**options, "policy_file": out, "explore": False}
     base = Job("fcfs", rest, model, settings, options, slo=slo)
     jobs = [
         base,
@@ -174,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
             **({"slo": slo.text} if slo is not None else {}),
             "environment": sglang_variables(),
             "settings": settings,
-            "training": [asdict(one) for one in passes],
+            "training": [one._asdict() for one in passes],
             "held_out": {label: r.summary.as_dict() for label, r in results.items()},
         },
     )

@@ -167,23 +167,23 @@ class Suite:
         for place in (self.folder, self.logs):
             place.mkdir(parents=True, exist_ok=True)
 
-    def run(self, at_a_time: int, console: Console, work: Callable[[Any, Any], Any] = replay) -> dict[str, Any]:
+    def run(self, at_a_time: int, console: Console) -> dict[str, Any]:
         """Run what no earlier run has; all results."""
-        scales = self.scales(at_a_time, console, work)
+        scales = self.scales(at_a_time, console)
         cells = [
             self.cell(case, policy, scales[case.name])
             for case in self.cases
             if case.name in scales
             for policy in self.policies
         ]
-        self.run_cells(cells, "cells", at_a_time, console, work)
+        self.run_cells(cells, "cells", at_a_time, console)
         return self.results(cells)
 
-    def scales(self, at_a_time: int, console: Console, work: Callable[[Any, Any], Any] = replay) -> dict[str, float]:
+    def scales(self, at_a_time: int, console: Console) -> dict[str, float]:
         """Times its rate at which each case runs; a case whose capacity could not be found is left out."""
         loaded = [case for case in self.cases if case.load is not None]
         capacity = {case.served: self.cell(case, "fcfs", ALL_AT_ONCE, capacity=True) for case in loaded}
-        self.run_cells(list(capacity.values()), "what fcfs sustains", at_a_time, console, work)
+        self.run_cells(list(capacity.values()), "what fcfs sustains", at_a_time, console)
         scales = {}
         for case in self.cases:
             if case.load is None:
@@ -201,16 +201,14 @@ class Suite:
         trace = trace.scaled(scale) if scale != 1.0 else trace
         return Cell(case, policy, trace, self.terms, self.folder, capacity)
 
-    def run_cells(
-        self, cells: Sequence[Cell], what: str, at_a_time: int, console: Console, work: Callable[[Any, Any], Any]
-    ) -> None:
+    def run_cells(self, cells: Sequence[Cell], what: str, at_a_time: int, console: Console) -> None:
         """Run those that lack a file; one that fails costs itself alone."""
         missing = {cell.job.name: cell for cell in cells if cell.figures() is None}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         jobs = [cell.job for cell in missing.values()]
         with (
             Progress(*columns, console=console) as progress,
-            closing(events(jobs, at_a_time, self.logs, work)) as heard,
+            closing(events(jobs, at_a_time, self.logs, replay)) as heard,
         ):
             bar = progress.add_task(what, total=len(cells), completed=len(cells) - len(missing))
             for name, kind, value in heard:
