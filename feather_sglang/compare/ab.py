@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import platform
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,12 +15,10 @@ from feather_sglang.compare import on_servers
 from feather_sglang.compare.policies import DEFAULT_POLICIES, chosen_policies, options_of
 from feather_sglang.compare.rates import Rates, draw
 from feather_sglang.compare.results import PLOTS, RESULTS, facts_of, remove_earlier
-from feather_sglang.compare.server.arguments import SERVER_ONLY, add_server_arguments
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import make_folder, write_json
 from feather_sglang.replay import server_flags
 from feather_sglang.replay.arguments import (
-    REPLAY_ONLY,
     add_workload_arguments,
     check_fits,
     check_sglang,
@@ -26,9 +26,12 @@ from feather_sglang.replay.arguments import (
     step_model,
     sweep,
 )
+from feather_sglang.replay.given import check_positive, flag, given
 from feather_sglang.replay.jobs import Job
 from feather_sglang.replay.processes import run_jobs
 from feather_sglang.slo import parse
+
+REPLAY_ONLY = ("profile", "prefill_graphs", "feather_pat_prefill", "scheduler_cost", "jobs")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,21 +44,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="virtual time with a model of the GPU, or real servers (%(default)s)",
     )
     parser.add_argument("--policies", help=f"comma-separated (default {DEFAULT_POLICIES}; as far as SGLang has them)")
-    parser.add_argument(
-        "--jobs", type=int, default=REPLAY_ONLY["jobs"], metavar="N", help="policies replayed at a time (%(default)s)"
-    )
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="policies replayed at a time (%(default)s)")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the results, plots and logs of an earlier run in --out"
     )
     add_server_arguments(parser)
 
 
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that only real servers take."""
+    add = parser.add_argument_group(
+        "with --engine server",
+        "--model is the model's folder, or one with its config.json alone (then with dummy weights); --attention one "
+        "or more of fa3, flashinfer, triton, pat, separated by commas",
+    ).add_argument
+    add("--repeat", type=int, metavar="N", help="rounds, every other one backwards: 2 gives A B B A (%(default)s)")
+    add("--one-server", action="store_true", help="switch the policy of a running server between runs; starts are few")
+    add("--time-limit", type=float, metavar="SECONDS", help="for everything; what is missing then is named (none)")
+    add("--start-timeout", type=float, metavar="SECONDS", help="in which a server must be up (%(default)g)")
+    add("--json", type=Path, metavar="FILE", help="results, written anew after each run (OUT/results.json)")
+    add("--bench-serving", type=Path, metavar="FILE", help="show this output of sglang.bench_serving beside them")
+    parser.set_defaults(repeat=1, time_limit=math.inf, start_timeout=300.0)
+
+
 def check_engine(args: argparse.Namespace) -> None:
     """Raise ``FeatherError`` for a flag that the chosen engine would silently ignore."""
-    other, foreign = ("server", SERVER_ONLY) if args.engine == "replay" else ("replay", REPLAY_ONLY)
-    for name, default in foreign.items():
-        if getattr(args, name, default) != default:
-            raise FeatherError(f"--{name.replace('_', '-')} goes with --engine {other}")
+    if args.engine == "replay":
+        other, foreign = "server", given(args, add_server_arguments)
+    else:
+        other, foreign = "replay", [name for name in given(args, add_arguments) if name in REPLAY_ONLY]
+    for name in foreign:
+        raise FeatherError(f"{flag(name)} goes with --engine {other}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.engine == "server":
         return on_servers.run(args)
     policies = chosen_policies(args)
-    if args.jobs < 1:
-        raise FeatherError(f"--jobs {args.jobs}: must be at least 1")
+    check_positive(args, "jobs")
     version = check_sglang(policies)
     slo = None if args.slo is None else parse(args.slo)
     traces = sweep(args)

@@ -33,6 +33,7 @@ from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import make_folder, write_json
 from feather_sglang.replay import server_flags
 from feather_sglang.replay.arguments import check_fits, check_sglang, check_sizes, common_options, sweep
+from feather_sglang.replay.given import check_positive
 from feather_sglang.replay.traces import Trace
 from feather_sglang.report.summary import RunSummary
 from feather_sglang.report.tables import SERVER_FIGURES
@@ -45,8 +46,7 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 def run(args: argparse.Namespace) -> int:
     """Measure all configurations, print the table, write results and plots; 1 if something is missing."""
     policies = chosen_policies(args)
-    if args.repeat < 1:
-        raise FeatherError("--repeat: must be at least 1")
+    check_positive(args, "repeat")
     if not args.time_limit > 0 or not args.start_timeout > 0:
         raise FeatherError("--time-limit and --start-timeout: must be more than 0 seconds")
     check_sizes(args)

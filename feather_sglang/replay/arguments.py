@@ -21,6 +21,7 @@ from feather_sglang.adapter.hooks import (
 from feather_sglang.adapter.options import VARIABLE, FeatherOptions, ReplayFlag, add_flags
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import workloads
+from feather_sglang.replay.given import check_positive, flag, given
 from feather_sglang.replay.model_shape import DEFAULT_MODEL, MODELS, load_model
 from feather_sglang.replay.profiles import list_profiles, load_profile
 from feather_sglang.replay.step_time import StepTimeModel
@@ -30,13 +31,6 @@ from feather_sglang.simulation.clients import STREAM_INTERVAL
 from feather_sglang.slo import NAMED
 
 DEFAULT_OUT = Path("feather-ab-results")
-REPLAY_ONLY = {
-    "profile": "h200",
-    "prefill_graphs": "on",
-    "feather_pat_prefill": FeatherOptions.pat_prefill,
-    "scheduler_cost": "model",
-    "jobs": 2,
-}
 ONLY_ON_SERVERS = ("pat_beside", "allow_switch")  # options that change nothing in a replay
 
 
@@ -60,7 +54,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser, without: Collection[
     server = parser.add_argument_group("server and hardware")
     server.add_argument(
         "--profile",
-        default=REPLAY_ONLY["profile"],
+        default="h200",
         help=f"hardware profile: {', '.join(list_profiles())} or a .json file",
     )
     server.add_argument(
@@ -81,7 +75,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser, without: Collection[
     server.add_argument(
         "--prefill-graphs",
         choices=("on", "off"),
-        default=REPLAY_ONLY["prefill_graphs"],
+        default="on",
         help="off: the host launches each kernel of a prefill step, which takes it longer (%(default)s)",
     )
     add_server_flags(server)
@@ -96,7 +90,7 @@ def add_scheduler_cost(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--scheduler-cost",
         choices=("model", "measured", "off"),
-        default=REPLAY_ONLY["scheduler_cost"],
+        default="model",
         help="what the host takes: as the profile's machine; the same, but for batches the CPU time that forming them "
         "takes here, which differs from run to run; or nothing (%(default)s)",
     )
@@ -143,13 +137,11 @@ def sweep(args: argparse.Namespace) -> dict[float, Trace]:
 
 
 def _unscaled(args: argparse.Namespace) -> Trace:
-    if args.requests is not None and args.requests < 1:
-        raise FeatherError(f"--requests {args.requests}: must be at least 1")
+    check_positive(args, "requests")
     if args.trace is not None:
-        if ignored := workloads.given(args):
+        if ignored := given(args, workloads.add_arguments):
             instead = "; with a trace use --rate-scale" if ignored == ["rate"] else ", not with a trace"
-            flags = " and ".join(f"--{name.replace('_', '-')}" for name in ignored)
-            raise FeatherError(f"{flags}: for a generated workload{instead}")
+            raise FeatherError(f"{' and '.join(map(flag, ignored))}: for a generated workload{instead}")
         trace = load_trace(args.trace, args.block_size)
         trace = trace.head(args.requests) if args.requests else trace
     elif args.no_sharing:
@@ -191,10 +183,7 @@ def step_model(args: argparse.Namespace) -> tuple[StepTimeModel, dict[str, Any]]
 
 def check_sizes(args: argparse.Namespace) -> None:
     """Raise ``FeatherError`` for a size of the server that cannot be."""
-    for name in ("kv_tokens", "max_running", "page_size", "stream_interval"):
-        value = getattr(args, name, None)
-        if value is not None and value < 1:
-            raise FeatherError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    check_positive(args, "kv_tokens", "max_running", "page_size", "stream_interval")
 
 
 def check_pages(page_size: int) -> None:

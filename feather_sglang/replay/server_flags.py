@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.flag_table import HANDED, OWN, PREFILL_GRAPHS_OFF, REFUSED, RIGHT, WITHOUT_EFFECT, Group
+from feather_sglang.replay.given import defaults, flag
 from feather_sglang.replay.processes import events
 
 
@@ -64,18 +65,15 @@ def take(
     """
     words = split(args.server_flags)
     flags = sort_flags(_read(words)) if words else ServerFlags()
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    defaults = {action.dest: action.default for action in parser._actions}
+    known = defaults(add_arguments)
     for name, value in flags.own.items():
-        shown = f"--{name.replace('_', '-')}"
         if name in others:
             continue
-        if name not in defaults:
-            raise FeatherError(f"--server-flags: {shown} cannot be set here; leave it out")
+        if name not in known:
+            raise FeatherError(f"--server-flags: {flag(name)} cannot be set here; leave it out")
         now = getattr(args, name, value)
-        if now not in (value, defaults[name]):
-            raise FeatherError(f"{shown} {_word(now)}: --server-flags say {_word(value)}; give one of the two")
+        if now not in (value, known[name]):
+            raise FeatherError(f"{flag(name)} {_word(now)}: --server-flags say {_word(value)}; give one of the two")
         setattr(args, name, value)
     return flags
 
@@ -119,10 +117,9 @@ def _word(value: Any) -> Any:
 
 def _spelt(name: str, value: Any) -> str:
     """A flag as a command line has it, one word."""
-    flag = f"--{name.replace('_', '-')}"
     if value is True:
-        return flag
-    return f"{flag}={value if isinstance(value, str) else json.dumps(value)}"
+        return flag(name)
+    return f"{flag(name)}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 class _Reading(NamedTuple):

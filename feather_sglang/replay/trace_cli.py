@@ -13,6 +13,7 @@ from rich.table import Table
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import workloads
+from feather_sglang.replay.given import flag, given
 from feather_sglang.replay.trace_facts import Lengths, TraceFacts, describe
 from feather_sglang.replay.traces import MOONCAKE_BLOCK, Trace, load_trace, save_trace
 from feather_sglang.replay.traffic import TRAFFIC
@@ -27,14 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="Write a synthetic trace in Mooncake's JSON lines: the paper's workload unless told otherwise.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    make.add_argument("--out", required=True, type=Path, metavar="FILE", help="file to write")
-    make.add_argument("--traffic", choices=tuple(TRAFFIC), help="shaped like that instead; takes --seed alone")
-    workloads.add_arguments(make)
-    make.add_argument("--unique-tokens", type=int, default=20, help="tokens of a prompt's own")
-    make.add_argument("--requests", type=int, default=1000, help="number of requests")
-    make.add_argument("--jitter", type=float, default=0.0, help="spread of unique and output lengths, 0 to 1")
-    make.add_argument("--prompt-tokens", type=int, default=1000, help="length of a prompt under --no-sharing")
-    make.add_argument("--seed", type=int, default=0, help="the same seed gives the same trace")
+    _add_make(make)
     inspect = actions.add_parser(
         "inspect", help="describe a trace", description="Describe a trace: load, lengths, sharing."
     )
@@ -43,6 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inspect.add_argument(
         "--block-size", type=int, default=MOONCAKE_BLOCK, help="tokens per hash id where the file does not say (512)"
     )
+
+
+def _add_make(make: argparse.ArgumentParser) -> None:
+    make.add_argument("--out", required=True, type=Path, metavar="FILE", help="file to write")
+    make.add_argument("--traffic", choices=tuple(TRAFFIC), help="shaped like that instead; takes --seed alone")
+    workloads.add_arguments(make)
+    make.add_argument("--unique-tokens", type=int, default=20, help="tokens of a prompt's own")
+    make.add_argument("--requests", type=int, default=1000, help="number of requests")
+    make.add_argument("--jitter", type=float, default=0.0, help="spread of unique and output lengths, 0 to 1")
+    make.add_argument("--prompt-tokens", type=int, default=1000, help="length of a prompt under --no-sharing")
+    make.add_argument("--seed", type=int, default=0, help="the same seed gives the same trace")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,13 +73,8 @@ def run(args: argparse.Namespace) -> int:
 def make(args: argparse.Namespace) -> Trace:
     """Make the trace that the arguments describe."""
     if args.traffic:
-        parser = argparse.ArgumentParser()
-        add_arguments(parser)
-        plain = vars(parser.parse_args(["make", "--out", str(args.out)]))
-        taken = ("command", "traffic", "seed", "out")
-        if extra := [name for name, value in vars(args).items() if name not in taken and value != plain[name]]:
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in extra)
-            raise FeatherError(f"--traffic {args.traffic}: takes no {flags}")
+        if extra := [name for name in given(args, _add_make) if name not in ("traffic", "seed", "out")]:
+            raise FeatherError(f"--traffic {args.traffic}: takes no {', '.join(map(flag, extra))}")
         return TRAFFIC[args.traffic](seed=args.seed)
     common = {"output_tokens": args.output_tokens, "requests": args.requests, "seed": args.seed}
     if args.no_sharing:

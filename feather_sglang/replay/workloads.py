@@ -101,13 +101,6 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--no-sharing", action="store_true", help="prompts that share nothing instead")
 
 
-def given(args: argparse.Namespace) -> list[str]:
-    """The flags of a generated workload, by their names in `args`, that differ from their defaults."""
-    plain = argparse.ArgumentParser()
-    add_arguments(plain)
-    return [name for name, default in vars(plain.parse_args([])).items() if getattr(args, name) != default]
-
-
 def generator(seed: int) -> np.random.Generator:
     """The random numbers of a workload."""
     check_within("seed", seed, 0, 2**63)

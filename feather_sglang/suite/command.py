@@ -23,6 +23,7 @@ from feather_sglang.replay.arguments import (
     check_sizes,
     common_options,
 )
+from feather_sglang.replay.given import check_positive
 from feather_sglang.replay.model_shape import load_model
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel
@@ -32,20 +33,9 @@ from feather_sglang.suite.cases import chosen, patterns
 from feather_sglang.suite.report import page, tables
 from feather_sglang.suite.runner import PROMISING, VERSION, Suite, Terms
 
-EVERY = (
-    *STOCK,
-    *REPLAYED,
-    *(name for name in FEATHER if name != "feather-bandit"),
-    PROMISING,
-)  # feather is feather-bandit
-
-SERVED = (
-    "max_running",
-    "chunked_prefill",
-    "page_size",
-    "stream_interval",
-    "prefill_graphs",
-)  # of all cases' servers, by --server-flags
+EVERY = (*STOCK, *REPLAYED, *(name for name in FEATHER if name != "feather-bandit"), PROMISING)  # feather is that one
+# Of all cases' servers, by --server-flags.
+SERVED = ("max_running", "chunked_prefill", "page_size", "stream_interval", "prefill_graphs")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run the suite that the flags ask for."""
-    if args.jobs < 1:
-        raise FeatherError(f"--jobs {args.jobs}: must be at least 1")
+    check_positive(args, "jobs")
     if args.traces is not None and not args.traces.is_dir():
         raise FeatherError(f"--traces {args.traces}: no such folder")
     names = patterns(args.cases)

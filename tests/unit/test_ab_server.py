@@ -87,7 +87,7 @@ class TestCommandLine:
             (["--server-flags=--admin-api-key secret"], "--admin-api-key is set here"),
             (["--server-flags=--model other"], "--model is set here; use --model"),
             (["--server-flags", "'open"], "--server-flags 'open: No closing quotation"),
-            (["--repeat", "0"], "--repeat: must be at least 1"),
+            (["--repeat", "0"], "--repeat 0: must be at least 1"),
             (["--stream-interval", "0"], "--stream-interval 0: must be at least 1"),
             (["--time-limit", "0"], "must be more than 0 seconds"),
             (["--max-running", "0"], "--max-running 0: must be at least 1"),
