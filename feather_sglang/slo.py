@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,24 +59,10 @@ class SLO:
     tbt: Bound | None = None
     tpot: Bound | None = None
 
-    @property
-    def relative(self) -> bool:
-        """Whether it takes an idle server's times to judge."""
-        return any(bound is not None and bound.relative for bound in (self.ttft, self.tbt, self.tpot))
-
     def met(self, timing: Timing, idle: Timing | None = None) -> bool:
         """Whether a request with this timing meets it; `idle` is what the request takes alone."""
         pairs = zip((self.ttft, self.tbt, self.tpot), timing, idle or (None,) * 3, strict=True)
         return all(bound is None or bound.holds(seconds, alone) for bound, seconds, alone in pairs)
-
-
-class Judgement(NamedTuple):
-    """A run judged; the fields are those of ``RunSummary``. None is what nobody asked for, or what was not known."""
-
-    slo_share: float | None = None
-    goodput: float | None = None
-    slowdown_p50: float | None = None
-    slowdown_p99: float | None = None
 
 
 def parse(text: str) -> SLO:
@@ -100,8 +86,8 @@ def parse(text: str) -> SLO:
 
 def judge(
     slo: SLO | None, timings: Sequence[Timing], idle: Sequence[Timing] | None, requests: int, seconds: float
-) -> Judgement:
-    """Judge a run.
+) -> dict[str, Any]:
+    """Judge a run: fields of ``RunSummary``; None is what nobody asked for, or what was not known.
 
     Parameters
     ----------
@@ -117,7 +103,7 @@ def judge(
     if idle and all(alone.ttft > 0 for alone in idle):
         slowdowns = [timing.ttft / alone.ttft for timing, alone in zip(timings, idle, strict=True)]
         p50, p99 = (float(value) for value in np.percentile(slowdowns, [50, 99]))
-    return Judgement(share, goodput, p50, p99)
+    return {"slo_share": share, "goodput": goodput, "slowdown_p50": p50, "slowdown_p99": p99}
 
 
 def sustained(shares: Iterable[tuple[float, float | None]]) -> float | None:

@@ -29,7 +29,6 @@ from feather_sglang.replay.arguments import (
 from feather_sglang.replay.given import check_positive, flag, given
 from feather_sglang.replay.jobs import Job
 from feather_sglang.replay.processes import run_jobs
-from feather_sglang.slo import parse
 
 REPLAY_ONLY = ("profile", "prefill_graphs", "feather_pat_prefill", "scheduler_cost", "jobs")
 
@@ -85,9 +84,8 @@ def run(args: argparse.Namespace) -> int:
     policies = chosen_policies(args)
     check_positive(args, "jobs")
     version = check_sglang(policies)
-    slo = None if args.slo is None else parse(args.slo)
     traces = sweep(args)
-    rates = Rates(policies, traces, slo)
+    rates = Rates(policies, traces, args.slo)
     trace = rates.trace
     flags = server_flags.take(args, add_arguments)
     model, settings = step_model(args)
@@ -102,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     title = f"{trace.name}: {len(trace.requests):,} requests, {args.profile}, {settings['kv_tokens']:,} KV tokens"
     console.print(f"feather {__version__}, sglang {version}, {escape(title)}")
     jobs = [
-        Job(policy, traces[scale], model, settings, by_policy[policy], label, slo)
+        Job(policy, traces[scale], model, settings, by_policy[policy], label, args.slo)
         for (scale, policy), label in rates.labels.items()
     ]
     failed: dict[str, str] = {}

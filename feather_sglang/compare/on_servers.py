@@ -38,7 +38,6 @@ from feather_sglang.replay.traces import Trace
 from feather_sglang.report.summary import RunSummary
 from feather_sglang.report.tables import SERVER_FIGURES
 from feather_sglang.scheduling.policy_names import FEATHER
-from feather_sglang.slo import parse
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -56,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
     version = check_sglang(policies)
     if any("pat" in one.flags for one in chosen):
         require_plugin()
-    slo = None if args.slo is None else parse(args.slo)
-    rates = Rates([one.name for one in chosen], sweep(args), slo)
+    rates = Rates([one.name for one in chosen], sweep(args), args.slo)
     trace = rates.trace
     check_fits(trace, args.kv_tokens, args.page_size)
     target = args.json or args.out / RESULTS

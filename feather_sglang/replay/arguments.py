@@ -28,7 +28,7 @@ from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace, load_trace
 from feather_sglang.scheduling.policy_names import K_LPM, SINCE, STOCK
 from feather_sglang.simulation.clients import STREAM_INTERVAL
-from feather_sglang.slo import NAMED
+from feather_sglang.slo import NAMED, parse
 
 DEFAULT_OUT = Path("feather-ab-results")
 ONLY_ON_SERVERS = ("pat_beside", "allow_switch")  # options that change nothing in a replay
@@ -99,7 +99,7 @@ def add_scheduler_cost(parser: argparse._ActionsContainer) -> None:
 def add_slo(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     """Add ``--slo``."""
     text = f"ttft=SECONDS,tbt=MS or {', '.join(NAMED)}: report what is served within them, see the guide on goodput"
-    parser.add_argument("--slo", metavar="BOUNDS", default=default, help=text)
+    parser.add_argument("--slo", type=parse, metavar="BOUNDS", default=default, help=text)
 
 
 def add_server_flags(parser: argparse._ActionsContainer) -> None:

@@ -1,11 +1,22 @@
-"""What the rows of a decode batch have in common, in the order in which the kernel meets them."""
+"""What requests have in common by the hash ids of their prompts, and the rows of a decode batch in their order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from feather_sglang.replay.prompt_nodes import nodes_of
+
+def nodes_of(paths: Iterable[tuple[int, ...]]) -> list[list[int]]:
+    """Each path's nodes from the root, numbered as they come up: an id behind the same ids is the same node."""
+    numbers: dict[tuple[int, int], int] = {}  # (parent node, hash id) -> node
+    found = []
+    for path in paths:
+        node, nodes = -1, []
+        for hash_id in path:
+            node = numbers.setdefault((node, hash_id), len(numbers))
+            nodes.append(node)
+        found.append(nodes)
+    return found
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from feather_kernels.forest import Forest
-from feather_sglang.replay.prompt_nodes import nodes_of
+from feather_sglang.replay.batch_sharing import nodes_of
 
 
 def cached_forest(paths: Sequence[tuple[int, ...]], block_size: int, committed: Sequence[int]) -> Forest:

@@ -96,7 +96,7 @@ def result_of(policy: str, outcome: Any, idle: IdleServer | None = None, slo: SL
     timings = [Timing.of(s.first_token - s.due, s.gaps) for s in served]
     alone = [idle.timing(s.request) for s in served] if idle is not None else None
     busy = outcome.gpu_busy / outcome.makespan if outcome.makespan else None
-    summary = replace(summary, gpu_busy=busy, **judge(slo, timings, alone, len(served), outcome.makespan)._asdict())
+    summary = replace(summary, gpu_busy=busy, **judge(slo, timings, alone, len(served), outcome.makespan))
     every = max(1, len(outcome.batches) // 4000)
     latencies = [s.finish - s.due for s in served]
     return ReplayResult(summary, outcome.prefills, outcome.batches[::every], latencies, feather)

@@ -97,7 +97,7 @@ def sort_flags(values: dict[str, Any]) -> ServerFlags:
             own["prefill_graphs"] = "off"
         elif refusal and value not in RIGHT.get(name, ()):
             raise FeatherError(f"--server-flags: {_spelt(name, value)}: {refusal.what}; {refusal.instead}")
-        elif refusal or _group(WITHOUT_EFFECT, name):
+        elif refusal or _fits(WITHOUT_EFFECT, name):
             without_effect.append(_spelt(name, value).partition("=")[0])
         elif name.startswith("feather_"):
             own[name] = value
@@ -108,7 +108,11 @@ def sort_flags(values: dict[str, Any]) -> ServerFlags:
 
 def _group(groups: Sequence[Group], name: str) -> Group | None:
     """The first of these groups that has a field."""
-    return next((group for group in groups if any(fnmatchcase(name, one) for one in group.fields)), None)
+    return next((group for group in groups if _fits(group.fields, name)), None)
+
+
+def _fits(patterns: Sequence[str], name: str) -> bool:
+    return any(fnmatchcase(name, one) for one in patterns)
 
 
 def _word(value: Any) -> Any:

@@ -9,8 +9,7 @@ from itertools import chain
 
 import numpy as np
 
-from feather_sglang.replay.batch_sharing import BatchSharing
-from feather_sglang.replay.prompt_nodes import nodes_of
+from feather_sglang.replay.batch_sharing import BatchSharing, nodes_of
 from feather_sglang.replay.traces import Trace
 
 
@@ -66,9 +65,7 @@ def describe(trace: Trace) -> TraceFacts:
     unique = BatchSharing.from_paths(paths, trace.block_size, inputs).unique_tokens
     duration = requests[-1].arrival_s - requests[0].arrival_s
     levels = _levels(paths)
-    groups: dict[tuple[int, ...], int] = {}
-    for path in paths:
-        groups[path[:1]] = groups.get(path[:1], 0) + 1
+    groups = Counter(path[:1] for path in paths)
     shared = [size for size in groups.values() if size > 1]
     return TraceFacts(
         name=trace.name,

@@ -32,7 +32,6 @@ from feather_sglang.report.summary import RESULTS_VERSION
 from feather_sglang.report.tables import comparison
 from feather_sglang.scheduling.policies.rehearsal import FIRST_RULES, NEVER, Rehearsal, StopRule, neighbours
 from feather_sglang.scheduling.policies.rehearsal import teach as credit
-from feather_sglang.slo import parse
 
 SETTLED = 0.01  # change of the policy's throughput from one round to the next
 
@@ -105,7 +104,6 @@ def run(args: argparse.Namespace) -> int:
         raise FeatherError(f"--out {args.out}: must be a .json file, the policy file to write")
     check_target(args.out, "policy file")
     check_sglang()
-    slo = None if args.slo is None else parse(args.slo)
     first, rest = workload(args).split(args.split)
     if not first.requests or not rest.requests:
         raise FeatherError(f"{first.name}: too few requests to train on one part and report on another")
@@ -139,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         console.print("[yellow]notice:[/yellow] the policy loses to never stopping on this trace: do not serve with it")
 
     frozen = {**options, "policy_file": out, "explore": False}
-    base = Job("fcfs", rest, model, settings, options, slo=slo)
+    base = Job("fcfs", rest, model, settings, options, slo=args.slo)
     jobs = [
         base,
         replace(base, policy="feather-order", options=suited("feather-order", options)),
@@ -153,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
         folder / "results.json",
         {
             "version": RESULTS_VERSION,
-            **({"slo": slo.text} if slo is not None else {}),
+            **({"slo": args.slo.text} if args.slo is not None else {}),
             "environment": sglang_variables(),
             "settings": settings,
             "training": [one._asdict() for one in passes],

@@ -28,7 +28,6 @@ from feather_sglang.replay.model_shape import load_model
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.scheduling.policy_names import FEATHER, REPLAYED, STOCK
-from feather_sglang.slo import parse
 from feather_sglang.suite.cases import chosen, patterns
 from feather_sglang.suite.report import page, tables
 from feather_sglang.suite.runner import PROMISING, VERSION, Suite, Terms
@@ -82,7 +81,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         raise FeatherError(f"--cases {args.cases}: names none; * is every one")
     cases = chosen(args.short, names)
     policies = policies_of(args.policies)
-    slo, sglang = parse(args.slo), check_sglang(policies)
+    sglang = check_sglang(policies)
     flags = server_flags.take(args, add_arguments, SERVED)
     server = {name: flags.own[name] for name in SERVED if name in flags.own} | flags.settings()
     check_sizes(argparse.Namespace(**server))
@@ -94,7 +93,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     usual = {**FeatherOptions().of_policy(), "seed": args.seed}
     terms = Terms(
         StepTimeModel(profile, load_model(args.model), args.attention, graphs),
-        slo,
+        args.slo,
         sglang,
         args.traces,
         args.seed,

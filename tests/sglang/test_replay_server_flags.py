@@ -18,7 +18,7 @@ from feather_sglang.cli import main
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import jobs as replays
 from feather_sglang.replay import processes, server_flags
-from feather_sglang.replay.flag_table import HANDED, OWN, PREFILL_GRAPHS_OFF, REFUSED, WITHOUT_EFFECT
+from feather_sglang.replay.flag_table import HANDED, OWN, PREFILL_GRAPHS_OFF, REFUSED, WITHOUT_EFFECT, Group
 from feather_sglang.replay.model_shape import load_model
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel
@@ -79,7 +79,7 @@ def test_every_flag_of_this_sglang_has_a_place(monkeypatch):
     adapter.read_flags(["--host=h"])
     names = {action.dest for action in parsers[0]._actions}
     own = {*OWN, *PREFILL_GRAPHS_OFF, *(name for name in names if name.startswith("feather_"))}
-    groups = (*HANDED, *REFUSED, *WITHOUT_EFFECT)
+    groups = (*HANDED, *REFUSED, Group("without effect", WITHOUT_EFFECT))
     assert [name for name in sorted(names - own) if not server_flags._group(groups, name)] == []
     assert len(names) > 400
 

@@ -34,7 +34,6 @@ SLOS = st.builds(SLO, st.just("any"), BOUNDS, BOUNDS, BOUNDS)
 )
 def test_how_it_is_written(text, slo):
     assert parse(text) == slo
-    assert slo.relative == ("x" in text or text == "mooncake")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +73,7 @@ def test_looser_bounds_and_shorter_times_never_lose(slo, timings, data):
     shorter = [Timing(*(value * data.draw(st.floats(0, 1)) for value in timing)) for timing in timings]
 
     def share(slo, timings):
-        return judge(slo, timings, idle, len(timings), 1.0).slo_share
+        return judge(slo, timings, idle, len(timings), 1.0)["slo_share"]
 
     assert share(slo, timings) <= min(share(looser, timings), share(slo, shorter))
 
@@ -82,8 +81,8 @@ def test_looser_bounds_and_shorter_times_never_lose(slo, timings, data):
 @given(SLOS, TIMINGS, st.integers(0, 5), st.floats(0.1, 100))
 def test_goodput_is_at_most_the_throughput_and_who_did_not_end_has_not_met_it(slo, timings, lost, seconds):
     judged = judge(slo, timings, timings, len(timings) + lost, seconds)
-    assert 0 <= judged.goodput <= len(timings) / seconds
-    assert judged.slo_share == pytest.approx(judged.goodput * seconds / (len(timings) + lost))
+    assert 0 <= judged["goodput"] <= len(timings) / seconds
+    assert judged["slo_share"] == pytest.approx(judged["goodput"] * seconds / (len(timings) + lost))
 
 
 def test_judged_by_hand():
@@ -91,11 +90,11 @@ def test_judged_by_hand():
     timings = [Timing(1.0, 0.05), Timing(2.1, 0.01), Timing(1.9, 0.051), Timing(0.5, 0.0)]
     idle = [Timing(1.0)] * 4
     judged = judge(slo, timings, idle, 5, 10.0)
-    assert (judged.slo_share, judged.goodput) == (2 / 5, 2 / 10)
-    assert judged.slowdown_p50 == np.percentile([1.0, 2.1, 1.9, 0.5], 50)
+    assert (judged["slo_share"], judged["goodput"]) == (2 / 5, 2 / 10)
+    assert judged["slowdown_p50"] == np.percentile([1.0, 2.1, 1.9, 0.5], 50)
     # Nobody knows what they take alone: no relative bound is met, and there is no slowdown.
-    assert judge(slo, timings, None, 4, 10.0)[:3] == (0.0, 0.0, None)
-    assert judge(None, timings, idle, 4, 10.0)[:2] == (None, None)
+    assert list(judge(slo, timings, None, 4, 10.0).values())[:3] == [0.0, 0.0, None]
+    assert list(judge(None, timings, idle, 4, 10.0).values())[:2] == [None, None]
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 100), st.none() | st.floats(0, 1)), unique_by=lambda pair: pair[0]))

@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from feather_sglang.compare.server.machine import first_gpu
@@ -47,9 +46,7 @@ class Activity:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         self._end.set()
         self._thread.join()
         self.summary = average(self._read)

@@ -8,7 +8,6 @@ import platform
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -74,9 +73,7 @@ class Clocks:
             self._reader = None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         with self._output:
             if self._reader is not None:
                 self._reader.kill()

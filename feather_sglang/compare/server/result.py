@@ -183,7 +183,7 @@ def judged(result: RunResult, slo: SLO | None, idle: IdleTimes | None) -> RunSum
     timings = [timing for _, timing in result.timings]
     alone = None if idle is None else [idle.timing(tokens) for tokens, _ in result.timings]
     counted = result.counted
-    return replace(result.summary, **judge(slo, timings, alone, counted["requests"], counted["seconds"])._asdict())
+    return replace(result.summary, **judge(slo, timings, alone, counted["requests"], counted["seconds"]))
 
 
 def together(rounds: Sequence[RunSummary]) -> RunSummary:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-from types import TracebackType
 from typing import NamedTuple
 
 from feather_sglang.compare.server.process import Server, processes_of
@@ -68,9 +67,7 @@ class Watch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         used = scheduler_cpu(self._server.group)
         self._over.set()
         self._thread.join()
