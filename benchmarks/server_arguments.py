@@ -16,9 +16,8 @@ from pathlib import Path
 from server_driver import BenchTerms
 from server_file import BenchFile
 
-from feather_sglang.compare.server.cases import check_fit, parse_case
+from feather_sglang.compare.server.cases import check_fit, parse_case, vocabulary_of
 from feather_sglang.compare.server.config import COMMON_FLAGS, POLICY_FLAG, parse_server, switch_flags
-from feather_sglang.compare.vocabulary import vocabulary_of
 from feather_sglang.errors import FeatherError
 
 RESERVE = 5.0  # seconds of the time limit that are kept for the end

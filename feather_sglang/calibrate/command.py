@@ -17,9 +17,9 @@ from rich.console import Console
 
 from feather_sglang import __version__
 from feather_sglang.calibrate.recording import FORMAT, Recording, Setting, record
+from feather_sglang.compare.server.cases import vocabulary_of
 from feather_sglang.compare.server.config import BACKENDS
 from feather_sglang.compare.server.machine import machine
-from feather_sglang.compare.vocabulary import vocabulary_of
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import check_target, make_folder, replace_text
 from feather_sglang.replay import server_flags

@@ -47,13 +47,14 @@ def batches(steps: Sequence[Steps]) -> list[Batch]:
     found = []
     prefilled = {id(one) for one in alike(steps)}
     for one in steps:
-        gpu, waited = gpu_seconds(one), one["ready"] - one["begin_result"]
+        table = one.table
+        gpu, waited = gpu_seconds(table), table["ready"] - table["begin_result"]
         attention = one.setting.attention
         case = parse_case(one.load)
         if case.steady:
-            mask = ~one["prefill"] & (one["rows"] == case.batch) & (waited > LEAST_WAIT)
+            mask = ~table["prefill"] & (table["rows"] == case.batch) & (waited > LEAST_WAIT)
             if mask.sum() >= 5:
-                length = round(float(one["kv_tokens"][mask].mean()) / case.batch)
+                length = round(float(table["kv_tokens"][mask].mean()) / case.batch)
                 paths = [request.hash_ids for request in case.trace.requests]
                 label = f"decode {one.load}, {attention}"
                 seconds = float(np.median(gpu[mask]))
@@ -61,11 +62,11 @@ def batches(steps: Sequence[Steps]) -> list[Batch]:
                 found.append(Batch(label, attention, False, lengths, [], paths, case.trace.block_size, seconds))
         if id(one) not in prefilled:
             continue
-        lone = one["prefill"] & (one["rows"] == 1) & (waited > GPU_BOUND_SECONDS)
-        for new in np.unique(one["new_tokens"][lone]):
-            mask = lone & (one["new_tokens"] == new)
-            for cached in np.unique(one["cached_tokens"][mask]):
-                same = mask & (one["cached_tokens"] == cached)
+        lone = table["prefill"] & (table["rows"] == 1) & (waited > GPU_BOUND_SECONDS)
+        for new in np.unique(table["new_tokens"][lone]):
+            mask = lone & (table["new_tokens"] == new)
+            for cached in np.unique(table["cached_tokens"][mask]):
+                same = mask & (table["cached_tokens"] == cached)
                 label = f"prefill {new:.0f} tokens after {cached:.0f}, {attention}"
                 seconds = float(np.median(gpu[same]))
                 found.append(Batch(label, attention, True, [int(new)], [int(cached)], [], 1, seconds))

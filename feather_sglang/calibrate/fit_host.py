@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
 
-from feather_sglang.calibrate.recording import Recording, Steps
+from feather_sglang.calibrate.recording import STEP, Recording, Steps
 from feather_sglang.errors import FeatherError
 from feather_sglang.simulation.host_time import NO_HOST_TIME, HostTime
 
@@ -35,22 +35,20 @@ def alike(steps: Sequence[Steps]) -> list[Steps]:
     return [one for one in steps if one.setting.prefill_attention == steps[0].setting.prefill_attention]
 
 
-def together(steps: Sequence[Steps]) -> dict[str, np.ndarray]:
-    """The columns of several loads, one after the other."""
-    names = steps[0].columns if steps else ()
-    return {name: np.concatenate([one[name] for one in steps]) for name in names}
+def together(steps: Iterable[Steps]) -> np.ndarray:
+    """The steps of several loads, one after the other."""
+    return np.concatenate([np.empty(0, STEP), *(one.table for one in steps)])
 
 
 def stages(steps: Sequence[Steps]) -> dict[str, tuple[dict[str, Column], np.ndarray]]:
     """Each stage's features, by the `HostTime` field that prices them, and its seconds."""
-    decode = together([one.where(~one["prefill"]) for one in steps])
-    prefill = together([one.where(one["prefill"]) for one in steps])
     every = together(steps)
+    decode, prefill = every[~every["prefill"]], every[every["prefill"]]
 
-    def ones(of: dict[str, np.ndarray]) -> np.ndarray:
-        return np.ones(len(of["rows"]))
+    def ones(of: np.ndarray) -> np.ndarray:
+        return np.ones(len(of))
 
-    def result(of: dict[str, np.ndarray]) -> np.ndarray:
+    def result(of: np.ndarray) -> np.ndarray:
         return of["end_result"] - of["ready"]
 
     return {
@@ -91,18 +89,15 @@ def stages(steps: Sequence[Steps]) -> dict[str, tuple[dict[str, Column], np.ndar
 
 def launches(steps: Sequence[Steps], graphs: bool, layers: int) -> dict[str, tuple[dict[str, Column], np.ndarray]]:
     """The launch of prefill steps, with CUDA graphs or without."""
-    columns = together([one.where(one["prefill"]) for one in steps if one.setting.prefill_graphs == graphs])
-    if not columns:
-        return {}
-    mask = (columns["graph"] > 0) == graphs
-    waited = columns["ready"] - columns["begin_result"]
-    mask &= waited < GPU_BOUND_SECONDS
-    seconds = (columns["launched"] - columns["forward"])[mask]
+    every = together(one for one in steps if one.setting.prefill_graphs == graphs)
+    waited = every["ready"] - every["begin_result"]
+    launched = every[every["prefill"] & ((every["graph"] > 0) == graphs) & (waited < GPU_BOUND_SECONDS)]
+    seconds = launched["launched"] - launched["forward"]
     name = "graph_layer" if graphs else "eager_layer"
     return {f"launch prefill, graphs {'on' if graphs else 'off'}": ({name: np.full(len(seconds), layers)}, seconds)}
 
 
-def gpu_seconds(steps: Steps) -> np.ndarray:
+def gpu_seconds(steps: np.ndarray) -> np.ndarray:
     """From when the GPU was free and the host called the model until the result was there, for each step."""
     before = np.concatenate([[-np.inf], steps["ready"][:-1]])
     return steps["ready"] - np.maximum(before, steps["forward"])

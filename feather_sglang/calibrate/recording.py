@@ -9,7 +9,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,27 +48,20 @@ class Setting(NamedTuple):
         return words[words.index("--attention-backend") + 1]
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The steps of one load on one server; each field of `SIZES`, `TIMES` and below is an array, one entry a step.
+# A step of a log: whether it was a prefill, and what was logged of it.
+STEP = np.dtype([
+    ("prefill", np.bool_),
+    *((name, np.float64) for name in (*SIZES, *TIMES, "pieces", "begin_result", "ready", "end_result")),
+])  # fmt: skip
 
-    Attributes
-    ----------
-    load : the case's name.
-    columns : "prefill" (whether it was), "pieces", "begin_result", "ready", "end_result", and those fields.
-    """
+
+class Steps(NamedTuple):
+    """The steps of one load, the case of that name, on one server; the table has an entry of `STEP` for each."""
 
     load: str
     setting: Setting
     held_out: bool
-    columns: dict[str, np.ndarray]
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self.columns[name]
-
-    def where(self, mask: np.ndarray) -> Steps:
-        """Those steps alone."""
-        return replace(self, columns={name: column[mask] for name, column in self.columns.items()})
+    table: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -118,17 +111,11 @@ class Recording:
         ]
 
 
-def table(log: Sequence[Sequence[Any]]) -> dict[str, np.ndarray]:
-    """The columns of `Steps` from the lines of a log; a step whose result is missing is left out."""
+def table(log: Sequence[Sequence[Any]]) -> np.ndarray:
+    """The steps in the lines of a log; a step whose result is missing is left out."""
     results = {line[1]: line[3:] for line in log if line[0] == "result"}
-    rows = [
-        [line[2] == "prefill", *line[3:], *results[line[1]]] for line in log if line[0] == "step" and line[1] in results
-    ]
-    names = ("prefill", *SIZES, *TIMES, "pieces", "begin_result", "ready", "end_result")
-    columns = np.array(rows, dtype=np.float64).reshape(len(rows), len(names)).T
-    found = dict(zip(names, columns, strict=True))
-    found["prefill"] = found["prefill"].astype(bool)
-    return found
+    steps = [line for line in log if line[0] == "step" and line[1] in results]
+    return np.array([(line[2] == "prefill", *line[3:], *results[line[1]]) for line in steps], STEP)
 
 
 def record(

@@ -21,14 +21,13 @@ from feather_sglang.compare.policies import chosen_policies, options_of
 from feather_sglang.compare.rates import Rates, draw
 from feather_sglang.compare.results import PLOTS, RESULTS, facts_of, remove_earlier
 from feather_sglang.compare.server.bench_serving import read_results
-from feather_sglang.compare.server.cases import Case
+from feather_sglang.compare.server.cases import Case, vocabulary_of
 from feather_sglang.compare.server.config import BACKENDS, POLICY_FLAG, ServerConfig, switch_flags
 from feather_sglang.compare.server.driver import LEAST_RUN, Driver, Terms
 from feather_sglang.compare.server.idle import IdleTimes, measure_idle
 from feather_sglang.compare.server.machine import machine
 from feather_sglang.compare.server.process import Server, environment_with
 from feather_sglang.compare.server.result import RunResult, judged, notes, together
-from feather_sglang.compare.vocabulary import vocabulary_of
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import make_folder, write_json
 from feather_sglang.replay import server_flags

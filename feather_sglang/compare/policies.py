@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from feather_sglang.adapter.hooks import installed_version, lacks_policy
@@ -14,21 +15,30 @@ from feather_sglang.scheduling.policy_names import FEATHER, REPLAYED, STOCK
 DEFAULT_POLICIES = "fcfs,lpm,dfs-weight,hrrn,feather-order,feather"  # without what SGLang is too old for
 
 
+def named(text: str, known: Sequence[str]) -> list[str]:
+    """The policies that a value of ``--policies`` names, all of them known."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise FeatherError(f"--policies {text}: unknown {unknown or 'empty list'}; choose from {known}")
+    return names
+
+
+def available(names: Iterable[str]) -> list[str]:
+    """Those that the installed SGLang has."""
+    version = installed_version()
+    return [name for name in names if not lacks_policy(version, name)]
+
+
 def chosen_policies(args: argparse.Namespace) -> list[str]:
     """The policies that ``--policies`` names, or else those of the default that the installed SGLang has."""
     if args.policies is None:
-        version = installed_version()
-        return [name for name in DEFAULT_POLICIES.split(",") if not lacks_policy(version, name)]
-    policies = [name.strip() for name in args.policies.split(",") if name.strip()]
-    for name in REPLAYED:
-        if args.engine == "server" and name in policies:
-            raise FeatherError(
-                f"--policies {args.policies}: no server has {name}; leave it out, or use --engine replay"
-            )
-    known = (*STOCK, *FEATHER) if args.engine == "server" else (*STOCK, *REPLAYED, *FEATHER)
-    unknown = [name for name in policies if name not in known]
-    if unknown or not policies:
-        raise FeatherError(f"--policies {args.policies}: unknown {unknown or 'empty list'}; choose from {known}")
+        return available(DEFAULT_POLICIES.split(","))
+    policies = named(args.policies, (*STOCK, *REPLAYED, *FEATHER))
+    if args.engine == "server" and (replayed := [name for name in REPLAYED if name in policies]):
+        raise FeatherError(
+            f"--policies {args.policies}: no server has {replayed[0]}; leave it out, or use --engine replay"
+        )
     if len(set(policies)) < len(policies):
         raise FeatherError(f"--policies {args.policies}: a policy is named twice")
     return policies

@@ -18,7 +18,7 @@ class Figure(NamedTuple):
     field: str
     name: str
     form: str
-    more_is_better: bool | None
+    more_is_better: bool | None = None
 
 
 FIGURES = (

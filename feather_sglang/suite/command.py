@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from feather_sglang.adapter.hooks import installed_version, lacks_policy
 from feather_sglang.adapter.options import FeatherOptions
+from feather_sglang.compare.policies import available, named
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import make_folder, replace_text
 from feather_sglang.replay import server_flags
@@ -118,13 +118,8 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 def policies_of(text: str | None) -> list[str]:
     """The policies that ``--policies`` names, fcfs first: ratios are to it."""
     if text is None:
-        version = installed_version()
-        return [name for name in EVERY if not lacks_policy(version, name)]
-    names = list(dict.fromkeys(["fcfs", *(name.strip() for name in text.split(",") if name.strip())]))
-    known = (*STOCK, *REPLAYED, *FEATHER, PROMISING)
-    if unknown := [name for name in names if name not in known]:
-        raise FeatherError(f"--policies {text}: unknown {unknown}; choose from {known}")
-    return names
+        return available(EVERY)
+    return list(dict.fromkeys(["fcfs", *named(text, (*STOCK, *REPLAYED, *FEATHER, PROMISING))]))
 
 
 def read(path: Path) -> dict[str, Any]:

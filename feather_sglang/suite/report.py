@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
+from feather_sglang.report.tables import Figure
 from feather_sglang.slo import NAMED
 
 Results = dict[str, Any]
 
 
-class Column(NamedTuple):
-    """A figure of the report: its name in the results, heading, format, and whether its ratio to fcfs stands too."""
-
-    field: str
-    head: str
-    form: str
-    ratio: bool
-
-
+# Ratios to fcfs stand beside all but the last.
 COLUMNS = (
-    Column("output_tok_s", "tok/s", "{:,.0f}", True),
-    Column("ttft_mean", "TTFT mean s", "{:.2f}", True),
-    Column("ttft_p99", "TTFT p99 s", "{:.2f}", True),
-    Column("tbt_p99_ms", "TBT p99 ms", "{:.0f}", True),
-    Column("goodput", "goodput /s", "{:.2f}", True),
-    Column("slo_share", "within SLO", "{:.0%}", False),
+    Figure("output_tok_s", "tok/s", "{:,.0f}"),
+    Figure("ttft_mean", "TTFT mean s", "{:.2f}"),
+    Figure("ttft_p99", "TTFT p99 s", "{:.2f}"),
+    Figure("tbt_p99_ms", "TBT p99 ms", "{:.0f}"),
+    Figure("goodput", "goodput /s", "{:.2f}"),
+    Figure("slo_share", "within SLO", "{:.0%}"),
 )
+RATIOS = COLUMNS[:-1]
 BASE = "fcfs"
 
 
@@ -50,8 +44,8 @@ def summary(results: Results) -> list[list[str]]:
 
     Over the cases that both came through. Goodput has no ratio here: it may be 0.
     """
-    columns = [column for column in COLUMNS if column.ratio and column.field != "goodput"]
-    heads = [column.head.removesuffix(" s").removesuffix(" ms") for column in columns]
+    columns = [column for column in RATIOS if column.field != "goodput"]
+    heads = [column.name.removesuffix(" s").removesuffix(" ms") for column in columns]
     rows = [["policy", *heads, "within SLO", "cases"]]
     for policy in policies_of(results):
         cases = [
@@ -86,7 +80,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 def rows_of(case: Results) -> list[list[str]]:
     """A row per policy of a case: figures, and in brackets their ratio to fcfs's; who did the same shares a row."""
-    rows = [["policy", *(column.head for column in COLUMNS)]]
+    rows = [["policy", *(column.name for column in COLUMNS)]]
     alike: dict[tuple[Any, ...], list[str]] = {}
     for policy, figures in case["policies"].items():
         alike.setdefault(tuple(figures.get(column.field) for column in COLUMNS), []).append(policy)
@@ -96,7 +90,7 @@ def rows_of(case: Results) -> list[list[str]]:
         for column in COLUMNS:
             value = figures.get(column.field)
             cell = "-" if value is None else column.form.format(value)
-            to_base = ratio(case, policy, column.field) if column.ratio and policy != BASE else None
+            to_base = ratio(case, policy, column.field) if column in RATIOS and policy != BASE else None
             row.append(cell if to_base is None else f"{cell} ({to_base:.2f}x)")
         rows.append(row)
     return rows

@@ -22,14 +22,13 @@ from feather_sglang.compare import policies, rates
 from feather_sglang.compare.rates import Rates
 from feather_sglang.compare.server import driver as driving
 from feather_sglang.compare.server.bench_serving import read_results
-from feather_sglang.compare.server.cases import Case
+from feather_sglang.compare.server.cases import Case, vocabulary_of
 from feather_sglang.compare.server.client import Driven
 from feather_sglang.compare.server.driver import in_turns
 from feather_sglang.compare.server.process import ServerFailed
 from feather_sglang.compare.server.result import Admission, decode_steps, notes, summarize, together
 from feather_sglang.compare.server.stats import Stream, token_gaps
 from feather_sglang.compare.server.watch import Line, read_lines, scheduler_cpu
-from feather_sglang.compare.vocabulary import vocabulary_of
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.traces import Trace, TraceRequest, save_trace
 from feather_sglang.replay.workloads import shared_prefix

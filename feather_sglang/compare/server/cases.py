@@ -17,6 +17,7 @@ of seed 7.
 
 from __future__ import annotations
 
+import json
 import math
 from array import array
 from collections.abc import Callable, Sequence
@@ -236,6 +237,20 @@ def fold(tokens: array[int], vocabulary: int) -> array[int]:
             f"a vocabulary of {vocabulary} tokens is too small: give a model with {FIRST_TOKEN + 2} or more"
         )
     return array("q", ((np.asarray(tokens) - FIRST_TOKEN) % kinds + FIRST_TOKEN).tobytes())
+
+
+def vocabulary_of(model: str) -> int:
+    """How many tokens the model in that folder knows; ``FeatherError`` where it does not say."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        raise FeatherError(f"--model {model}: servers need the folder of a model; there is no {path}")
+    try:
+        config = json.loads(path.read_bytes())
+        vocabulary = int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        raise FeatherError(f"{path}: not the configuration of a language model: no vocab_size") from None
+    fold(array("q"), vocabulary)  # refuses one that is too small
+    return vocabulary
 
 
 def generate_body(tokens: Sequence[int], output_tokens: int, stream_interval: int | None = None) -> bytes:
