@@ -7,7 +7,8 @@ A server is a known name (``fa3``, ``flashinfer``, ``triton``, ``trtllm_mha``, `
 ``fa3+feather-order`` adds a policy) or ``NAME=FLAGS``. Cases:
 ``W1`` .. ``W7`` and ``open:...`` send requests one by one as they arrive; ``decode:B,G,L``
 measures the time in which a batch of B requests in G groups with L shared tokens decodes, and nothing else (the
-docstring of feather_sglang/compare/server/cases.py has them all). The cache is flushed before each case.
+docstrings of server_cases.py and feather_sglang/compare/server/cases.py have them all). The cache is flushed before
+each case.
 
 Servers run one after the other; one that does not come up, or ends, is left out. ``--repeat 2`` runs A B B A; with
 ``--overlap-starts N`` N servers start at once, before anything is measured, stay up and take turns case by case, if the

@@ -24,9 +24,10 @@ from typing import Any
 
 from finished import read_finished
 from rich.console import Console
+from server_cases import bench_case
 
 from feather_sglang.adapter.options import FeatherOptions, parse_flag
-from feather_sglang.compare.server.cases import WORKLOADS, parse_case
+from feather_sglang.compare.server.cases import WORKLOADS
 from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS, ServerConfig, words_of_start
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import replace_text
@@ -149,7 +150,7 @@ def runs_of(content: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
 
 def job_of(run: dict[str, Any], label: str, traces: Path | None = None) -> Job:
     """The replay of one run."""
-    trace = parse_case(run["case"], run["seed"], run["arrivals"], traces).trace
+    trace = bench_case(run["case"], run["seed"], run["arrivals"], traces).trace
     check_fits(trace, run["kv_tokens"], 1)
     model = StepTimeModel(
         load_profile("h200"), MODELS[run["model"]], run["attention"], run["prefill_graphs"] == "on",

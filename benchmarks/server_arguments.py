@@ -13,10 +13,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from server_cases import bench_case
 from server_driver import BenchTerms
 from server_file import BenchFile
 
-from feather_sglang.compare.server.cases import check_fit, parse_case, vocabulary_of
+from feather_sglang.compare.server.cases import check_fit, vocabulary_of
 from feather_sglang.compare.server.config import COMMON_FLAGS, POLICY_FLAG, parse_server, switch_flags
 from feather_sglang.errors import FeatherError
 
@@ -55,7 +56,7 @@ def arguments(argv: Sequence[str] | None, description: str | None) -> argparse.N
     try:
         options.servers = [parse_server(text) for text in options.server]
         options.cases = [
-            parse_case(text, options.seed, options.arrivals, options.traces) for group in options.case for text in group
+            bench_case(text, options.seed, options.arrivals, options.traces) for group in options.case for text in group
         ]
         options.for_all = shlex.split(options.common) + shlex.split(options.flags)
     except (ValueError, FeatherError) as error:

@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+from server_cases import bench_case
 from server_driver import read_log
 
 from feather_sglang.compare.server.cases import Case, fold, parse_case, probes
@@ -44,7 +45,7 @@ class TestCases:
             assert case.trace != parse_case(name, seed=3).trace
 
     def test_fixed_arrivals_have_equal_gaps_and_the_same_rate(self):
-        drawn, fixed = (parse_case("W3", arrivals=kind).trace.requests for kind in ("poisson", "fixed"))
+        drawn, fixed = (bench_case("W3", arrivals=kind).trace.requests for kind in ("poisson", "fixed"))
         gaps = [b.arrival_s - a.arrival_s for a, b in pairwise(fixed)]
         assert max(gaps) - min(gaps) < 1e-5 and fixed[-1].arrival_s == pytest.approx(drawn[-1].arrival_s, abs=1e-4)
 
@@ -257,7 +258,7 @@ class TestClient:
         assert overall(driven.streams, driven.end)["output_tokens"] == 64
 
     def test_arrivals_are_kept(self):
-        requests = parse_case("open:1,40,5,50,8", arrivals="fixed").requests(300, 16)
+        requests = bench_case("open:1,40,5,50,8", arrivals="fixed").requests(300, 16)
 
         async def beside_plain_sleeps(address):
             """The streams, and when tasks ran that did nothing but sleep until the same times."""

@@ -1,15 +1,12 @@
 """What is sent to a server when, made from replay's workloads; no server is needed here.
 
-A case of the server benchmark is named on its command line:
+A case has a name:
 
 - ``W1`` .. ``W7``: the project's workloads, requests arriving one by one; ``W5:1200`` takes the first 1,200 requests.
 - ``open:G,L,REQUESTS,RATE[,N[,LEVELS]]``: the same with other figures; G groups share L tokens each (G = 0: L private
   tokens), in a tree of so many levels (1).
 - ``decode:B,G,L[,N]``: a steady batch of B requests in G groups with L shared tokens (G = 0: L private tokens each) and
   20 tokens of their own, all at once after their prefixes were put into the cache.
-
-- ``trace:NAME,FIRST,COUNT,RATE``: COUNT requests of a trace from its request FIRST on, RATE a second in the mean with
-  the gaps of the trace; the file is NAME.jsonl in the folder of traces.
 
 N is the number of output tokens, 200 where nothing else is said. ``W2@7`` is another draw of prompts and arrivals, that
 of seed 7.
@@ -28,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay.traces import FIRST_TOKEN, VOCABULARY, Trace, TraceRequest, load_trace
+from feather_sglang.replay.traces import FIRST_TOKEN, VOCABULARY, Trace, TraceRequest
 from feather_sglang.replay.workloads import no_sharing, shared_prefix
 
 UNIQUE_TOKENS, OUTPUT_TOKENS = 20, 200
@@ -143,21 +140,17 @@ class Case:
         return made
 
 
-def parse_case(text: str, seed: int = 0, arrivals: str = "poisson", traces: Path | None = None) -> Case:
+def parse_case(text: str, seed: int = 0) -> Case:
     """Make the case of that name.
 
     Parameters
     ----------
     seed : of prompts and arrivals, where the name has none.
-    arrivals : ``poisson``, or ``fixed`` for equal gaps at the same rate.
-    traces : folder of the files of traces.
 
     Raises ``ValueError`` with the reason if there is no such case.
     """
     name, at, draw = text.partition("@")
     kind, colon, rest = name.partition(":")
-    if kind == "trace":
-        return Case(text, _slice(text, rest, traces))
     if at:
         if kind == "decode" or not draw.isdecimal():
             raise ValueError(f"{text}: give a whole number after '@', and none to a decode case, which draws nothing")
@@ -180,24 +173,8 @@ def parse_case(text: str, seed: int = 0, arrivals: str = "poisson", traces: Path
         if not trace.requests:
             raise ValueError(f"{text}: give at least one request")
     else:
-        raise ValueError(f"{text}: no such case; {', '.join(WORKLOADS)}, open:..., decode:..., or trace:...")
-    return Case(text, evenly_spaced(trace) if arrivals == "fixed" else trace)
-
-
-def _slice(text: str, rest: str, traces: Path | None) -> Trace:
-    """Requests of a trace's file, by name, place, number and rate."""
-    name, *numbers = rest.split(",")
-    try:
-        first, count, rate = int(numbers[0]), int(numbers[1]), float(numbers[2])
-    except (IndexError, ValueError):
-        raise ValueError(f"{text}: give NAME,FIRST,COUNT,RATE after ':'") from None
-    if traces is None:
-        raise ValueError(f"{text}: say where the file {name}.jsonl is: --traces FOLDER")
-    part = load_trace(traces / f"{name}.jsonl").part(first, count)
-    if first < 0 or len(part.requests) < max(count, 2) or not 0 < rate < math.inf:
-        raise ValueError(f"{text}: the trace has no such requests, or the rate is not above 0")
-    scaled = part.scaled(rate * part.requests[-1].arrival_s / count)
-    return Trace(text, scaled.block_size, scaled.requests)
+        raise ValueError(f"{text}: no such case; {', '.join(WORKLOADS)}, open:... or decode:...")
+    return Case(text, trace)
 
 
 def check_fit(case: Case, kv_tokens: int | None, max_running: int | None, drafted: int = 0) -> None:
@@ -215,16 +192,9 @@ def check_fit(case: Case, kv_tokens: int | None, max_running: int | None, drafte
         raise TooManyRequests(f"does not fit: {case.batch} requests, the server runs {max_running}")
 
 
-def evenly_spaced(trace: Trace) -> Trace:
-    """Return the trace with its last arrival where it was and equal gaps before it."""
-    gap = trace.requests[-1].arrival_s / max(1, len(trace.requests) - 1)
-    requests = [request._replace(arrival_s=round(i * gap, 6)) for i, request in enumerate(trace.requests)]
-    return Trace(trace.name, trace.block_size, requests)
-
-
-def probes(count: int = 8, groups: int = 2, prefix_tokens: int = 300, output_tokens: int = 32) -> Case:
+def probes() -> Case:
     """Prompts that are the same in every run: they warm a server up, and their tokens can be compared."""
-    return _decode("probes", count, groups, prefix_tokens, output_tokens)
+    return _decode("probes", batch=8, groups=2, shared=300, output=32)
 
 
 def fold(tokens: array[int], vocabulary: int) -> array[int]:
