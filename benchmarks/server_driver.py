@@ -6,11 +6,11 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from feather_sglang.compare.server.cases import Case, Misfit
 from feather_sglang.compare.server.client import allow_open_files
@@ -32,29 +32,16 @@ class BenchTerms(Terms):
     ----------
     together : servers that start together and stay up together.
     case_limit : seconds for a case.
+    starting : is told which configuration's server is about to start.
+    up : is told of a server that is up, and its answers to the probes.
+    left_out : is told of a server that did not come up or has failed, which is not started again, and why.
     """
 
     together: int = 1
     case_limit: float = math.inf
-
-
-class BenchListener(Protocol):
-    """Is told of everything that a ``BenchDriver`` does."""
-
-    def say(self, text: str) -> None:
-        """Progress, in one line."""
-
-    def starting(self, configuration: ServerConfig) -> None:
-        """A server is about to start."""
-
-    def up(self, server: Server, answers: Sequence[Any]) -> None:
-        """A server is up; these are its answers to the probes."""
-
-    def left_out(self, server: Server, reason: str) -> None:
-        """A server did not come up or has failed, and is not started again."""
-
-    def done(self, result: RunResult) -> None:
-        """A run is over."""
+    starting: Callable[[ServerConfig], None] = lambda configuration: None
+    up: Callable[[Server, Sequence[Any]], None] = lambda server, answers: None
+    left_out: Callable[[Server, str], None] = lambda server, reason: None
 
 
 def plan(
@@ -70,12 +57,9 @@ class BenchDriver(Driver):
     """A comparison whose servers are kept: each takes all of the cases, with its cache emptied before each."""
 
     terms: BenchTerms
-    listener: BenchListener
 
-    def __init__(
-        self, configurations: Sequence[ServerConfig], cases: Sequence[Case], terms: BenchTerms, listener: BenchListener
-    ) -> None:
-        super().__init__(configurations, cases, terms, listener)
+    def __init__(self, configurations: Sequence[ServerConfig], cases: Sequence[Case], terms: BenchTerms) -> None:
+        super().__init__(configurations, cases, terms)
         self._up: dict[str, Server] = {}  # by configuration; several may have the same
         self._failed: set[str] = set()
 
@@ -111,13 +95,13 @@ class BenchDriver(Driver):
         for server in starting:
             try:
                 self.await_start(server, deadline)
-                self.listener.up(server, self.ask_probes(server))
+                self.terms.up(server, self.ask_probes(server))
             except PROBLEMS as problem:
                 self.leave_out(server, describe(problem))
 
     def launch_for(self, configuration: ServerConfig, log: Path, group: Sequence[ServerConfig]) -> Server:
         """Start a server, for the whole group where one is switched."""
-        self.listener.starting(configuration)
+        self.terms.starting(configuration)
         switching = self.terms.switching
         if switching:  # it starts without what a switch to any of them sets
             configuration = ServerConfig(configuration.name, configuration.server_flags)
@@ -130,7 +114,7 @@ class BenchDriver(Driver):
     def leave_out(self, server: Server, reason: str) -> None:
         """Go on without it."""
         self._failed.add(server.configuration.name)
-        self.listener.left_out(server, reason)
+        self.terms.left_out(server, reason)
         self.end(server)
 
     def end(self, server: Server) -> None:
@@ -153,7 +137,7 @@ class BenchDriver(Driver):
         except PROBLEMS as problem:
             result.error, failed = describe(problem), True
         self.results.append(result)
-        self.listener.done(result)
+        self.terms.done(result)
         if failed:
             self.leave_out(server, result.error or "")
 

@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ class BenchFile:
         facts: dict[str, Any],
         python: str,
     ) -> None:
-        self.path, self.terms = path, terms
-        self.driver = BenchDriver(configurations, cases, terms, self)
+        told = {name: getattr(self, name) for name in ("say", "done", "starting", "up", "left_out")}
+        self.path, self.terms = path, replace(terms, **told)
+        self.driver = BenchDriver(configurations, cases, self.terms)
         self.steady = {case.name: case.steady for case in cases}
         self.content: dict[str, Any] = {
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -51,7 +53,7 @@ class BenchFile:
             "servers": {
                 one.name: {
                     "flags": list(one.flags),
-                    "stock": one.stock,
+                    "stock": stock(one),
                     "start_seconds": [],
                     "error": None,
                     "probes": [],
@@ -134,3 +136,9 @@ class BenchFile:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(self.path, json.dumps(self.content, indent=1) + "\n", "results")
+
+
+def stock(configuration: ServerConfig) -> bool:
+    """Whether nothing of this project decides how it runs."""
+    words = [word for flag in configuration.flags for word in flag.split("=", 1)]
+    return not any(word == "pat" or word.startswith(("feather", "--feather")) for word in words)

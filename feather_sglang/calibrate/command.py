@@ -26,6 +26,7 @@ from feather_sglang.replay import server_flags
 from feather_sglang.replay.arguments import check_sglang
 from feather_sglang.replay.model_shape import ModelShape, shape_of
 from feather_sglang.replay.profiles import HardwareProfile, document_of, list_profiles, load_profile
+from feather_sglang.report.tables import grid
 
 COMMON = (
     *("--skip-tokenizer-init", "--load-format", "dummy", "--sampling-backend", "pytorch"),
@@ -157,15 +158,14 @@ def settings_of(names: str, base: HardwareProfile) -> list[Setting]:
 
 def report(stages: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> str:
     """How far the fit is from the host's stages and from the GPU's batches."""
-    lines = [f"{'stage of the host':34}{'steps':>8}{'measured':>12}{'fitted':>12}{'ratio':>8}"]
-    for row in stages:
-        name = f"{row['stage']} ({row['kind']})"
-        ratio = row["predicted"] / row["seconds"]
-        lines.append(
-            f"{name:34}{row['steps']:8d}{row['seconds'] * 1e3:9.3f} ms{row['predicted'] * 1e3:9.3f} ms{ratio:8.2f}"
-        )
-    lines.append(f"{'step of the GPU':54}{'measured':>12}{'fitted':>12}{'ratio':>8}")
-    for row in steps:
-        ratio = row["predicted"] / row["seconds"]
-        lines.append(f"{row['batch']:54}{row['seconds'] * 1e3:9.2f} ms{row['predicted'] * 1e3:9.2f} ms{ratio:8.2f}")
-    return "\n".join(lines)
+
+    def row(name: str, one: dict[str, Any], digits: int) -> list[str]:
+        measured, fitted = (f"{one[key] * 1e3:.{digits}f} ms" for key in ("seconds", "predicted"))
+        return [name, str(one.get("steps", "")), measured, fitted, f"{one['predicted'] / one['seconds']:.2f}"]
+
+    return grid([
+        ["stage of the host", "steps", "measured", "fitted", "ratio"],
+        *(row(f"{one['stage']} ({one['kind']})", one, 3) for one in stages),
+        ["step of the GPU", "", "measured", "fitted", "ratio"],
+        *(row(one["batch"], one, 2) for one in steps),
+    ])  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
@@ -40,51 +40,43 @@ def together(steps: Iterable[Steps]) -> np.ndarray:
     return np.concatenate([np.empty(0, STEP), *(one.table for one in steps)])
 
 
+class Stage(NamedTuple):
+    """A stage of SGLang's loop: of which steps, what sets its time, and between which columns of `STEP` it lies.
+
+    `features` are columns by the `HostTime` field that prices them; None: the same for each step.
+    """
+
+    prefill: bool | None
+    features: dict[str, str | None]
+    begin: str
+    end: str
+
+
+STAGES = {
+    "receive": Stage(None, {"turn": None, "take_request": "came", "take_token": "came_tokens"}, "begin", "received"),
+    "form decode": Stage(False, {"form_decode": None, "form_decode_row": "rows"}, "received", "formed"),
+    "form prefill": Stage(
+        True, {"form_prefill": None, "form_prefill_row": "rows", "form_waiting": "waiting"}, "received", "formed"
+    ),
+    "launch decode": Stage(False, {"launch_decode": None, "launch_decode_row": "rows"}, "launch", "launched"),
+    "prepare prefill": Stage(True, {"prepare_prefill": None, "prepare_prefill_row": "rows"}, "launch", "forward"),
+    "result decode": Stage(
+        False, {"result_decode": None, "result_decode_row": "rows", "stream_piece": "pieces"}, "ready", "end_result"
+    ),
+    "result prefill": Stage(True, {"result_prefill": None, "result_prefill_row": "rows"}, "ready", "end_result"),
+}
+
+
 def stages(steps: Sequence[Steps]) -> dict[str, tuple[dict[str, Column], np.ndarray]]:
-    """Each stage's features, by the `HostTime` field that prices them, and its seconds."""
-    every = together(steps)
-    decode, prefill = every[~every["prefill"]], every[every["prefill"]]
-
-    def ones(of: np.ndarray) -> np.ndarray:
-        return np.ones(len(of))
-
-    def result(of: np.ndarray) -> np.ndarray:
-        return of["end_result"] - of["ready"]
-
-    return {
-        "receive": (
-            {"turn": ones(every), "take_request": every["came"], "take_token": every["came_tokens"]},
-            every["received"] - every["begin"],
-        ),
-        "form decode": (
-            {"form_decode": ones(decode), "form_decode_row": decode["rows"]},
-            decode["formed"] - decode["received"],
-        ),
-        "form prefill": (
-            {
-                "form_prefill": ones(prefill),
-                "form_prefill_row": prefill["rows"],
-                "form_waiting": prefill["waiting"],
-            },
-            prefill["formed"] - prefill["received"],
-        ),
-        "launch decode": (
-            {"launch_decode": ones(decode), "launch_decode_row": decode["rows"]},
-            decode["launched"] - decode["launch"],
-        ),
-        "prepare prefill": (
-            {"prepare_prefill": ones(prefill), "prepare_prefill_row": prefill["rows"]},
-            prefill["forward"] - prefill["launch"],
-        ),
-        "result decode": (
-            {"result_decode": ones(decode), "result_decode_row": decode["rows"], "stream_piece": decode["pieces"]},
-            result(decode),
-        ),
-        "result prefill": (
-            {"result_prefill": ones(prefill), "result_prefill_row": prefill["rows"]},
-            result(prefill),
-        ),
-    }
+    """Each stage's features, and its seconds."""
+    every, found = together(steps), {}
+    for name, stage in STAGES.items():
+        of = every if stage.prefill is None else every[every["prefill"] == stage.prefill]
+        features = {
+            price: np.ones(len(of)) if column is None else of[column] for price, column in stage.features.items()
+        }
+        found[name] = features, of[stage.end] - of[stage.begin]
+    return found
 
 
 def launches(steps: Sequence[Steps], graphs: bool, layers: int) -> dict[str, tuple[dict[str, Column], np.ndarray]]:

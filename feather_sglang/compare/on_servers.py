@@ -160,6 +160,8 @@ class Comparison:
             vocabulary=vocabulary,
             logs=make_folder(args.out / "logs"),
             check=lambda case, server: check_room(case.trace, server),
+            say=self.say,
+            done=self.done,
             key=key,
             environment=environment,
             rounds=args.repeat,
@@ -169,9 +171,8 @@ class Comparison:
             start_timeout=args.start_timeout,
             warm=self.warm,
         )
-        self.driver = Driver(
-            chosen, [Case(name, rates.traces[scale]) for name, scale in self.scales.items()], terms, self
-        )
+        cases = [Case(name, rates.traces[scale]) for name, scale in self.scales.items()]
+        self.driver = Driver(chosen, cases, terms)
         self.title = f"{trace.name}: {len(trace.requests):,} requests, {Path(args.model).name}"
         self.title += ", dummy weights" if dummy_weights(args.model) else ""
         self.records: list[dict[str, Any]] = []

@@ -40,12 +40,6 @@ class World:
         if problem := self.problems.pop(self.did[-1], None):
             raise problem
 
-    def say(self, text):
-        pass
-
-    def done(self, result):
-        pass
-
     def starting(self, configuration):
         self.told.append(f"starting {configuration.name}")
 
@@ -101,7 +95,9 @@ def world(monkeypatch):
 
 def driver(world, tmp_path, *servers, check=lambda case, server: None, **terms):
     configurations = [parse_server(server) for server in servers]
-    return bench.BenchDriver(configurations, CASES, bench.BenchTerms([], 300, tmp_path, check, **terms), world)
+    told = {name: getattr(world, name) for name in ("starting", "up", "left_out")}
+    found = bench.BenchTerms([], 300, tmp_path, check, **told, **terms)
+    return bench.BenchDriver(configurations, CASES, found)
 
 
 def test_servers_that_are_up_together_take_turns_case_by_case(world, tmp_path):
@@ -166,7 +162,7 @@ def test_a_request_without_an_answer_and_a_case_that_does_not_fit_cost_their_run
 def test_afresh_a_failure_costs_its_run_alone(world, tmp_path):
     world.problems = {"wait a": ServerFailed("not up")}
     terms = Terms([], 300, tmp_path, lambda case, server: None, rounds=2)
-    one = Driver([parse_server("a="), parse_server("b=")], CASES[:1], terms, world)
+    one = Driver([parse_server("a="), parse_server("b=")], CASES[:1], terms)
     results = one.run()
     assert [(result.name, result.error) for result in results] == [
         ("a", "not up"),

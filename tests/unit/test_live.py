@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from server_cases import bench_case
 from server_driver import read_log
+from server_file import stock
 
 from feather_sglang.compare.server.cases import Case, fold, parse_case, probes
 from feather_sglang.compare.server.client import Address, HttpError, call, drive
@@ -143,7 +144,7 @@ class TestServers:
             parse_server("fa4")
 
     def test_what_is_stock(self):
-        assert [parse_server(name).stock for name in ("fa3", "triton+lpm", "pat", "fa3+feather", "pat+fcfs")] == [
+        assert [stock(parse_server(name)) for name in ("fa3", "triton+lpm", "pat", "fa3+feather", "pat+fcfs")] == [
             True, True, False, False, False,
         ]  # fmt: skip
 
@@ -151,7 +152,7 @@ class TestServers:
         "flag", ["--schedule-policy=feather", "--decode-attention-backend=pat", "--feather-pace=1"]
     )
     def test_what_is_not_stock_in_one_word(self, flag):
-        assert not parse_server(f"x=--page-size 1 {flag}").stock
+        assert not stock(parse_server(f"x=--page-size 1 {flag}"))
 
     def test_a_policy_in_one_word_or_two(self):
         for flags in ("--schedule-policy=lpm --page-size 16", "--page-size 16 --schedule-policy lpm"):

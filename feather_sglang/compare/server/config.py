@@ -45,12 +45,6 @@ class ServerConfig:
     told: Mapping[str, Any] | None = None
 
     @property
-    def stock(self) -> bool:
-        """Nothing of this project decides how it runs."""
-        words = [word for flag in self.flags for word in flag.split("=", 1)]
-        return not any(word == "pat" or word.startswith(("feather", "--feather")) for word in words)
-
-    @property
     def policy(self) -> str:
         """The schedule policy, SGLang's default if the flags name none."""
         return self._split()[1].get(POLICY_FLAG, "fcfs")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from feather_sglang import ending
 from feather_sglang.compare.server.cases import Case, Request, probes
@@ -34,6 +34,7 @@ class Terms:
     vocabulary : of the model: prompts are made of its tokens.
     logs : folder for what the servers print.
     check : raises an error for a case that a server cannot run.
+    say, done : are told of progress, in one line, and of each run once it is over.
     warm : what else is asked of a server that each run finds afresh, after the probes and before its cache is emptied.
     key : the servers' admin key, where they have one: then their policy can be switched.
     environment : the servers' variables; None: those of this process.
@@ -53,16 +54,8 @@ class Terms:
     time_limit: float = math.inf
     start_timeout: float = 300.0
     warm: Callable[[Server], None] = lambda server: None
-
-
-class Listener(Protocol):
-    """Is told of what a ``Driver`` does."""
-
-    def say(self, text: str) -> None:
-        """Progress, in one line."""
-
-    def done(self, result: RunResult) -> None:
-        """A run is over."""
+    say: Callable[[str], None] = lambda text: None
+    done: Callable[[RunResult], None] = lambda result: None
 
 
 def in_turns(items: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
@@ -85,10 +78,8 @@ def describe(problem: BaseException) -> str:
 class Driver:
     """One comparison: the server that is up, and the results so far. A failure costs its own run."""
 
-    def __init__(
-        self, configurations: Sequence[ServerConfig], cases: Sequence[Case], terms: Terms, listener: Listener
-    ) -> None:
-        self.configurations, self.cases, self.terms, self.listener = configurations, cases, terms, listener
+    def __init__(self, configurations: Sequence[ServerConfig], cases: Sequence[Case], terms: Terms) -> None:
+        self.configurations, self.cases, self.terms = configurations, cases, terms
         self.results: list[RunResult] = []
         self._begun = time.monotonic()
         self._server: Server | None = None
@@ -142,7 +133,7 @@ class Driver:
         self.results.append(result)
         if result.error is not None or not self.terms.switching:
             self.stop()
-        self.listener.done(result)
+        self.terms.done(result)
 
     def measured(self, configuration: ServerConfig, case: Case, result: RunResult) -> RunResult:
         """The figures of a run; how its server came to be goes into the given result."""
@@ -169,7 +160,7 @@ class Driver:
         else:
             server = self._server
             result.server |= {"log": str(server.log), "log_begin": server.printed_bytes(), "switched": True}
-            self.listener.say(f"switching to {configuration.name}")
+            self.terms.say(f"switching to {configuration.name}")
             server.flush()
             server.switch(configuration.policy, configuration.policy_options)
         self.warm_up(server)
@@ -177,7 +168,7 @@ class Driver:
 
     def launch(self, configuration: ServerConfig, log: Path) -> Server:
         """Start a server."""
-        self.listener.say(f"starting {configuration.name}")
+        self.terms.say(f"starting {configuration.name}")
         return Server(configuration, self.terms.command, log, self.terms.key, self.terms.environment)
 
     def log_of(self, name: str, number: int) -> Path:
@@ -191,7 +182,7 @@ class Driver:
     def await_start(self, server: Server, deadline: float) -> None:
         """Return once it is up."""
         server.wait(deadline)
-        self.listener.say(
+        self.terms.say(
             f"{server.configuration.name} is up after {server.start_seconds:.0f} s, {server.kv_tokens} KV tokens"
         )
 
