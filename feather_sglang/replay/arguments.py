@@ -138,27 +138,13 @@ def sweep(args: argparse.Namespace) -> dict[float, Trace]:
 
 def _unscaled(args: argparse.Namespace) -> Trace:
     check_positive(args, "requests")
-    if args.trace is not None:
-        if ignored := given(args, workloads.add_arguments):
-            instead = "; with a trace use --rate-scale" if ignored == ["rate"] else ", not with a trace"
-            raise FeatherError(f"{' and '.join(map(flag, ignored))}: for a generated workload{instead}")
-        trace = load_trace(args.trace, args.block_size)
-        trace = trace.head(args.requests) if args.requests else trace
-    elif args.no_sharing:
-        trace = workloads.no_sharing(
-            output_tokens=args.output_tokens, rate=args.rate, requests=args.requests or 1000, seed=args.seed
-        )
-    else:
-        trace = workloads.shared_prefix(
-            groups=args.groups,
-            prefix_tokens=args.prefix_tokens,
-            levels=args.levels,
-            output_tokens=args.output_tokens,
-            rate=args.rate,
-            requests=args.requests or 1000,
-            seed=args.seed,
-        )
-    return trace
+    if args.trace is None:
+        return workloads.made(args, args.requests or 1000)
+    if ignored := given(args, workloads.add_arguments):
+        instead = "; with a trace use --rate-scale" if ignored == ["rate"] else ", not with a trace"
+        raise FeatherError(f"{' and '.join(map(flag, ignored))}: for a generated workload{instead}")
+    trace = load_trace(args.trace, args.block_size)
+    return trace.head(args.requests) if args.requests else trace
 
 
 def step_model(args: argparse.Namespace) -> tuple[StepTimeModel, dict[str, Any]]:

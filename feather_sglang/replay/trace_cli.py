@@ -76,18 +76,7 @@ def make(args: argparse.Namespace) -> Trace:
         if extra := [name for name in given(args, _add_make) if name not in ("traffic", "seed", "out")]:
             raise FeatherError(f"--traffic {args.traffic}: takes no {', '.join(map(flag, extra))}")
         return TRAFFIC[args.traffic](seed=args.seed)
-    common = {"output_tokens": args.output_tokens, "requests": args.requests, "seed": args.seed}
-    if args.no_sharing:
-        return workloads.no_sharing(prompt_tokens=args.prompt_tokens, rate=args.rate, jitter=args.jitter, **common)
-    return workloads.shared_prefix(
-        groups=args.groups,
-        prefix_tokens=args.prefix_tokens,
-        unique_tokens=args.unique_tokens,
-        levels=args.levels,
-        rate=args.rate,
-        jitter=args.jitter,
-        **common,
-    )
+    return workloads.made(args, args.requests)
 
 
 def table(facts: TraceFacts) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from itertools import count
 
 import numpy as np
@@ -99,6 +100,13 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         "--rate", type=float, default=100.0, help="requests per second, a Poisson process (%(default)s)"
     )
     parser.add_argument("--no-sharing", action="store_true", help="prompts that share nothing instead")
+
+
+def made(args: argparse.Namespace, requests: int) -> Trace:
+    """The workload of the flags, as far as the command has some for its figures."""
+    make = no_sharing if args.no_sharing else shared_prefix
+    figures = {name: getattr(args, name) for name in inspect.signature(make).parameters if hasattr(args, name)}
+    return make(**figures | {"requests": requests})
 
 
 def generator(seed: int) -> np.random.Generator:
