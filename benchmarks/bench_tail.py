@@ -17,7 +17,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,7 @@ def measure(parts: Sequence[Slice], policies: Sequence[str], args: argparse.Name
     }
     results = run([job(part, rows[part.name]["rate_scale"], policy, label) for label, (part, policy) in jobs.items()])
     for label, (part, policy) in jobs.items():
-        summary = results[label].summary.as_dict()
+        summary = asdict(results[label].summary)
         rows[part.name][policy] = {figure: round(summary[figure], 4) for figure in FIGURES}
 
 

@@ -17,6 +17,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -200,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as logs:
         results = run_jobs(jobs, args.jobs, Path(logs), console)
     for run, result in zip(asked, results.values(), strict=True):
-        summary = result.summary.as_dict()
+        summary = asdict(result.summary)
         run["replay"] = {name: round(summary[name], 4) for name in FIGURES if summary.get(name) is not None}
     typed = [word for word in (sys.argv[1:] if argv is None else argv) if word != "--keep"]
     command = ["python", "benchmarks/replay_servers.py", *typed]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import platform
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -124,8 +125,7 @@ def run(args: argparse.Namespace) -> int:
             "options": by_policy,
             **rates.facts(columns),
             "runs": {
-                name: {**r.summary.as_dict(), "prefills": r.prefills, "feather": r.feather}
-                for name, r in results.items()
+                name: {**asdict(r.summary), "prefills": r.prefills, "feather": r.feather} for name, r in results.items()
             },
             **({"failed": failed} if failed else {}),
         },

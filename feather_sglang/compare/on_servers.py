@@ -7,7 +7,7 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +240,7 @@ class Comparison:
             **self.rates.facts(columns),
             "order": self.order(),
             "missing": self.missing(),
-            "runs": {label: {**summary.as_dict(), "policy": label} for label, summary in columns.items()},
+            "runs": {label: {**asdict(summary), "policy": label} for label, summary in columns.items()},
             "records": self.records,
             "seconds": round(self.driver.elapsed(), 1),
         }
@@ -295,7 +295,7 @@ def record_of(result: RunResult, label: str) -> dict[str, Any]:
     if result.error is not None or result.summary is None:
         return record | {"error": result.error}
     return record | {
-        "summary": result.summary.as_dict(),
+        "summary": asdict(result.summary),
         "counted": result.counted,
         "admission": result.admission and result.admission._asdict(),
         "client_cpu": result.client_cpu,

@@ -9,14 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from feather_kernels.options import PlannerOptions
-from feather_sglang.attention.new_tokens import prompt_block
-from feather_sglang.attention.packed_prefill.gain import PrefillGain
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.attention_time import Packed
 from feather_sglang.replay.batch_sharing import BatchSharing
-from feather_sglang.replay.cached_prefixes import cached_forest
 from feather_sglang.replay.model_shape import ModelShape
+from feather_sglang.replay.packed_prefill import PackedPrefill
 from feather_sglang.replay.profiles import HardwareProfile
 
 
@@ -27,7 +24,7 @@ class StepTimeModel:
     ----------
     attention : name of a decode kernel of the profile; None takes its first.
     prefill_graphs : whether prefill runs in CUDA graphs; without, the host takes longer to launch a step (`HostTime`).
-    packed_prefill : "on", "auto" or "off", as ``--feather-pat-prefill``: by the ratio that `PrefillGain` predicts.
+    packed_prefill : "on", "auto" or "off", as ``--feather-pat-prefill``.
     """
 
     def __init__(
@@ -48,15 +45,13 @@ class StepTimeModel:
         self.model = model
         self.attention_name = attention if attention is not None else next(iter(kernels))
         self._attention = kernels[self.attention_name]
-        self._packed_prefill = packed_prefill
-        self._gain: PrefillGain | None = None  # only where prefill may be packed
+        self._packed: PackedPrefill | None = None  # only where prefill may be packed
         if packed_prefill != "off":
             if not isinstance(self._attention, Packed):
                 raise FeatherError(f"--feather-pat-prefill {packed_prefill}: give --attention pat, too")
             if prefill_graphs:
                 raise FeatherError(f"--feather-pat-prefill {packed_prefill}: give --prefill-graphs off, too")
-            shape = (model.heads, model.kv_heads, model.head_dim)
-            self._gain = PrefillGain([shape] * model.layers, prompt_block(PlannerOptions(*shape, max_requests=1)))
+            self._packed = PackedPrefill(model, packed_prefill)
         self._weights_s = model.weight_bytes / profile.weight_bytes_per_s
         self._body_flop = 2.0 * (model.params - model.head_params)  # per token
         self._head_flop = 2.0 * model.head_params  # per token that is sampled from
@@ -85,31 +80,9 @@ class StepTimeModel:
         keys = cached + (new + 1) / 2 + self.profile.prefill_tile_keys  # a new token sees all before it, and itself
         pairs = float((padded * keys).sum())
         attention = self._pair_flop * pairs / self.profile.prefill_attention_flop_per_s
-        if self._gain is not None:
-            counts, committed = new.astype(np.int64), cached.astype(np.int64)
-            attention = self._with_packing(
-                self._gain, attention, counts, committed, paths or [()] * len(new), block_size
-            )
+        if self._packed is not None:
+            attention = self._packed.seconds(attention, new, cached, paths or [()] * len(new), block_size)
         return self.profile.step_overhead_s + self._products(tokens, len(new)) + attention
-
-    def _with_packing(
-        self,
-        gain: PrefillGain,
-        stock: float,
-        counts: np.ndarray,
-        committed: np.ndarray,
-        paths: Sequence[tuple[int, ...]],
-        block_size: int,
-    ) -> float:
-        """The attention of a prefill step, of which SGLang's kernel takes `stock` seconds."""
-        always = self._packed_prefill == "on"
-        if not always and not gain.may_pay(committed, counts):
-            return stock
-        forest = cached_forest(paths, block_size, committed.tolist())
-        if not always and not gain.pays(forest, counts):
-            return stock
-        ratio = gain.packed_seconds(forest, counts) / gain.stock_seconds(committed, counts)
-        return stock * ratio + gain.plan_time.seconds(int(counts.sum()))
 
     def sharing(self, paths: Sequence[tuple[int, ...]], block_size: int, lengths: Sequence[int]) -> BatchSharing:
         """What the rows of a batch share: the hash ids of each prompt's blocks, and the KV tokens of each row."""

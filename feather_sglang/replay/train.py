@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
             "environment": sglang_variables(),
             "settings": settings,
             "training": [one._asdict() for one in passes],
-            "held_out": {label: r.summary.as_dict() for label, r in results.items()},
+            "held_out": {label: asdict(r.summary) for label, r in results.items()},
         },
     )
     console.print(f"wrote {escape(str(args.out))}; learning_curve.png and results.json are in {escape(str(folder))}")

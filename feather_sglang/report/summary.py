@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -107,10 +106,6 @@ class RunSummary:
             stops=stops,
             makespan=makespan,
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for ``results.json``."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def _mean(values: np.ndarray) -> float:

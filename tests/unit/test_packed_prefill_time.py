@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay.cached_prefixes import cached_forest
 from feather_sglang.replay.model_shape import load_model
+from feather_sglang.replay.packed_prefill import cached_forest
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel
 

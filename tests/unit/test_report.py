@@ -1,5 +1,7 @@
 """Figures of a run, tables and plots, on records made by hand."""
 
+from dataclasses import asdict
+
 import pytest
 from rich.console import Console
 
@@ -58,7 +60,7 @@ def test_an_empty_run_is_all_zeros():
     )
     assert all(
         value in (0, 0.0, "fcfs")
-        for name, value in empty.as_dict().items()
+        for name, value in asdict(empty).items()
         if not name.startswith(("kv_", "admission_", "gpu_", "dram_", "sm_", "watt", "slo_", "goodput", "slowdown_"))
     )
 
