@@ -23,7 +23,7 @@ from feather_sglang.file_writing import replace_text
 
 GRACE = 15.0  # seconds for a program to end what it has started
 RESERVE = 10.0  # seconds of the time limit that are kept for the end
-SERVERS_SECONDS = 300.0  # kept for the servers: two starts, and three minutes of cases
+SERVERS_SECONDS = 250.0  # kept for the servers, which take 220: two starts, and the cases
 
 
 class GpuRun:
