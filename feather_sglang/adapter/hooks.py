@@ -63,204 +63,176 @@ class Hook(NamedTuple):
 
 
 _ARGS = "sglang.srt.server_args.ServerArgs."
-_POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy."
+_POLICY = "sglang.srt.managers.schedule_policy."
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 INIT = _SCHEDULER + "init_schedule_policy"
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin."
-_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
+_BATCH = "sglang.srt.managers.schedule_batch."
 _ATTENTION = "sglang.srt.layers.attention."
-_MEMORY = "sglang.srt.mem_cache.memory_pool."
-_DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory."
+_MEMORY = "sglang.srt.mem_cache."
+_DRAFTS = "sglang.srt.speculative."
+_SET_KV = "(self, layer, loc_info, cache_k, cache_v, k_scale, v_scale)"
 
-HOOKS = (
-    Hook(_ARGS + "add_cli_args", "start", ("parser",), "policy names and --feather-* flags", also=("switch", "pat")),
-    Hook(
-        _ARGS + "check_server_args",
+
+def _hook(signature: str, kind: str, purpose: str, names: str = "", **more: Any) -> Hook:
+    target, _, parameters = signature.rstrip(")").partition("(")
+    return Hook(target, kind, tuple(parameters.split(", ")), purpose, tuple(names.split()), **more)
+
+
+_POLICY_HOOKS = (
+    _hook(_ARGS + "add_cli_args(parser)", "start", "policy names and --feather-* flags", also=("switch", "pat")),
+    _hook(
+        _ARGS + "check_server_args(self)",
         "start",
-        ("self",),
         "refuses flags, lets priority scheduling pass",
         also=("switch", "pat"),
     ),
-    Hook(
-        "sglang.srt.entrypoints.engine._scheduler_died_error",
+    _hook(
+        "sglang.srt.entrypoints.engine._scheduler_died_error(rank, proc)",
         "server",
-        ("rank", "proc"),
         "a scheduler's refusal ends the server without a traceback",
         optional=True,
         also=("switch", "pat"),
     ),
-    Hook(_POLICY + "_validate_and_adjust_policy", "start", ("self", "policy", "tree_cache"), "accept the policy names"),
-    Hook(
-        INIT,
+    _hook(
+        _POLICY + "SchedulePolicy._validate_and_adjust_policy(self, policy, tree_cache)",
         "start",
-        ("self",),
-        "take over a scheduler started with them",
-        also=("switch",),
+        "accept the policy names",
     ),
-    Hook(
-        _POLICY + "calc_priority", "scheduler", ("self", "waiting_queue", "running_batch"), "an admission round opens"
+    _hook(INIT + "(self)", "start", "take over a scheduler started with them", also=("switch",)),
+    _hook(
+        _POLICY + "SchedulePolicy.calc_priority(self, waiting_queue, running_batch)",
+        "scheduler",
+        "an admission round opens",
     ),
-    Hook(
-        _POLICY + "_touch_waiting_prefixes",
+    _hook(
+        _POLICY + "SchedulePolicy._touch_waiting_prefixes(self, policy, waiting_queue)",
         "calls",
-        ("self", "policy", "waiting_queue"),
         "prefixes of those who wait stay in the cache",
         optional=True,
     ),
-    Hook(
-        _POLICY + "waiting_queue_prefix_matched",
+    _hook(
+        _POLICY + "SchedulePolicy.waiting_queue_prefix_matched(self, waiting_queue)",
         "scheduler",
-        ("self", "waiting_queue"),
         "a load report counts what is not cached",
         optional=True,
     ),
-    Hook(_SCHEDULER + "_add_request_to_queue", "scheduler", ("self", "req"), "a request arrives or comes back"),
-    Hook(
-        _SCHEDULER + "_get_new_batch_prefill_raw",
+    _hook(_SCHEDULER + "_add_request_to_queue(self, req)", "scheduler", "a request arrives or comes back"),
+    _hook(
+        _SCHEDULER + "_get_new_batch_prefill_raw(self, prefill_delayer_single_pass, running_batch)",
         "scheduler",
-        ("self", "prefill_delayer_single_pass", "running_batch"),
         "an admission round, request by request",
-        (
-            *("waiting_queue", "adder", "can_run_list", "calc_priority", "add_one_req", "get_num_allocatable_reqs"),
-            "running_loras",
-        ),
+        "waiting_queue adder can_run_list calc_priority add_one_req get_num_allocatable_reqs running_loras",
     ),
-    Hook(
-        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+    _hook(
+        _POLICY + "PrefillAdder.add_one_req(self, req, has_chunked_req, truncation_align_size)",
         "scheduler",
-        ("self", "req", "has_chunked_req", "truncation_align_size"),
         "a proposed request was admitted or not",
-        ("can_run_list",),
+        "can_run_list",
     ),
-    Hook(_SCHEDULER + "update_running_batch", "scheduler", ("self", "batch"), "prefix row order before a decode step"),
-    Hook(
-        _SCHEDULER + "process_batch_result", "scheduler", ("self", "batch", "result"), "decode throughput, the reward"
-    ),
-    Hook(
-        _SCHEDULER + "continue_generation", "scheduler", ("self", "recv_req"), "a pause is over: nothing was measured"
-    ),
-    Hook(
-        _SCHEDULER + "get_next_batch_to_run",
+    _hook(_SCHEDULER + "update_running_batch(self, batch)", "scheduler", "prefix row order before a decode step"),
+    _hook(_SCHEDULER + "process_batch_result(self, batch, result)", "scheduler", "decode throughput, the reward"),
+    _hook(_SCHEDULER + "continue_generation(self, recv_req)", "scheduler", "a pause is over: nothing was measured"),
+    _hook(
+        _SCHEDULER + "get_next_batch_to_run(self, running_batch, last_batch)",
         "scheduler",
-        ("self", "running_batch", "last_batch"),
         "the debug check, the decision log",
     ),
-    Hook(_SCHEDULER + "get_num_allocatable_reqs", "calls", ("self", "running_bs"), "free slots of the batch"),
-    Hook(
-        "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
+    _hook(_SCHEDULER + "get_num_allocatable_reqs(self, running_bs)", "calls", "free slots of the batch"),
+    _hook(
+        _BATCH + "Req._compute_max_prefix_len(self, input_len)",
         "calls",
-        ("self", "input_len"),
         "how much of a prompt may come from the cache",
     ),
-    Hook(_BATCH + "filter_batch", "calls", ("self",), "permutes all state that SGLang keeps per row", ("reqs",)),
-    Hook(_SCHEDULER + "set_internal_state", "switch", ("self", "recv_req"), "takes the order to switch", part="switch"),
-    Hook(_SCHEDULER + "get_internal_state", "switch", ("self", "recv_req"), "tells what came of it", part="switch"),
-    Hook(_TOKENIZER + "set_internal_state", "calls", ("self", "obj"), "the order to all schedulers", part="switch"),
-    Hook(_TOKENIZER + "get_internal_state", "calls", ("self",), "what came of it, from all", part="switch"),
-    Hook(_SCHEDULER + "is_fully_idle", "calls", ("self",), "whether requests run or wait", part="switch"),
-    Hook(
-        "sglang.srt.runtime_context.RuntimeContext.override",
-        "calls",
-        ("self", "source"),
-        "the policy that SGLang reports",
-        part="switch",
+    _hook(_BATCH + "ScheduleBatch.filter_batch(self)", "calls", "permutes all state that SGLang keeps per row", "reqs"),
+)
+_SWITCH_HOOKS = (
+    _hook(_SCHEDULER + "set_internal_state(self, recv_req)", "switch", "takes the order to switch"),
+    _hook(_SCHEDULER + "get_internal_state(self, recv_req)", "switch", "tells what came of it"),
+    _hook(_TOKENIZER + "set_internal_state(self, obj)", "calls", "the order to all schedulers"),
+    _hook(_TOKENIZER + "get_internal_state(self)", "calls", "what came of it, from all"),
+    _hook(_SCHEDULER + "is_fully_idle(self)", "calls", "whether requests run or wait"),
+    _hook(
+        "sglang.srt.runtime_context.RuntimeContext.override(self, source)", "calls", "the policy that SGLang reports"
     ),
-    Hook("sglang.srt.utils.auth.auth_level", "calls", ("level",), "the admin key guards the endpoint", part="switch"),
-    Hook(_ARGS + "__post_init__", "start", ("self",), "what runs beside pat, as SGLang resolves its flags", part="pat"),
-    Hook(_ARGS + "resolve_once", "start", ("self",), "the same where it resolves later", part="pat", optional=True),
-    Hook(_ATTENTION + "attention_registry.register_attention_backend", "calls", ("name",), "adds pat", part="pat"),
-    Hook(
-        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+    _hook("sglang.srt.utils.auth.auth_level(level)", "calls", "the admin key guards the endpoint"),
+)
+_PAT_HOOKS = (
+    _hook(_ARGS + "__post_init__(self)", "start", "what runs beside pat, as SGLang resolves its flags"),
+    _hook(_ARGS + "resolve_once(self)", "start", "the same where it resolves later", optional=True),
+    _hook(_ATTENTION + "attention_registry.register_attention_backend(name)", "calls", "adds pat"),
+    _hook(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new(cls, batch, model_runner)",
         "pat",
-        ("cls", "batch", "model_runner"),
         "the requests of the decode batch that comes",
-        part="pat",
     ),
-    Hook(
-        _ATTENTION + "hybrid_attn_backend.HybridAttnBackend.__init__",
+    _hook(
+        _ATTENTION
+        + "hybrid_attn_backend.HybridAttnBackend.__init__(self, model_runner, prefill_backend, decode_backend)",
         "pat",
-        ("self", "model_runner", "prefill_backend", "decode_backend"),
         "packed prefill",
-        part="pat",
     ),
-    Hook(
-        "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface.collect_path_info",
+    _hook(
+        _MEMORY
+        + "unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface.collect_path_info(self, end_node_ids)",
         "calls",
-        ("self", "end_node_ids"),
         "prefixes that prompts share",
-        part="pat",
         optional=True,
     ),
-    Hook(
-        _DRAFT_BACKENDS + "create_decode_backend",
+    _hook(
+        _DRAFTS + "draft_utils.DraftBackendFactory.create_decode_backend(self)",
         "pat",
-        ("self",),
         "a draft model's decode steps",
-        ("speculative_num_steps",),
-        part="pat",
+        "speculative_num_steps",
     ),
-    Hook(
-        _DRAFT_BACKENDS + "create_draft_extend_backend",
+    _hook(
+        _DRAFTS + "draft_utils.DraftBackendFactory.create_draft_extend_backend(self)",
         "pat",
-        ("self",),
         "its pass over what was verified",
-        part="pat",
     ),
-    Hook(
-        _ATTENTION + "base_attn_backend.AttentionBackend.init_forward_metadata",
+    _hook(
+        _ATTENTION + "base_attn_backend.AttentionBackend.init_forward_metadata(self, forward_batch)",
         "calls",
-        ("self", "forward_batch"),
         "the order of a step's preparation",
-        ("init_forward_metadata_out_graph", "init_forward_metadata_in_graph"),
-        part="pat",
+        "init_forward_metadata_out_graph init_forward_metadata_in_graph",
     ),
-    Hook(
-        _ATTENTION + "base_attn_backend.AttentionBackend.init_forward_metadata_out_graph",
+    _hook(
+        _ATTENTION
+        + "base_attn_backend.AttentionBackend.init_forward_metadata_out_graph(self, forward_batch, in_capture)",
         "calls",
-        ("self", "forward_batch", "in_capture"),
         "where pat plans",
-        part="pat",
     ),
-    Hook(
-        _MEMORY + "MHATokenToKVPool.set_kv_buffer",
-        "calls",
-        ("self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale"),
-        "writes a step's KV",
-        part="pat",
-    ),
-    Hook(_MEMORY + "MHATokenToKVPool.get_key_buffer", "calls", ("self", "layer_id"), "the cached keys", part="pat"),
-    Hook(
-        "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus.batch_get",
+    _hook(_MEMORY + "memory_pool.MHATokenToKVPool.set_kv_buffer" + _SET_KV, "calls", "writes a step's KV"),
+    _hook(_MEMORY + "memory_pool.MHATokenToKVPool.get_key_buffer(self, layer_id)", "calls", "the cached keys"),
+    _hook(
+        _DRAFTS + "cpp_ngram.ngram_corpus.NgramCorpus.batch_get(self, req_ids)",
         "pat",
-        ("self", "req_ids"),
         "n-grams as chains",
-        part="pat",
         optional=True,
     ),
-    Hook(
-        _SCHEDULER + "_apply_war_barrier",
+    _hook(
+        _SCHEDULER + "_apply_war_barrier(self)",
         "calls",
-        ("self",),
         "rows of slots keep still until a step has read or copied them",
-        ("SGLANG_FORCE_COARSE_WAR_BARRIER",),
-        part="pat",
+        "SGLANG_FORCE_COARSE_WAR_BARRIER",
     ),
-    Hook(
-        "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool.set_kv_buffer",
+    _hook(
+        _MEMORY + "swa_memory_pool.SWAKVPool.set_kv_buffer" + _SET_KV,
         "calls",
-        ("self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale"),
         "the same where windows have a pool of their own",
-        ("layers_mapping", "full_kv_pool"),
-        part="pat",
+        "layers_mapping full_kv_pool",
     ),
-    Hook(
-        _MEMORY + "HybridLinearKVPool.set_kv_buffer",
+    _hook(
+        _MEMORY + "memory_pool.HybridLinearKVPool.set_kv_buffer(self, layer)",
         "calls",
-        ("self", "layer"),
         "the same beside linear attention",
-        ("full_kv_pool",),
-        part="pat",
+        "full_kv_pool",
     ),
+)
+HOOKS = (
+    *_POLICY_HOOKS,
+    *(hook._replace(part="switch") for hook in _SWITCH_HOOKS),
+    *(hook._replace(part="pat") for hook in _PAT_HOOKS),
 )
 
 
