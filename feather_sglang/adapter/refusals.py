@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from feather_sglang.adapter.options import FeatherOptions, packs_prefill
+from feather_sglang.adapter.options import FeatherOptions, flag_of, packs_prefill
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policy_names import admits
 
@@ -85,20 +85,23 @@ def _replays_packed_prefill(args: Any) -> bool:
 
 
 # The tests read arguments that older releases lack, and that stand-ins leave out.
+PIPELINE = Limit("--pp-size above 1", lambda args: getattr(args, "pp_size", 1) > 1)
+DISAGGREGATION = Limit("--disaggregation-mode", lambda args: getattr(args, "disaggregation_mode", "null") != "null")
+_DIFFUSION = Limit("--dllm-algorithm", lambda args: getattr(args, "dllm_algorithm", None) is not None)
 POLICY_FLAGS = (
-    Limit("--pp-size above 1", lambda args: getattr(args, "pp_size", 1) > 1),
-    Limit("--disaggregation-mode", lambda args: getattr(args, "disaggregation_mode", "null") != "null"),
+    PIPELINE,
+    DISAGGREGATION,
     OTHER_DRAFTERS,
     Limit(  # whose ranks have one batch in no group of SGLang's
         "data-parallel attention with --attn-cp-size above 1",
         lambda args: attention_data_parallel(args) and (resolved(args, "attn_cp_size") or 1) > 1,
     ),
-    Limit("--dllm-algorithm", lambda args: getattr(args, "dllm_algorithm", None) is not None),
+    _DIFFUSION,
     Limit("--disable-radix-cache", lambda args: getattr(args, "disable_radix_cache", False)),
 )
 PAT_FLAGS = (
-    Limit("--pp-size above 1", lambda args: args.pp_size > 1),
-    Limit("--disaggregation-mode", lambda args: args.disaggregation_mode != "null"),
+    PIPELINE,
+    DISAGGREGATION,
     OTHER_DRAFTERS,
     Limit(
         "trees of n-grams",
@@ -114,7 +117,7 @@ PAT_FLAGS = (
     ),
     Limit("--speculative-adaptive", lambda args: bool(resolved(args, "speculative_adaptive"))),
     Limit("--enable-multi-layer-eagle", lambda args: bool(resolved(args, "enable_multi_layer_eagle"))),
-    Limit("--dllm-algorithm", lambda args: args.dllm_algorithm is not None),
+    _DIFFUSION,
     Limit(  # not tried
         "data-parallel attention with speculative decoding",
         lambda args: attention_data_parallel(args) and _drafts_by(args) is not None,
@@ -150,20 +153,15 @@ def refuse_policy_flags(args: Any, name: str, options: FeatherOptions) -> None:
         raise FeatherError(
             f"--schedule-policy {name} does not support {limit.what}; {limit.instead} or choose another policy"
         )
-    if options.pace and not admits(name):
-        raise FeatherError(
-            f"--schedule-policy {name} leaves admission to SGLang, so --feather-pace cannot work; drop it"
-        )
-    if options.pace and mixes_chunks(args):
-        raise FeatherError("--feather-pace saves nothing under --enable-mixed-chunk, where decode goes on; drop one")
-    for flag, value in (("--feather-tbt", options.tbt), ("--feather-slo", options.slo)):
-        if value is None:
+    for option in ("pace", "tbt", "slo"):
+        if not getattr(options, option):
             continue
+        flag = flag_of(option)
         if not admits(name):
             raise FeatherError(f"--schedule-policy {name} leaves admission to SGLang, so {flag} cannot work; drop it")
         if mixes_chunks(args):
             raise FeatherError(f"{flag} lets prefill and decode alternate, --enable-mixed-chunk mixes them; drop one")
-        if (args.chunked_prefill_size or 0) < 0:
+        if option != "pace" and (args.chunked_prefill_size or 0) < 0:
             raise FeatherError(f"{flag} cuts prompts into chunks, --chunked-prefill-size -1 forbids it; drop one")
 
 

@@ -15,10 +15,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers import prefill_delayer
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -26,7 +28,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from feather_sglang.adapter.inprocess import build_scheduler
 from feather_sglang.adapter.scheduler.k_lpm import KLpm
 from feather_sglang.adapter.server_flags import estimates_output
-from feather_sglang.adapter.virtual_time import delay_prefill_by
 from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policies import make_policy
@@ -262,6 +263,13 @@ class Replay:
     def _put_aside(self) -> int:
         """How many prefixes feather has made to wait or to go last so far."""
         return 0 if self.feather is None else self.feather.admission.prefixes_deferred
+
+
+def delay_prefill_by(clock: Callable[[], float]) -> None:
+    """Let SGLang's prefill delayer, which alone reads a clock of its own, count its longest delay by this one."""
+    state = prefill_delayer._State
+    prefill_delayer._State = lambda: state(start_time=clock())
+    prefill_delayer.time = SimpleNamespace(perf_counter=clock)
 
 
 class _Event:

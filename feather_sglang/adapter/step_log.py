@@ -97,11 +97,9 @@ class StepLog:
         new = [int(n) for n in batch.extend_lens] if prefill else []
         cached = [int(n) for n in batch.prefix_lens] if prefill else []
         pairs = sum(n * (c + (n + 1) / 2) for n, c in zip(new, cached, strict=True))
-        kv = (
-            sum(new) + sum(cached)
-            if prefill
-            else sum(len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs)
-        )
+        kv = sum(new) + sum(cached)
+        if not prefill:
+            kv = sum(len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs)
         graph = bool(getattr(result, "can_run_cuda_graph", False))
         sizes = len(batch.reqs), sum(new), sum(cached), pairs, kv, self._came, self._came_tokens
         times = self._begin, self._received, self._formed, launch, self._forward, launched

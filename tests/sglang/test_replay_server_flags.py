@@ -13,7 +13,7 @@ from rich.console import Console
 
 from feather_sglang.adapter import server_flags as adapter
 from feather_sglang.adapter.hooks import installed_version
-from feather_sglang.adapter.virtual_time import delay_prefill_by
+from feather_sglang.adapter.replay_engine import delay_prefill_by
 from feather_sglang.cli import main
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import jobs as replays

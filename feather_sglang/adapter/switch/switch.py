@@ -18,7 +18,7 @@ from sglang.srt.runtime_context import get_context
 
 from feather_sglang.adapter.hooks import installed_version, lacks_policy, require_fit
 from feather_sglang.adapter.options import FeatherOptions
-from feather_sglang.adapter.refusals import attention_data_parallel
+from feather_sglang.adapter.refusals import DISAGGREGATION, PIPELINE, Limit, attention_data_parallel, first_limit
 from feather_sglang.adapter.scheduler.agreement import Agreement
 from feather_sglang.adapter.scheduler.checks import refuse_unsupported
 from feather_sglang.adapter.scheduler.construction import make_stop_policy
@@ -87,9 +87,7 @@ class _Plan(NamedTuple):
 class Switch:
     """Carries out orders on one scheduler, and counts what admission costs there.
 
-    Parameters
-    ----------
-    initialise : SGLang's ``init_schedule_policy`` of this scheduler.
+    ``initialise`` is SGLang's ``init_schedule_policy`` of this scheduler.
     """
 
     def __init__(self, scheduler: Any, initialise: Callable[[], Any]) -> None:
@@ -203,11 +201,6 @@ class Switch:
 
 def refuse_unswitchable(scheduler: Any) -> None:
     """Raise ``FeatherError`` where the schedulers of a server do not all handle an order between the same two steps."""
-    args = scheduler.server_args
-    for unsupported, flag in (
-        (getattr(args, "pp_size", 1) > 1, "--pp-size above 1"),
-        (getattr(args, "disaggregation_mode", "null") != "null", "--disaggregation-mode"),
-        (attention_data_parallel(args), "data-parallel attention"),
-    ):
-        if unsupported:
-            raise FeatherError(f"the schedule policy cannot be switched under {flag}")
+    limits = PIPELINE, DISAGGREGATION, Limit("data-parallel attention", attention_data_parallel)
+    if limit := first_limit(limits, scheduler.server_args):
+        raise FeatherError(f"the schedule policy cannot be switched under {limit.what}")
