@@ -84,10 +84,16 @@ def _replays_packed_prefill(args: Any) -> bool:
     return replays and packs_prefill()
 
 
-# The tests read arguments that older releases lack, and that stand-ins leave out.
+def _given(flag: str, what: str | None = None) -> Limit:
+    """The limit of a flag that is off by default; older releases lack some."""
+    field = flag.removeprefix("--").replace("-", "_")
+    return Limit(what or flag, lambda args: bool(resolved(args, field)), flag)
+
+
+# Older releases lack some arguments, and stand-ins leave most out.
 PIPELINE = Limit("--pp-size above 1", lambda args: getattr(args, "pp_size", 1) > 1)
 DISAGGREGATION = Limit("--disaggregation-mode", lambda args: getattr(args, "disaggregation_mode", "null") != "null")
-_DIFFUSION = Limit("--dllm-algorithm", lambda args: getattr(args, "dllm_algorithm", None) is not None)
+_DIFFUSION = _given("--dllm-algorithm")
 POLICY_FLAGS = (
     PIPELINE,
     DISAGGREGATION,
@@ -97,7 +103,7 @@ POLICY_FLAGS = (
         lambda args: attention_data_parallel(args) and (resolved(args, "attn_cp_size") or 1) > 1,
     ),
     _DIFFUSION,
-    Limit("--disable-radix-cache", lambda args: getattr(args, "disable_radix_cache", False)),
+    _given("--disable-radix-cache"),
 )
 PAT_FLAGS = (
     PIPELINE,
@@ -105,7 +111,7 @@ PAT_FLAGS = (
     OTHER_DRAFTERS,
     Limit(
         "trees of n-grams",
-        lambda args: _drafts_by(args) == "NGRAM" and args.speculative_ngram_max_bfs_breadth > 1,
+        lambda args: _drafts_by(args) == "NGRAM" and getattr(args, "speculative_ngram_max_bfs_breadth", 1) > 1,
         "trees of n-grams (--speculative-ngram-max-bfs-breadth: 1)",
         "give --speculative-ngram-max-bfs-breadth 1",  # without the flag SGLang chooses trees
     ),
@@ -115,26 +121,24 @@ PAT_FLAGS = (
         "trees of drafts (--speculative-eagle-topk: 1)",
         "give --speculative-eagle-topk 1",  # here, too, for some models
     ),
-    Limit("--speculative-adaptive", lambda args: bool(resolved(args, "speculative_adaptive"))),
-    Limit("--enable-multi-layer-eagle", lambda args: bool(resolved(args, "enable_multi_layer_eagle"))),
+    _given("--speculative-adaptive"),
+    _given("--enable-multi-layer-eagle"),
     _DIFFUSION,
     Limit(  # not tried
         "data-parallel attention with speculative decoding",
         lambda args: attention_data_parallel(args) and _drafts_by(args) is not None,
     ),
-    Limit("--enable-two-batch-overlap", lambda args: args.enable_two_batch_overlap),
-    Limit("--enable-pdmux", lambda args: args.enable_pdmux),
-    Limit("--enable-hisparse", lambda args: args.enable_hisparse),
-    Limit(
+    _given("--enable-two-batch-overlap"),
+    _given("--enable-pdmux"),
+    _given("--enable-hisparse"),
+    _given(
+        "--enable-deterministic-inference",
         "--enable-deterministic-inference, as the order of a request's sums follows from who shares its prefix and how "
         "many processors there are",
-        lambda args: args.enable_deterministic_inference,
-        "--enable-deterministic-inference",
     ),
-    # Slots are ids that SGLang translates anew whenever it has moved what they stand for.
-    Limit("--enable-unified-memory", lambda args: getattr(args, "enable_unified_memory", False)),
+    _given("--enable-unified-memory"),  # slots are ids, translated anew whenever what they stand for has moved
     # Pages are no rows of slots there. SGLang 0.5.23 has it with unified memory only.
-    Limit("--enable-page-major-kv-layout", lambda args: getattr(args, "enable_page_major_kv_layout", False)),
+    _given("--enable-page-major-kv-layout"),
     Limit(
         "--feather-pat-prefill in prefill CUDA graphs",
         _replays_packed_prefill,

@@ -161,7 +161,7 @@ def test_the_tokens_of_torch_native_from_fewer_reads(server, expected, overrides
         assert read < 0.8 * attended
     one.step()
     backend = pat_of(one)
-    assert backend.plan.n_requests == 1  # the last request's
+    assert backend.planner.in_force.n_requests == 1  # the last request's
     assert len(backend.planner.sharing.trie) <= 1
 
 
@@ -273,7 +273,7 @@ def test_batches_are_recorded_for_explain_plan(server, monkeypatch, tmp_path, ca
         clock[0] += pat_record.INTERVAL
         one.step()
         texts.add(file.read_text())
-        batch, plan = load_batch(file), pat_of(one).plan
+        batch, plan = load_batch(file), pat_of(one).planner.in_force
         assert batch.forest.seq_len.tolist() == plan.forest.seq_len.tolist()
         report = explain(batch)
         assert report.same_as_server and report.requests == plan.n_requests and not report.padding
@@ -366,14 +366,14 @@ def test_a_replay_with_padding_after_a_capture(one_rank, started):
             backend.init_forward_metadata_in_graph(view())  # as a replay would
             out = backend.forward_decode(q, None, None, layer, view())
             table.copy_(before)
-            forest = backend.plan.forest.with_seq_len(lens.numpy().astype(np.int32))
+            forest = backend.planner.in_force.forest.with_seq_len(lens.numpy().astype(np.int32))
             own_rows = replace(forest, row_offset=rows.numpy() * table.stride(0))
             exact, _ = direct_decode(
                 own_rows, q.view(4, heads, dim).numpy(), pool.get_key_buffer(0).numpy(),
                 pool.get_value_buffer(0).numpy(), table.view(-1).numpy(), 1, dim**-0.5,
             )  # fmt: skip
             assert torch.allclose(out.view(4, heads, dim), torch.from_numpy(exact).float(), atol=1e-5)
-        assert backend.plan.forest.length.tolist() == [64]
+        assert backend.planner.in_force.forest.length.tolist() == [64]
         assert backend.planner.lens.data_ptr() == captured  # where the graph reads
     finally:
         table.copy_(kept)
@@ -395,8 +395,8 @@ def test_a_replay_for_other_ranks_has_no_rows_of_requests_that_have_left(one_ran
     backend.notice(batch)
     backend.notice(SimpleNamespace(forward_mode=ForwardMode.IDLE))
     backend.init_forward_metadata_out_graph(replay)
-    assert backend.plan.n_requests == 2 and backend.plan.forest.n_nodes == 0
-    assert backend.plan.forest.seq_len.tolist() == [1, 1]
+    assert backend.planner.in_force.n_requests == 2 and backend.planner.in_force.forest.n_nodes == 0
+    assert backend.planner.in_force.forest.seq_len.tolist() == [1, 1]
     backend.planner.sharing.forget()
 
 
@@ -734,7 +734,7 @@ def test_a_servers_requests_share_what_was_cached_from_their_first_step_on(serve
         one.submit(name, [*prefix, token], max_new_tokens=20)
     while len((batch := one.step()).reqs) < 3 or not batch.forward_mode.is_decode():
         pass
-    assert pat_of(one).plan.forest.shared_length.tolist() == [shared] * 3
+    assert pat_of(one).planner.in_force.forest.shared_length.tolist() == [shared] * 3
     one.drain()
 
 

@@ -116,7 +116,7 @@ def load_adapters(server, count):
 
 def adapters_of_packs(server, batch):
     """Of each node of the forest that the batch's plan is of: the adapters of the requests that read it."""
-    forest, found = runner_of(server).feather_pat.plan.forest, {}
+    forest, found = runner_of(server).feather_pat.planner.in_force.forest, {}
     for req, node in zip(batch.reqs, forest.request_node.tolist(), strict=True):
         while node >= 0:
             found.setdefault(node, set()).add(req.lora_id)

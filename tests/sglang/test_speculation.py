@@ -270,7 +270,7 @@ def test_a_plan_is_kept_while_few_tokens_are_committed_under_it(server):
     one.submit("r", list(range(2, 90)), max_new_tokens=60)
     plans, tails = [], []
     while one.step():
-        if (plan := pat_of(one).plan) is not None and plan.n_requests == DRAFTS:
+        if (plan := pat_of(one).planner.in_force) is not None and plan.n_requests == DRAFTS:
             plans.append(plan.serial)
             lens = pat_of(one).planner.lens[:DRAFTS].numpy()
             tails.append(int((lens - plan.forest.shared_length).max()))
@@ -382,7 +382,9 @@ def test_a_replay_with_padding_after_a_capture(server):
             got = out[place * DRAFTS : (place + 1) * DRAFTS].view(DRAFTS, heads, dim).transpose(0, 1)
             assert torch.allclose(got, exact, atol=1e-5)
         lens = lens + torch.tensor(accepted)
-    assert backend.plan.forest.shared_length.min() >= 0 and backend.plan.n_requests == 4 * DRAFTS
+    assert (
+        backend.planner.in_force.forest.shared_length.min() >= 0 and backend.planner.in_force.n_requests == 4 * DRAFTS
+    )
 
 
 def test_draft_steps_replayed_after_a_capture(server):
@@ -410,7 +412,7 @@ def test_draft_steps_replayed_after_a_capture(server):
         static[:2], rows[:2] = lens, torch.tensor([3, 7])
         steps._expected = ["x", "y"], np.array([3, 7])
         steps.init_forward_metadata_out_graph(view(seq_lens_cpu=static.clone()))
-        plans.add(steps.plan.serial)
+        plans.add(steps.planner.in_force.serial)
         before = table.clone()
         table[3] = 0
         steps.init_forward_metadata_in_graph(view())
@@ -428,7 +430,7 @@ def test_draft_steps_replayed_after_a_capture(server):
                 exact = torch.nn.functional.scaled_dot_product_attention(mine, k, v)
                 assert torch.allclose(out[place].view(1, heads, dim).transpose(0, 1), exact, atol=1e-5)
         lens = lens + torch.tensor(accepted)
-    assert steps.plan.forest.shared_length[:2].tolist() == [64, 64] and len(plans) < 4
+    assert steps.planner.in_force.forest.shared_length[:2].tolist() == [64, 64] and len(plans) < 4
 
 
 def test_a_draft_models_pass_over_what_was_verified_replayed_after_a_capture(server):
@@ -472,7 +474,7 @@ def test_a_draft_models_pass_over_what_was_verified_replayed_after_a_capture(ser
             got = out[place * DRAFTS : (place + 1) * DRAFTS].view(DRAFTS, heads, dim).transpose(0, 1)
             assert torch.allclose(got, exact, atol=1e-5)
         committed = committed + torch.tensor(accepted)
-    assert extension.pat.plan.tokens_read < int(extension.pat.plan.forest.seq_len.sum())
+    assert extension.pat.planner.in_force.tokens_read < int(extension.pat.planner.in_force.forest.seq_len.sum())
 
 
 def test_sglang_captures_graphs_of_that_pass_as_of_its_own_backends(server):
@@ -591,7 +593,7 @@ def test_whoever_joins_leaves_and_whatever_is_accepted(server):
             if max(committed for _, committed in verifying.requests.values()) > 420:
                 break
         verifying.backend.planner.sharing.forget()
-        plan = verifying.backend.plan
+        plan = verifying.backend.planner.in_force
         assert plan.tokens_read < plan.forest.seq_len.sum()
 
 

@@ -24,7 +24,6 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import get_parallel
 
-from feather_kernels.plan import PackPlan
 from feather_sglang.adapter.attention.beside import create_beside
 from feather_sglang.adapter.attention.engines import PackedLayers
 from feather_sglang.adapter.attention.facts import packed_of
@@ -41,20 +40,14 @@ class PatBackend(AttentionBackend):
 
     Parameters
     ----------
-    model_runner : ModelRunner
+    model_runner
         Its model and its memory pools exist already.
-    packed : PackedLayers
-        Those of its layers that are packed.
-    decode, verify : Lengths
+    decode, verify
         Of a decode step, and of a step of drafts, which has none where pat sees no such step.
-    beside : AttentionBackend, optional
-        SGLang's own, where layers are left to it.
-    observed : bool
+    beside
+        SGLang's own backend, where layers are left to it.
+    observed
         Whether its steps are counted and recorded.
-
-    Attributes
-    ----------
-    planner : StepPlanner
     """
 
     def __init__(
@@ -81,11 +74,6 @@ class PatBackend(AttentionBackend):
     def drafts(self) -> int:
         """Tokens of each request in a verify step; 0 where pat sees none."""
         return self._verify.drafts
-
-    @property
-    def plan(self) -> PackPlan | None:
-        """The plan in force, of the first shape of heads."""
-        return self.planner.in_force
 
     # What SGLang asks of a backend -----------------------------------------------------------------------------
 
