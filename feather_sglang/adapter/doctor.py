@@ -50,15 +50,8 @@ def _torch() -> tuple[str, str]:
 
     if not torch.cuda.is_available():
         return torch.__version__, "none"
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return torch.__version__, ", ".join(f"{name} (sm_{_sm(i)})" for i, name in enumerate(names))
-
-
-def _sm(device: int) -> str:
-    import torch
-
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{major}{minor}"
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return torch.__version__, ", ".join(f"{gpu.name} (sm_{gpu.major}{gpu.minor})" for gpu in found)
 
 
 def _hooks() -> list[dict[str, Any]]:
@@ -77,18 +70,6 @@ def _hooks() -> list[dict[str, Any]]:
             "problem": mismatch(hook) if needed else None,
         })  # fmt: skip
     return found
-
-
-def _way(points: int | None) -> str:
-    """How SGLang and the policies meet."""
-    if points is None:
-        return "by hooks; `feather patch apply` would give this SGLang extension points"
-    return f"by extension points in SGLang's source (version {points}); policies wrap nothing"
-
-
-def _features() -> dict[str, str | None]:
-    """Why the installed SGLang cannot run each feature, in the words of a server's refusal; None where it can."""
-    return {feature: misfit(part) for part, feature in FEATURES.items()}
 
 
 def _pat() -> str:
@@ -120,6 +101,9 @@ def examine() -> dict[str, Any]:
     torch_version, gpu = _torch()
     hooks = _hooks() if version is not None else []
     points = extension_points() if version is not None else None
+    way = "by hooks; `feather patch apply` would give this SGLang extension points"
+    if points is not None:
+        way = f"by extension points in SGLang's source (version {points}); policies wrap nothing"
     inactive = why_inactive()
     try:
         given = FeatherOptions.from_environment()
@@ -150,9 +134,9 @@ def examine() -> dict[str, Any]:
         "activation": inactive or ACTIVE,
         "options": options_problem or f"{VARIABLE}: {options}",
         "extension_points": points,
-        "policies": _way(points),
+        "policies": way,
         "hooks": hooks,
-        "features": _features(),
+        "features": {feature: misfit(part) for part, feature in FEATURES.items()},
         "problems": [name for name, fit in fits.items() if not fit],
         "healthy": all(fits.values()),
     }

@@ -339,19 +339,16 @@ def mismatches(part: str = "policy") -> list[str]:
     if version is None:
         return ["SGLang is not installed"]
     found = [] if is_usable(version) else [f"sglang {version} is not one of {SUPPORTED[0]} to {SUPPORTED[-1]}"]
-    if part != "pat" and (points := extension_points()) not in (None, EXTENSION_POINTS):
+    points = extension_points() if part != "pat" else None
+    if points not in (None, EXTENSION_POINTS):
         found.append(f"its extension points are of version {points}, feather knows version {EXTENSION_POINTS}")
-    elif part != "pat" and points is not None and (lacking := _callbacks_lacking()):
-        found.append(f"its extension points lack {', '.join(lacking)}: apply the whole series of patches/")
+    elif points is not None:
+        policy = importlib.import_module("sglang.srt.managers.schedule_policy").SchedulePolicy
+        if lacking := [name for name in CALLBACKS if not hasattr(policy, name)]:
+            found.append(f"its extension points lack {', '.join(lacking)}: apply the whole series of patches/")
     needed = (hook for hook in HOOKS if is_needed(hook, part))
     differing = ((hook, mismatch(hook)) for hook in needed)
     return found + [f"{problem} (for: {hook.purpose})" for hook, problem in differing if problem is not None]
-
-
-def _callbacks_lacking() -> list[str]:
-    """Those that the installed SGLang, which has extension points, would never call."""
-    policy = importlib.import_module("sglang.srt.managers.schedule_policy").SchedulePolicy
-    return [name for name in CALLBACKS if not hasattr(policy, name)]
 
 
 def misfit(part: str = "policy") -> str | None:

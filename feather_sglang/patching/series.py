@@ -29,17 +29,7 @@ def releases() -> list[str]:
 
 
 class Series:
-    """The patches of one release.
-
-    Parameters
-    ----------
-    release : such as "0.5.23".
-
-    Raises
-    ------
-    FeatherError
-        A release that has none.
-    """
+    """The patches of one release; raises ``FeatherError`` for a release that has none."""
 
     def __init__(self, release: str) -> None:
         if release not in releases():
@@ -55,11 +45,7 @@ class Series:
         ]
 
     def apply(self, read: Callable[[str], bytes]) -> dict[str, bytes]:
-        """What each file of the site becomes.
-
-        Parameters
-        ----------
-        read : the content of a file, by its path in the site; raises ``FileNotFoundError``.
+        """What each file of the site becomes; ``read`` gives a file of it, or raises ``FileNotFoundError``.
 
         Raises
         ------
@@ -72,23 +58,16 @@ class Series:
                 if not change.path.startswith(PREFIX):
                     continue
                 name = change.path.removeprefix(PREFIX)
-                if change.is_added_file:
-                    self._refuse_existing(name, read, made)
+                try:
+                    before = (made[name] if name in made else read(name)).decode(errors="surrogateescape")
+                    if change.is_added_file:
+                        raise FeatherError(f"{name}: exists already, so this SGLang has extension points of its own")
+                except FileNotFoundError:
                     before = ""
-                else:
-                    try:
-                        before = (made[name] if name in made else read(name)).decode(errors="surrogateescape")
-                    except FileNotFoundError:
+                    if not change.is_added_file:
                         raise FeatherError(f"{name}: not there, {self._advice()}") from None
                 made[name] = self._change(name, before, change).encode(errors="surrogateescape")
         return made
-
-    def _refuse_existing(self, name: str, read: Callable[[str], bytes], made: dict[str, bytes]) -> None:
-        try:
-            made[name] if name in made else read(name)
-        except FileNotFoundError:
-            return
-        raise FeatherError(f"{name}: exists already, so this SGLang has extension points of its own")
 
     def _change(self, name: str, text: str, change: PatchedFile) -> str:
         lines = text.split("\n") if text else [""]

@@ -33,14 +33,7 @@ def digest(content: bytes) -> str:
 
 
 class Site:
-    """One installation.
-
-    Attributes
-    ----------
-    root : Path
-        Holds the package ``sglang``.
-    release : str
-    """
+    """One installation; ``root`` holds the package ``sglang``."""
 
     def __init__(self, root: Path, release: str, info: Path) -> None:
         self.root = root
@@ -115,24 +108,20 @@ class Site:
             The series does not fit, or somebody else patches; nothing was written.
         """
         with self._alone():
-            return self._apply()
-
-    def _apply(self) -> list[str]:
-        made = self.plan()
-        record = self._info / "RECORD"
-        changed = sorted(made)
-        if record.is_file():
-            made[self._name(record)] = self._extended(record, made)
-        self._back_up(made)
-        # What others import comes last: an SGLang that is patched in part does not start, rather than run without it.
-        added = [name for name in made if not (self.root / name).exists()]
-        try:
-            for name in [*(name for name in made if name not in added), *added]:
-                self._write(name, made[name])
-        except BaseException:
-            self._revert()
-            raise
-        return changed
+            made = self.plan()
+            record = self._info / "RECORD"
+            changed = sorted(made)
+            if record.is_file():
+                made[self._name(record)] = self._extended(record, made)
+            self._back_up(made)
+            # What others import comes last: an SGLang patched in part does not start, rather than run without it.
+            try:
+                for name in sorted(made, key=lambda name: not (self.root / name).exists()):
+                    self._write(name, made[name])
+            except BaseException:
+                self._revert()
+                raise
+            return changed
 
     def revert(self) -> list[str]:
         """Put every file back; returns those that the patch had changed.
