@@ -111,13 +111,7 @@ def install() -> None:
 
 
 def prepare_environment() -> Path:
-    """Write the ``.pth`` file that calls `install` whenever this environment's Python starts.
-
-    Returns
-    -------
-    Path
-        The file; deleting it undoes the preparation.
-    """
+    """Write the ``.pth`` file that calls `install` whenever this environment's Python starts; deleting it undoes it."""
     target = Path(sysconfig.get_path("purelib")) / PTH_NAME
     target.write_text(PTH_LINE)
     return target

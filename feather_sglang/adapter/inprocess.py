@@ -40,14 +40,9 @@ _MODEL = {
 def build_scheduler(
     folder: Path, policy: str, context_length: int, server_flags: Sequence[str] = (), **arguments: Any
 ) -> Any:
-    """Return a scheduler started with ``--schedule-policy policy``.
+    """Return a scheduler started with ``--schedule-policy policy``, its model's configuration written to ``folder``.
 
-    Parameters
-    ----------
-    folder : where the model's configuration is written.
-    context_length : longest prompt plus output, in tokens.
-    server_flags : flags of SGLang's, a word each; they overrule what is set here.
-    arguments : further ``ServerArgs``.
+    The flags of SGLang's, a word each, overrule ``arguments`` and what is set here.
     """
     logging.getLogger("sglang").setLevel(logging.ERROR)
     (folder / "config.json").write_text(json.dumps({**_MODEL, "max_position_embeddings": context_length}))

@@ -22,14 +22,9 @@ Ints = npt.NDArray[np.integer]
 def with_new_tokens(forest: Forest, counts: int | Ints, block: int | None = None) -> Forest:
     """The forest of the new tokens of all requests, request by request.
 
-    Parameters
-    ----------
-    forest : Forest
-        The requests; ``seq_len`` is what each has committed. A new token's slot follows its predecessor's in the table.
-    counts : int or int [requests]
-        Tokens that each request brings, at least one.
-    block : int, optional
-        Tokens that read together what stands before them; by default all of a request's.
+    A forest's ``seq_len`` is what each request has committed, and a new token's slot follows its predecessor's in the
+    table. Each request brings ``counts`` tokens, at least one; ``block`` of them, by default all, read together what
+    stands before them.
     """
     counts = np.broadcast_to(counts, forest.n_requests)
     block = block or int(counts.max(initial=1))

@@ -31,22 +31,11 @@ class _Node:
 
 
 class RunningForest:
-    """Which running requests share which chunks.
-
-    Parameters
-    ----------
-    chunk : int
-        Tokens in a chunk.
-
-    Attributes
-    ----------
-    revision : int
-        Changes whenever a join changes what is shared; a leave changes the batch anyway.
-    """
+    """Which running requests share which chunks, of ``chunk`` tokens each."""
 
     def __init__(self, chunk: int) -> None:
         self.chunk = chunk
-        self.revision = 0
+        self.revision = 0  # changes whenever a join changes what is shared; a leave changes the batch anyway
         self._root = _Node(None, np.empty(0, np.int64), 0, 0)
         self._last: dict[int, _Node] = {}  # the node with each request's last chunk
 
@@ -100,14 +89,7 @@ class RunningForest:
     def forest(self, requests: Sequence[int], seq_lens: npt.NDArray[np.int32], row_offset: npt.ArrayLike) -> Forest:
         """The forest of a batch, in the batch's order.
 
-        Parameters
-        ----------
-        requests : sequence of int
-            All that have joined, and any number that have not: those share nothing.
-        seq_lens : int32 [requests]
-            KV tokens of each.
-        row_offset : int64 [requests]
-            Where each one's row starts in the table of slots.
+        The requests are all that have joined, and any number that have not: those share nothing.
         """
         parents: list[int] = []
         lengths: list[int] = []

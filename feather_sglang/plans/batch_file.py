@@ -34,26 +34,13 @@ _NAMES = "strategy", "split", "merge"
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch and how to plan it.
+    """A batch and how to plan it."""
 
-    Attributes
-    ----------
-    source : str
-        Where it comes from, for people.
-    forest : Forest
-    arguments : mapping
-        Of ``feather_kernels.make_plan``.
-    padding : int
-        Rows at the end that only pad the batch to the size of a CUDA graph.
-    checksum : int or None
-        `checksum_of` the plan that the server ran.
-    """
-
-    source: str
+    source: str  # where it comes from, for people
     forest: Forest
-    arguments: Mapping[str, Any]
-    padding: int = 0
-    checksum: int | None = None
+    arguments: Mapping[str, Any]  # of ``feather_kernels.make_plan``
+    padding: int = 0  # rows at the end that only pad the batch to the size of a CUDA graph
+    checksum: int | None = None  # `checksum_of` the plan that the server ran
 
 
 def path_of(tiles: Any) -> str:

@@ -136,15 +136,7 @@ class Report:
 
 
 def explain(batch: Batch, *, compare: bool = False, items: bool = False) -> Report:
-    """Plan a batch and say what the plan does.
-
-    Parameters
-    ----------
-    batch : Batch
-    compare : bool
-        Also plan it with every other strategy.
-    items : bool
-        Also list the work items.
+    """Plan a batch and say what the plan does; ``compare`` plans it with every other strategy, too.
 
     Raises
     ------

@@ -10,11 +10,6 @@ class AroundBackend:
 
     SGLang asks for its backends' classes, too: by them it decides whether to capture a draft model's pass over verified
     tokens in CUDA graphs (0.5.17 does not with fa3, 0.5.23 does), and lets the tokens of an image see each other.
-
-    Parameters
-    ----------
-    stock : AttentionBackend
-        SGLang's own.
     """
 
     def __init__(self, stock: Any) -> None:

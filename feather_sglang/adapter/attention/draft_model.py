@@ -53,17 +53,7 @@ class DraftStep(AttentionBackend):
 class PatDraftSteps(PatBackend):
     """The container of a draft model's decode steps, as SGLang's draft workers call it.
 
-    Parameters
-    ----------
-    runner : ModelRunner
-        The draft model's.
-    steps : int
-        ``--speculative-num-steps``; the last one is no decode step.
-
-    Attributes
-    ----------
-    attn_backends : list of DraftStep
-        One a decode step.
+    ``steps`` is ``--speculative-num-steps``; the last one is no decode step.
     """
 
     def __init__(self, runner: Any, steps: int) -> None:
@@ -85,14 +75,7 @@ class PatDraftSteps(PatBackend):
 class PatDraftExtension(AroundBackend):
     """SGLang's backend of a draft model, but for its pass over what was verified.
 
-    Parameters
-    ----------
-    stock : AttentionBackend
-        SGLang's own.
-    runner : ModelRunner
-        The draft model's.
-    tokens : int
-        Of each request in that pass: ``--speculative-num-draft-tokens``.
+    That has ``tokens`` of each request: ``--speculative-num-draft-tokens``.
     """
 
     def __init__(self, stock: Any, runner: Any, tokens: int) -> None:

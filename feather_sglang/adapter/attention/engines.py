@@ -18,46 +18,21 @@ from feather_sglang.errors import FeatherError
 
 @dataclass(frozen=True)
 class PackedLayers:
-    """The layers of a model that are packed, and what their KV is.
+    """The layers of a model that are packed, and what their KV is."""
 
-    Attributes
-    ----------
-    layers : tuple of LayerFacts
-        At least one.
-    dtype, kv_dtype, device
-        Of queries, and of caches.
-    pool : KVCache, optional
-        SGLang's, with the KV of all layers.
-    others : int
-        Layers of the model that are left to another backend.
-    reference : bool
-        The NumPy reference instead of the kernel.
-    """
-
-    layers: tuple[LayerFacts, ...]
-    dtype: torch.dtype
+    layers: tuple[LayerFacts, ...]  # at least one
+    dtype: torch.dtype  # of queries
     kv_dtype: torch.dtype
     device: Any
-    pool: Any = None
-    others: int = 0
-    reference: bool = False
+    pool: Any = None  # SGLang's, with the KV of all layers
+    others: int = 0  # layers of the model that are left to another backend
+    reference: bool = False  # the NumPy reference instead of the kernel
 
 
 class Engines:
     """Engines for the packed layers of a model; a step is planned once a shape and run once a layer.
 
-    Parameters
-    ----------
-    packed : PackedLayers
-    max_rows : int
-        Query rows of the largest batch.
-    levels : int
-        Shared levels of a row that there is memory for.
-
-    Attributes
-    ----------
-    plans : list of PackPlan
-        Those in force, one a shape, or none.
+    There is memory for ``max_rows`` query rows with ``levels`` shared levels each.
 
     Raises
     ------
@@ -78,7 +53,7 @@ class Engines:
             raise FeatherError(f"the pat backend cannot start: {error}") from None
         self._engines = list(engines.values())
         self._served = {layer.layer_id: (engines[layer.shape], layer) for layer in packed.layers}
-        self.plans: list[PackPlan] = []
+        self.plans: list[PackPlan] = []  # those in force, one a shape, or none
 
     def __contains__(self, layer_id: int) -> bool:
         return layer_id in self._served

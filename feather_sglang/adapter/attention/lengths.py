@@ -18,24 +18,12 @@ Lens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Lengths:
-    """Offsets of one kind of step.
+    """Offsets of one kind of step, in tokens."""
 
-    Attributes
-    ----------
-    own : int
-        Tokens of a decode step itself that SGLang does not count.
-    ahead : int
-        Tokens beyond SGLang's count that are decoded under one plan, these included.
-    drafts : int
-        New tokens of each request, with a query row each; 0 in a decode step.
-    tail : int
-        Tokens that may be committed under a plan with drafts: every draft of their request reads them again.
-    """
-
-    own: int = 0
-    ahead: int = 0
-    drafts: int = 0
-    tail: int = DRAFT_TAIL
+    own: int = 0  # of a decode step itself that SGLang does not count
+    ahead: int = 0  # beyond SGLang's count that are decoded under one plan, these included
+    drafts: int = 0  # new ones of each request, with a query row each; 0 in a decode step
+    tail: int = DRAFT_TAIL  # that may be committed under a plan with drafts: each draft of their request reads them
 
     @property
     def rows(self) -> int:

@@ -18,13 +18,7 @@ INTERVAL = 5.0  # seconds between two writings
 
 
 class PlanRecorder:
-    """Keeps the batch of a recent plan in a folder's ``batch-latest.json``.
-
-    Parameters
-    ----------
-    folder : Path
-        It exists.
-    """
+    """Keeps the batch of a recent plan in a folder's ``batch-latest.json``."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / LATEST

@@ -12,13 +12,7 @@ from feather_kernels.reference import reference_decode
 
 
 class ReferenceEngine:
-    """`feather_kernels.PackedDecodeWrapper` without a GPU: the same plan and run, in NumPy and float64.
-
-    Parameters
-    ----------
-    num_qo_heads, num_kv_heads, head_dim, max_requests, max_parts, kv_dtype
-        As for the wrapper.
-    """
+    """`feather_kernels.PackedDecodeWrapper` without a GPU: the same plan and run, in NumPy and float64."""
 
     def __init__(
         self, num_qo_heads: int, num_kv_heads: int, head_dim: int, *, max_requests: int, max_parts: int,

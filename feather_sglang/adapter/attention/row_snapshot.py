@@ -17,17 +17,8 @@ _BLOCK = 1024  # slots that a program copies
 class RowSnapshot:
     """Rows of the batch, at addresses that stay.
 
-    Parameters
-    ----------
-    table : torch.Tensor
-        int32 [rows, tokens], ``req_to_token``.
-    max_requests : int
-        Rows of the largest captured batch.
-
-    Attributes
-    ----------
-    slots : torch.Tensor
-        int32 [max_requests, tokens]: row i is the batch's i-th, as far as it was copied.
+    ``table`` is ``req_to_token``, int32 [rows, tokens]; ``slots``, int32 [max_requests, tokens], has in row i the
+    batch's i-th, as far as it was copied.
     """
 
     def __init__(self, table: torch.Tensor, max_requests: int) -> None:

@@ -47,21 +47,12 @@ class Hashes:
 
 
 class Submitted(NamedTuple):
-    """Rows that were hashed together.
-
-    Attributes
-    ----------
-    stamps : int64 [rows]
-        Tell a row's owner from those before and after it.
-    chunks : int64 [rows]
-        How many of each row's hashes count.
-    in_prefill : whether a prefill's rows, up to where the prefix cache held them, or settled ones.
-    """
+    """Rows that were hashed together."""
 
     rows: Rows
-    stamps: Rows
-    chunks: Rows
-    in_prefill: bool
+    stamps: Rows  # tell a row's owner from those before and after it
+    chunks: Rows  # how many of each row's hashes count
+    in_prefill: bool  # whether a prefill's rows, up to where the prefix cache held them, or settled ones
     hashes: Hashes
 
 
@@ -71,11 +62,6 @@ class RowHasher:
     A chunk's hash is the sum of its slots, each times a secret odd number of its place, modulo 2**64. That is a
     universal hash: two chunks that differ collide with a chance of about 2**-60 (less the powers of two that all
     differences have in common), and nobody outside can choose slots or learn the numbers.
-
-    Parameters
-    ----------
-    table : torch.Tensor
-        int32 [rows, tokens], ``req_to_token``.
     """
 
     def __init__(self, table: torch.Tensor) -> None:
@@ -112,11 +98,11 @@ class RowSharing:
 
     Parameters
     ----------
-    table : torch.Tensor
-        int32 [rows, tokens], ``req_to_token``.
+    table : int32 [rows, tokens]
+        SGLang's ``req_to_token``.
     generation : int64 [rows]
         SGLang's own counters, read at every step.
-    settled_at : int
+    settled_at
         The decode step at which a row no longer changes: 1, or 2 with the overlap scheduler.
     """
 
@@ -141,11 +127,7 @@ class RowSharing:
     def prefill(self, rows: Rows, cached: Rows) -> None:
         """Take note of the next prefill batch.
 
-        Parameters
-        ----------
-        rows : int64 [requests]
-        cached : int64 [requests]
-            KV tokens in each row that belong to the prefix cache; 0 where that is not known.
+        ``cached`` are KV tokens in each row that belong to the prefix cache; 0 where that is not known.
         """
         self._prefills[rows] += 1  # what is known of these rows is their former owners'
         for row in rows.tolist():
@@ -155,16 +137,7 @@ class RowSharing:
         self._submit(rows[shared], self._prefills[rows[shared]], chunks[shared], in_prefill=True)
 
     def observe(self, requests: list[Hashable], rows: Rows, lengths: npt.NDArray[np.int32]) -> bool:
-        """Take note of the next decode batch.
-
-        Parameters
-        ----------
-        requests : list
-            The requests, equal only if they are the same, in the order of the batch.
-        rows : int64 [requests]
-            Their rows in the table.
-        lengths : int32 [requests]
-            Their KV tokens, the one of this step included.
+        """Take note of the next decode batch; ``lengths`` include the token of this step.
 
         Returns
         -------

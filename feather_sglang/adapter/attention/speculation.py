@@ -28,10 +28,7 @@ NGRAM = "NGRAM"
 def verified_drafts(server_args: Any, masks: bool) -> int:
     """Tokens of each request in the verify steps that come to pat; 0 where none do, which is said.
 
-    Parameters
-    ----------
-    masks : bool
-        Whether some layers run on a backend that may read masks of drafts.
+    ``masks`` tells whether some layers run on a backend that may read masks of drafts.
     """
     from sglang.srt.runtime_context import get_spec
 
@@ -67,11 +64,6 @@ def chain(tokens: npt.NDArray[Any], mask: npt.NDArray[Any], requests: int) -> tu
         The first of each request is its root.
     mask : [requests * drafts * drafts]
         Whether the second draft is the first one or before it on its path.
-
-    Returns
-    -------
-    tokens, mask
-        In the same shapes and types.
     """
     trees = mask.reshape(requests, -1, round((mask.size / requests) ** 0.5)).astype(bool)
     deepest = trees.sum(axis=2).argmax(axis=1)

@@ -33,24 +33,12 @@ DEBUG_CHECK = "FEATHER_DEBUG_CHECK"
 
 
 class Step(NamedTuple):
-    """A step that runs next.
+    """A step that runs next."""
 
-    Attributes
-    ----------
-    requests : list or None
-        SGLang's requests; None in a dummy batch, whose rows share nothing.
-    rows : int64 [requests]
-        Their rows in the table of slots.
-    lens : int32 [requests and padding]
-        KV tokens by SGLang's count.
-    graph : (rows, lens) or None
-        The same on the device, of a step that a CUDA graph replays.
-    """
-
-    requests: list[Hashable] | None
-    rows: Rows
-    lens: Lens
-    graph: tuple[torch.Tensor, torch.Tensor] | None
+    requests: list[Hashable] | None  # SGLang's; None in a dummy batch, whose rows share nothing
+    rows: Rows  # [requests], in the table of slots
+    lens: Lens  # [requests and padding], KV tokens by SGLang's count
+    graph: tuple[torch.Tensor, torch.Tensor] | None  # rows and lens on the device, of a step that a graph replays
 
 
 class StepPlanner:
@@ -58,25 +46,12 @@ class StepPlanner:
 
     Parameters
     ----------
-    packed : PackedLayers
-    table : torch.Tensor
-        int32 [rows, tokens], ``req_to_token``.
-    sharing : RowSharing
-    max_requests : int
+    table : int32 [rows, tokens]
+        SGLang's ``req_to_token``.
+    max_requests
         Of the largest batch.
-    query_rows : int
+    query_rows
         The most of a request.
-    metrics, recorder
-        What is told of the steps, if anything.
-
-    Attributes
-    ----------
-    engines : Engines
-        With the plan in force.
-    lens : torch.Tensor
-        int32 [query rows], what each of them sees; it keeps its address, as graphs read it.
-    debug : bool
-        Whether slots are looked at after every plan.
     """
 
     def __init__(
@@ -85,7 +60,7 @@ class StepPlanner:
     ) -> None:  # fmt: skip
         self._packed, self.table, self.sharing = packed, table, sharing
         self._query_rows, self._metrics, self._recorder = query_rows, metrics, recorder
-        self.debug = os.environ.get(DEBUG_CHECK) == "1"
+        self.debug = os.environ.get(DEBUG_CHECK) == "1"  # looks at slots after every plan
         self._snapshot: RowSnapshot | None = None  # what graphs read
         self._for_graph = False  # the plan in force
         self._planned = self._read = 0  # KV tokens of the plan in force, and how many it reads
@@ -96,6 +71,7 @@ class StepPlanner:
     def _allocate(self, max_requests: int) -> None:
         self._max_requests, rows = max_requests, max_requests * self._query_rows
         self.engines = Engines(self._packed, rows)
+        # int32 [query rows], what each of them sees; it keeps its address, as graphs read it.
         self.lens = torch.full((rows,), FILL, dtype=torch.int32, device=self._packed.device)
 
     def make_room(self, max_requests: int) -> None:

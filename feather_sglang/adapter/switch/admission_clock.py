@@ -15,15 +15,10 @@ class AdmissionClock:
     That is taking requests into the queue, and admission rounds: ordering the queue, admitting from it, making the
     prefill batch. Looking for a batch where nobody waits or nobody fits is no round; an idle scheduler does it all
     the time. The clock must be installed after a feather policy, so that it lies outside of it.
-
-    Attributes
-    ----------
-    rounds : how often the queue was ordered.
-    seconds : processor time.
     """
 
     def __init__(self) -> None:
-        self.rounds = 0
+        self.rounds = 0  # how often the queue was ordered
         self.seconds = 0.0
         self._in_round = False
         self._wrappings = Wrappings()

@@ -31,33 +31,14 @@ PACKED_VALUE_S = 25.6e-9 / (32 * 128)  # of a value of a new token's query, for 
 
 
 class PrefillGain:
-    """Predicts for a model's packed layers.
-
-    Parameters
-    ----------
-    layers : iterable of (query heads, KV heads, head_dim)
-        One an attention layer.
-    block : int
-        Tokens of a prompt whose heads fill the packed kernel's largest tile.
-
-    Attributes
-    ----------
-    plan_time : PlanTime
-        Of a step on the host.
-    """
+    """Predicts for a model's packed layers; ``block`` are the tokens of a prompt whose heads fill the largest tile."""
 
     def __init__(self, layers: Iterable[Shape], block: int) -> None:
         self._layers, self._block = Counter(layers), block
         self.plan_time = PlanTime(len(self._layers))
 
     def may_pay(self, committed: Ints, counts: Ints) -> bool:
-        """Whether packing can pay, whatever the requests share.
-
-        Parameters
-        ----------
-        committed, counts : int [requests]
-            Tokens that each request has in the cache, and new ones.
-        """
+        """Whether packing can pay, whatever the requests share: tokens in the cache, and new ones, of each."""
         whole, rest = np.divmod(counts.astype(np.int64), self._block)
         in_blocks = self._block * (self._block * whole * (whole - 1) // 2 + whole * rest)
         least = float((counts * committed + in_blocks).sum())  # no tile is padded

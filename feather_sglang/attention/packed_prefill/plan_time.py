@@ -11,22 +11,11 @@ DOUBT = 1 / 4096  # of a slow pace, for a step that was not planned: where none 
 
 
 class PlanTime:
-    """Seconds of a plan on this host.
-
-    Parameters
-    ----------
-    shapes : int
-        Shapes of heads, of which each is planned.
-
-    Attributes
-    ----------
-    pace : float
-        Moving mean of what plans took, to what they take on the host that was measured.
-    """
+    """Seconds of a plan on this host, which has a part for each shape of heads."""
 
     def __init__(self, shapes: int) -> None:
         self._shapes = shapes
-        self.pace = 1.0
+        self.pace = 1.0  # moving mean of what plans took, to what they take on the host that was measured
 
     def seconds(self, tokens: int) -> float:
         """What the plan of so many new tokens should take."""

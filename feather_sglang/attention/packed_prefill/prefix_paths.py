@@ -18,14 +18,8 @@ Path = Sequence[tuple[Hashable, int]]
 def forest_of_paths(paths: Sequence[Path], committed: npt.NDArray[np.integer], row_offset: npt.ArrayLike) -> Forest:
     """What requests share before they bring new tokens.
 
-    Parameters
-    ----------
-    paths : sequence of sequence of (node, end)
-        Of each request, from the root: a node that others may have, too, and the position after its last token.
-    committed : int [requests]
-        KV tokens that each request has so far. Of its path those nodes count that end within them.
-    row_offset : int64 [requests]
-        Where each one's row starts in the table of slots.
+    A path has, from the root, nodes that others may have, too, and the position after the last token of each. Those
+    count that end within the KV tokens that the request has ``committed`` so far.
     """
     numbers: dict[Hashable, int] = {}
     parents: list[int] = []

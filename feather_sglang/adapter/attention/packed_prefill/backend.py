@@ -42,22 +42,7 @@ PACKED = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
 class PackedPrefill(AroundBackend):
-    """SGLang's prefill backend, with the packed kernel in the layers that pat packs.
-
-    Parameters
-    ----------
-    stock : AttentionBackend
-        SGLang's own.
-    pat : PatBackend
-        Whose layers are packed.
-    server_args : ServerArgs
-        They bound the tokens of a step.
-
-    Attributes
-    ----------
-    packs : bool
-        Whether the step is packed.
-    """
+    """SGLang's prefill backend, with the packed kernel in the layers that pat packs."""
 
     def __init__(self, stock: Any, pat: PatBackend, server_args: Any) -> None:
         super().__init__(stock)
@@ -70,7 +55,8 @@ class PackedPrefill(AroundBackend):
             self._gain = PrefillGain((layer.shape for layer in pat.packed.layers), self._block)
         count(packed=0, left=0, declined=0, attended=0, read=0)  # so that they are there from the start
         self._expected: tuple[Any, Any] | None = None
-        self.packs = self._packed_any = self._warned = False
+        self.packs = False  # the step
+        self._packed_any = self._warned = False
         where = " that it makes faster" if self._gain else ""
         logger.info("feather: pat packs prefill, in steps of up to %d tokens%s", self._most, where)
 

@@ -18,14 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def cached_paths(tree: Any, requests: Sequence[Any]) -> list[Path]:
-    """Of each request the nodes of its cached prefix, as `forest_of_paths` takes them; none where there is no tree.
-
-    Parameters
-    ----------
-    tree : BasePrefixCache
-        Whatever cache the scheduler has.
-    requests : sequence of Req
-    """
+    """Of each request the nodes of its cached prefix, as `forest_of_paths` takes them; none where there is no tree."""
     nodes = [getattr(request, "last_node", None) for request in requests]
     collect = getattr(getattr(tree, "tree_core", None), "collect_path_info", None)
     if collect is not None:  # whatever language the tree is written in
