@@ -148,11 +148,8 @@ def tree_batch(text: str, arguments: Mapping[str, Any]) -> Batch:
     example = 'give nodes and tokens per level, as in "1,4,256_32,256,32"'
     try:
         nodes, tokens = parse_tree(text)
-    except ValueError:
+        if sum(nodes) <= MOST_NODES and sum(tokens) <= MOST_TOKENS and min(tokens) >= 0:
+            return Batch(f"tree {text}", tree_forest(nodes, tokens), arguments)
+    except (PlanError, ValueError):
         raise FeatherError(f"--tree {text!r}: {example}") from None
-    if sum(nodes) > MOST_NODES or sum(tokens) > MOST_TOKENS or min(tokens) < 0:
-        raise FeatherError(f"--tree {text!r}: at most {MOST_NODES:,} nodes, and 0 to {MOST_TOKENS:,} tokens a request")
-    try:
-        return Batch(f"tree {text}", tree_forest(nodes, tokens), arguments)
-    except PlanError:
-        raise FeatherError(f"--tree {text!r}: {example}") from None
+    raise FeatherError(f"--tree {text!r}: at most {MOST_NODES:,} nodes, and 0 to {MOST_TOKENS:,} tokens a request")

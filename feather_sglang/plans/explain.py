@@ -6,8 +6,8 @@ recorded batch is the one that the server ran.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -262,6 +262,7 @@ def _shared_packs(batch: Batch, plan: PackPlan) -> list[tuple[int, int]]:
 def _queues(plan: PackPlan) -> list[QueueFacts]:
     """The queues that have work, largest m first."""
     path = KernelPath.of(path_of(plan.tiles), plan.options.head_dim)
+    costs, kv_heads, n_sm = UnitCosts(), plan.options.num_kv_heads, plan.options.n_sm
     unit_ns, step_ns = np.split(np.array(UnitCosts.default(plan.tiles).of_tiles(plan.tiles)), 2)
     tail = next(index for index, (m, _) in enumerate(plan.tiles) if m >= plan.group_size)
     deposits = np.concatenate([[0], np.cumsum(plan.members[:, 1] >= 0)])  # before each member
@@ -270,30 +271,22 @@ def _queues(plan: PackPlan) -> list[QueueFacts]:
         if begin == end:
             continue
         index = len(plan.tiles) - 1 - queue
+        m, n = plan.tiles[index]
         heads = plan.head_pack if index == tail else 1  # KV heads to a unit
-        teams = max(1, path.teams_per_processor(plan.tiles[index][0])) * plan.options.n_sm
-        found.append(_queue(plan, index, slice(begin, end), heads, teams, deposits, unit_ns[index], step_ns[index]))
+        teams = max(1, path.teams_per_processor(m)) * n_sm
+        items = plan.items[begin:end].astype(np.int64)
+        tokens, first = items[:, _STOP] - items[:, _START], items[:, _FIRST]
+        units = len(items) * kv_heads // heads
+        rows = float(items[:, _COUNT].mean()) * plan.group_size * heads
+        parts = int((deposits[first + items[:, _COUNT]] - deposits[first]).sum())
+        spent = len(items) * unit_ns[index] + int((-(-tokens // n)).sum()) * step_ns[index]
+        spent += parts * (costs.part + plan.group_size * costs.part_row)
+        found.append(QueueFacts(
+            m, n, len(items), units, tokens=int(tokens.sum()), longest=int(tokens.max()), rows=rows,
+            padding=1 - rows / m, parts=parts, teams=teams, busy=min(units, teams), processors=min(units, n_sm),
+            rounds=-(-units // teams), modelled_us=float(spent * kv_heads / n_sm / 1000),
+        ))  # fmt: skip
     return found
-
-
-def _queue(
-    plan: PackPlan, index: int, mine: slice, heads: int, teams: int, deposits: Ints, unit_ns: float, step_ns: float
-) -> QueueFacts:
-    m, n = plan.tiles[index]
-    items = plan.items[mine].astype(np.int64)
-    tokens = items[:, _STOP] - items[:, _START]
-    units = len(items) * plan.options.num_kv_heads // heads
-    rows = float(items[:, _COUNT].mean()) * plan.group_size * heads
-    parts = int((deposits[items[:, _FIRST] + items[:, _COUNT]] - deposits[items[:, _FIRST]]).sum())
-    costs = UnitCosts()
-    spent = len(items) * unit_ns + int((-(-tokens // n)).sum()) * step_ns
-    spent += parts * (costs.part + plan.group_size * costs.part_row)
-    n_sm = plan.options.n_sm
-    return QueueFacts(
-        m, n, len(items), units, tokens=int(tokens.sum()), longest=int(tokens.max()), rows=rows, padding=1 - rows / m,
-        parts=parts, teams=teams, busy=min(units, teams), processors=min(units, n_sm), rounds=-(-units // teams),
-        modelled_us=float(spent * plan.options.num_kv_heads / n_sm / 1000),
-    )  # fmt: skip
 
 
 def _items(plan: PackPlan) -> list[ItemFacts]:
@@ -314,10 +307,9 @@ def _compare(batch: Batch, chosen: PlanFacts) -> tuple[list[PlanFacts], dict[str
         if strategy == chosen.strategy:
             compared.append(chosen)
             continue
-        arguments: Mapping[str, Any] = {**batch.arguments, "strategy": strategy}
-        other = Batch(batch.source, batch.forest, arguments, batch.padding)
+        other = replace(batch, arguments={**batch.arguments, "strategy": strategy})
         try:
-            plan = make_plan(batch.forest, **arguments)
+            plan = make_plan(batch.forest, **other.arguments)
             compared.append(_facts(other, plan, _queues(plan)))
         except PlanError as error:
             refused[strategy] = str(error)

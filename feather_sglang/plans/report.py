@@ -126,11 +126,12 @@ def facts_table(report: Report) -> Table:
         shared += f", of {_range(plan.pack_requests)} requests and {_range(plan.pack_tokens)} tokens"
     if plan.merges:
         parts += f"; those of {_requests(plan.merges)} combined after all other work"
+    pair = f"; {report.head_pack} in the last queue" if report.head_pack > 1 else ""
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in (
         ("strategy", f"{plan.strategy}, for {report.n_sm} processors"),
         ("packs", f"{shared}; {report.requests + report.padding:,} of one request"),
-        ("work", f"{plan.items:,} items, {plan.units:,} units (an item and one KV head{_pair(report)})"),
+        ("work", f"{plan.items:,} items, {plan.units:,} units (an item and one KV head{pair})"),
         ("KV tokens", tokens),
         ("partial", parts),
         ("traffic", f"{_megabytes(plan.kv_bytes)} of KV, {_megabytes(plan.part_bytes)} of partial results, a layer"),
@@ -145,10 +146,6 @@ def facts_table(report: Report) -> Table:
         )  # fmt: skip
         table.add_row("[bold]this plan", same)
     return table
-
-
-def _pair(report: Report) -> str:
-    return f"; {report.head_pack} in the last queue" if report.head_pack > 1 else ""
 
 
 def _megabytes(number: int) -> str:

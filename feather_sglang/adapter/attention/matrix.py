@@ -173,17 +173,13 @@ def limit_rows() -> list[tuple[str, str]]:
     ]
 
 
-def release_rows() -> list[tuple[str, str, str]]:
-    """(SGLang release, yes, what shows it) of every release that has pins in requirements/."""
-    return [(name, "yes", RELEASE_TEST + name) for name in SUPPORTED]
-
-
 def tables() -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """(title, heads, rows) of each part of the matrix."""
+    releases = [(name, "yes", RELEASE_TEST + name) for name in SUPPORTED]  # each has pins in requirements/
     return [
         ("Model kinds", ("kind", "such as", "layers", "check_models.py --shapes", "shown by"), list(kind_rows())),
         ("Models and layers that it does not pack", ("what", "then"), list(limit_rows())),
         ("Modes of a server", ("mode", "served", "shown by"), list(mode_rows())),
         ("GPUs", ("compute capability", "served", "shown by"), list(gpu_rows())),
-        ("SGLang", ("release", "served", "shown by"), list(release_rows())),
+        ("SGLang", ("release", "served", "shown by"), releases),
     ]
