@@ -2,7 +2,7 @@
 
 import pytest
 
-from feather_sglang.attention.packed_prefill.plan_time import HICCUP, SHARE, SLOWEST, PlanTime
+from feather_sglang.attention.packed_prefill.gain import HICCUP, SHARE, SLOWEST, PlanTime
 
 
 @pytest.mark.parametrize("pace", [0.3, 1.0, 3.0])

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from feather_kernels.trees import random_forest
 from feather_sglang.attention.new_tokens import with_new_tokens
 from feather_sglang.attention.packed_prefill import gain as gain_module
-from feather_sglang.attention.packed_prefill.gain import MARGIN, PrefillGain
-from feather_sglang.attention.packed_prefill.plan_time import SLOWEST
+from feather_sglang.attention.packed_prefill.gain import MARGIN, SLOWEST, PrefillGain
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -53,11 +53,6 @@ class ModelKind:
         layers = tuple(replace(layer, layer_id=number) for number, layer in enumerate(self.layers))
         return ModelFacts(layers=layers, **self.facts)
 
-    @property
-    def shown_by(self) -> str:
-        """The test, by its id."""
-        return f"{KIND_TEST}[{self.name}]"
-
 
 @dataclass(frozen=True)
 class Mode:
@@ -138,7 +133,7 @@ def kind_rows() -> list[tuple[str, str, str, str, str]]:
         packed = packed_layers(kind.model)
         others = [limit for layer in kind.model.layers if (limit := left_to_another(layer))]
         does = "all packed" if not others else f"{len(packed)} of {len(kind.layers)} packed, beside: {others[0]}"
-        rows.append((kind.name, kind.examples, does, ",".join(kind.gpu_shapes), kind.shown_by))
+        rows.append((kind.name, kind.examples, does, ",".join(kind.gpu_shapes), f"{KIND_TEST}[{kind.name}]"))
     return rows
 
 

@@ -56,6 +56,12 @@ class Submitted(NamedTuple):
     hashes: Hashes
 
 
+def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The values there, without waiting for the copy."""
+    on_host = torch.from_numpy(values)
+    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
+
+
 class RowHasher:
     """Hashes rows of the table, chunk by chunk.
 
@@ -71,10 +77,7 @@ class RowHasher:
 
     def submit(self, rows: Rows, chunks: int) -> Hashes:
         """Start to hash the first ``chunks`` chunks of each row, in the current stream."""
-        index = torch.from_numpy(rows)
-        if self.table.is_cuda:
-            index = index.pin_memory().to(self.table.device, non_blocking=True)
-        slots = self.table[:, : chunks * CHUNK].index_select(0, index)
+        slots = self.table[:, : chunks * CHUNK].index_select(0, on_device(rows, self.table.device))
         return Hashes((slots.view(len(rows), chunks, CHUNK) * self._weights).sum(dim=2))
 
 

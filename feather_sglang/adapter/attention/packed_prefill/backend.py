@@ -28,6 +28,7 @@ from feather_sglang.adapter.attention.backend import PatBackend
 from feather_sglang.adapter.attention.engines import Engines
 from feather_sglang.adapter.attention.packed_prefill.metrics import count
 from feather_sglang.adapter.attention.packed_prefill.radix_paths import cached_paths
+from feather_sglang.adapter.attention.rows import on_device
 from feather_sglang.adapter.failures import refusals_end_start_up
 from feather_sglang.adapter.options import FeatherOptions, packs_prefill
 from feather_sglang.adapter.refusals import resolved
@@ -127,9 +128,9 @@ class PackedPrefill(AroundBackend):
         if shared is None:
             count(declined=1)
             return False
-        seen = tokens_seen(shared.seq_len, counts)
+        seen, table = tokens_seen(shared.seq_len, counts), self._planner.table
         try:
-            self._engines.plan(with_new_tokens(shared, counts, self._block), self._planner.table, self._on_device(seen))
+            self._engines.plan(with_new_tokens(shared, counts, self._block), table, on_device(seen, table.device))
         except PlanError as error:
             self._leave(str(error))
             return False
@@ -163,10 +164,6 @@ class PackedPrefill(AroundBackend):
         rows = batch.req_pool_indices_cpu.numpy()
         whose = batch.reqs if len(batch.reqs) == len(rows) else [None] * len(rows)  # beams have rows of their own
         return forest_of_paths(cached_paths(batch.tree_cache, whose), committed, rows * self._planner.table.stride(0))
-
-    def _on_device(self, lens: np.ndarray) -> torch.Tensor:
-        on_host, device = torch.from_numpy(lens), self._planner.table.device
-        return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
 
     def _leave(self, why: str) -> None:
         count(left=1)
