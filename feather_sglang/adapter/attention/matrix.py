@@ -176,5 +176,5 @@ def tables() -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
         ("Models and layers that it does not pack", ("what", "then"), list(limit_rows())),
         ("Modes of a server", ("mode", "served", "shown by"), list(mode_rows())),
         ("GPUs", ("compute capability", "served", "shown by"), list(gpu_rows())),
-        ("SGLang", ("release", "served", "shown by"), releases),
+        ("SGLang", ("release", "served", "shown by"), list(releases)),
     ]
