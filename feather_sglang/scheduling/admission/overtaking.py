@@ -180,17 +180,15 @@ class _Line:
         self._set(entry)
 
     def admit(self, request_id: Hashable, work: float) -> None:
-        place = self.leave(request_id).place
-        self._taken[self._size + place] += work
-        self._climb(place)
+        self._taken[self._size + self.waiting[request_id].place] += work
+        self.leave(request_id)
 
-    def leave(self, request_id: Hashable) -> _Waiting:
+    def leave(self, request_id: Hashable) -> None:
         entry = self.waiting.pop(request_id)
         self.queued = self.queued - entry.work if self.waiting else 0.0
         self._excused -= entry.excused
         entry.excused = True
         self._set(entry)
-        return entry
 
     def excuse(self, request_id: Hashable, excused: bool) -> None:
         entry = self.waiting[request_id]
@@ -242,19 +240,16 @@ class _Line:
 
     def _set(self, entry: _Waiting) -> None:
         self._set_leaf(entry)
-        self._climb(entry.place)
+        node = self._size + entry.place
+        above = []
+        while node := node >> 1:
+            above.append(node)
+        self._join(above)
 
     def _set_leaf(self, entry: _Waiting) -> None:
         leaf = self._size + entry.place
         self._tails[leaf] = -inf if entry.excused else entry.own - entry.grace
         self._owns[leaf] = -inf if entry.excused else -self.share * entry.own
-
-    def _climb(self, place: int) -> None:
-        node = self._size + place
-        above = []
-        while node := node >> 1:
-            above.append(node)
-        self._join(above)
 
     def _join(self, nodes: Iterable[int]) -> None:
         """Bring nodes up to date, each after those below it."""
