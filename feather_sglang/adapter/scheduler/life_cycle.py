@@ -11,6 +11,7 @@ from feather_sglang.adapter.scheduler.guard import Guard, guarded
 from feather_sglang.adapter.scheduler.prefix_use import tokens_to_share
 from feather_sglang.scheduling.admission.admission import Admission
 from feather_sglang.scheduling.admission.forecast import Outlook
+from feather_sglang.scheduling.admission.queue import LEAST_CACHED
 
 _ENDLESS = 1 << 40  # tokens of a request without a limit
 
@@ -75,9 +76,12 @@ class LifeCycle:
         self.requests[req.rid] = req
 
     def _look_up(self, req: Any) -> int:
-        """Tokens of a prompt in the prefix cache, where others wait; who waits alone is proposed next anyway."""
+        """Tokens of a prompt in the prefix cache, where others wait; who waits alone is proposed next anyway.
+
+        Nor is a prompt looked up that is too short for its cached prefix to change any order.
+        """
         scheduler = self.scheduler
-        if self.admission.policy is None or len(scheduler.waiting_queue) < 2:
+        if self.admission.policy is None or len(scheduler.waiting_queue) < 2 or total_tokens(req) <= LEAST_CACHED:
             return 0
         scheduler.policy._compute_prefix_matches([req], CacheAwarePolicy.LPM)
         return int(req.num_matched_prefix_tokens)
