@@ -159,6 +159,7 @@ class _Line:
         self._excused = 0
         self._longest: deque[tuple[float, float]] = deque()  # (time, own), falling: the largest of a window
         self._places = 0
+        self._found: tuple[int, float, float] | None = None  # by `_before`, until the trees change
         self._build([], 0.0)
 
     @property
@@ -225,6 +226,8 @@ class _Line:
 
     def _before(self, place: int) -> tuple[float, float]:
         """Of those before a place: the largest of ``own + overtaken - grace`` and of ``overtaken - share x own``."""
+        if self._found is not None and self._found[0] == place:  # who is proposed is asked about twice
+            return self._found[1:]
         taken, tails, owns = self._taken, self._tails, self._owns
         node = self._size + place
         tail = own = -inf
@@ -236,6 +239,7 @@ class _Line:
                 behind = taken[node + 1]
                 tail, own = tail + behind, own + behind
             node >>= 1
+        self._found = place, tail, own
         return tail, own
 
     def _set(self, entry: _Waiting) -> None:
@@ -253,6 +257,7 @@ class _Line:
 
     def _join(self, nodes: Iterable[int]) -> None:
         """Bring nodes up to date, each after those below it."""
+        self._found = None
         taken, tails, owns = self._taken, self._tails, self._owns
         for node in nodes:
             left, right = 2 * node, 2 * node + 1
