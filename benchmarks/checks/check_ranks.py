@@ -37,10 +37,11 @@ from pathlib import Path
 from typing import Any
 
 import ranks_memory
+from decision_logs import Comparison, compare
 from ranks_load import Jobs, Load
 from ranks_memory import SCHEDULER, Growth, Sample
 
-from feather_sglang.adapter.scheduler.decision_log import DECISION_LOG, Comparison, compare
+from feather_sglang.adapter.scheduler.decision_log import DECISION_LOG
 from feather_sglang.compare.server.client import HttpError, allow_open_files, call
 from feather_sglang.compare.server.config import BACKENDS, NO_PREFILL_GRAPHS, ServerConfig, shown, switch_flags
 from feather_sglang.compare.server.machine import machine

@@ -15,8 +15,11 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "checks"))
+
+from decision_logs import compare
+
 from feather_sglang.adapter.ports import free_port
-from feather_sglang.adapter.scheduler.decision_log import compare
 from feather_sglang.scheduling.policy_names import SWITCH_PATH
 from preloaded import Preloaded
 from server.cases import KEY, LOSES_FIRST_LOGPROB, NEWEST, REFERENCE, ROOMY, FeatherServer, newest_only

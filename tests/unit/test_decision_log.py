@@ -1,13 +1,19 @@
 """The ranks' logs of their decisions: what a line tells apart, and what the comparison finds."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "checks"))
+
+from decision_logs import AHEAD, compare
+
 from feather_sglang.adapter.scheduler import decision_log
-from feather_sglang.adapter.scheduler.decision_log import AHEAD, DecisionLog, compare, digest, log_file
+from feather_sglang.adapter.scheduler.decision_log import DecisionLog, digest, log_file
 from feather_sglang.errors import FeatherError
 
 STATS = {"deferrals": {"batching": 0}, "policy": {"adds": 0, "stops": 0}}
