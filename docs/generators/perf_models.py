@@ -83,7 +83,8 @@ def _model(row: dict[str, Any], release: str, file: str) -> Model:
         raise ResultError(f"{where}: kind {kind} is not among {', '.join(LAYERS)}")
     return Model(
         name, release, kind, row.get("cut", ""), ROOM.sub("", row.get("flags", "")),
-        get(row, where, "answers", "wrong"), get(row, where, "answers", "spread", "largest"), get(row, where, "spread", "largest"),
+        get(row, where, "answers", "wrong"), get(row, where, "answers", "spread", "largest"),
+        get(row, where, "spread", "largest"),
         *(_rate(get(row, where, "all_tok_s", which), f"{where}, {which}") for which in ("shared", "private")),
     )  # fmt: skip
 
@@ -127,8 +128,8 @@ def section(folder: Path) -> Section:
         "Each row is one model on servers that differ in the attention backend alone. `pat` is right where its tokens "
         "and log-probabilities are those of a stock backend within what rounding does: the largest difference between "
         "two stock backends, or between one's answers at once and one by one, is given beside `pat`'s. Throughput is "
-        "of steady batches, in output tokens/s, with half the range of the repetitions; *shared* prompts have a prefix in "
-        "common, *unshared* ones nothing.",
+        "of steady batches, in output tokens/s, with half the range of the repetitions; *shared* prompts have a prefix "
+        "in common, *unshared* ones nothing.",
         table(
             ["model", "SGLang", "layers", "right", "largest difference", "between stock", "shared, to the best",
              f"shared, `{OURS}`", "shared, best", "unshared, to the best", f"unshared, `{OURS}`", "unshared, best"],
