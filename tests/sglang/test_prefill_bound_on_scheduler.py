@@ -323,6 +323,21 @@ def test_where_memory_is_full_everybody_is_served(server, kind, decoding):
     assert any(asked) and not all(asked) and sum(req.retraction_count for req in one.requests.values())
 
 
+def test_a_prompt_that_must_go_on_is_computed_in_whole_steps(server, monkeypatch):
+    """Where a decode step would take its memory none comes, and small chunks would gain nothing."""
+    one = server()
+    submit_some(one)
+    monkeypatch.setattr(one.feather.rounds.limit, "_must_go_on", lambda batch: True)
+    ran = len(one.ran)
+    assert one.submit("long", [9] * 2500, max_new_tokens=1)
+    while not one.requests["long"].output_ids:
+        one.step()
+    kinds, chunks = zip(*one.ran[ran:], strict=True)
+    assert set(kinds) == {"prefill"} and all(0.8 * FIT <= tokens <= 1.1 * FIT for tokens in chunks[2:-1]), chunks
+    one.drain()
+    one.assert_nothing_left()
+
+
 def test_a_pause_is_no_time_of_the_steps_before_it(server):
     one = server()
     submit_some(one)

@@ -68,10 +68,10 @@ class PrefillLimit:
     def begin(self, running_batch: Any, readings: Readings) -> bool:
         """Set the round's chunk size; False lets the running batch decode first."""
         chunked, known, waiting = self.scheduler.chunked_req, self.bound.look(readings), 0.0
+        requests = len(self.scheduler.waiting_queue) + (chunked is not None)
         self._pair_tokens, self._planned = readings.pair_tokens or 0.0, 0.0
         if known:
             waiting = self._waiting(chunked)
-            requests = len(self.scheduler.waiting_queue) + (chunked is not None)
             self._planned = self.bound.work(waiting, requests)
         # Little is left of the gap; or a bound that is relative to a decode step is to be timed: two of them in a row.
         due = self.bound.steps and self._planned < min(self._floor, waiting)
@@ -83,6 +83,9 @@ class PrefillLimit:
         if not known:
             self.restore()
             return True
+        if due:  # no decode step can come: the prompt goes on as in a gap of its own
+            self.bound.decoded()
+            self._planned = self.bound.work(waiting, requests)
         self._work = self._planned
         context = 0 if chunked is None else cached_tokens(chunked)
         page = self.scheduler.page_size

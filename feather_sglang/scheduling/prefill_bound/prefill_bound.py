@@ -15,8 +15,8 @@ wait for memory the server is overloaded: then, too, the gap is at most ``LONGES
 prefill is interrupted for takes a twentieth of the time. However tight the bound, a gap is twice its own part: shorter
 steps would cost more than they compute.
 
-A step that computes less than half of its gap's work, as no more was there, is followed by another one, which computes
-the rest; of each of these ``own`` has only what a prefill step takes however little it computes.
+A step that computes less than half of its gap's work, as no more was there or a chunk was full, is followed by another
+one, which computes the rest; of each of these ``own`` has only what a prefill step takes however little it computes.
 
 Ours. Sarathi-Serve (Agrawal et al., 2024) has a fixed token budget of mixed steps, profiled ahead, for the same end.
 """
