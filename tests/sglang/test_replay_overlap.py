@@ -267,7 +267,7 @@ def test_logged_steps_are_read_back(tmp_path, monkeypatch, server, policy):
     lines = recording._read(logs)
     assert [line[1:3] for line in lines if line[0] == "request"] == [["a", 100], ["b", 50]]
     steps = recording.table(lines)
-    assert set(steps) == {"prefill", *SIZES, *TIMES, "pieces", "begin_result", "ready", "end_result"}
+    assert set(steps.dtype.names) == {"prefill", *SIZES, *TIMES, "pieces", "begin_result", "ready", "end_result"}
     prefill, decode = steps["prefill"], ~steps["prefill"]
     assert sorted(steps["came_tokens"])[-3:] == [0, 50, 100] and steps["came"].sum() == 2
     assert steps["new_tokens"][prefill].sum() == 150
