@@ -30,7 +30,7 @@ from server_report import merged, rates, report
 
 from feather_sglang import ending
 from feather_sglang.errors import FeatherError
-from feather_sglang.report.plots import save
+from feather_sglang.report.plots import new_axes, save
 from feather_sglang.report.servers import incomplete
 
 
@@ -61,16 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plot(by_server: Mapping[str, Mapping[str, float]], path: Path) -> None:
     """Bars of output tokens/s: a group a case, a bar a server."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     cases = list(dict.fromkeys(case for of_server in by_server.values() for case in of_server))
-    size = (min(12.0, 2 + 0.6 * len(by_server) * len(cases)), 3.6)
-    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
-    axes.set(title="Output throughput", ylabel="tokens/s")
-    axes.grid(alpha=0.3)
+    figure, axes = new_axes("Output throughput", "", "tokens/s")
+    figure.set_size_inches(min(12.0, 2 + 0.6 * len(by_server) * len(cases)), 3.6)
     width = 0.8 / max(1, len(by_server))
     for number, (server, of_server) in enumerate(by_server.items()):
         places = [place + (number - (len(by_server) - 1) / 2) * width for place in range(len(cases))]

@@ -163,6 +163,8 @@ def refuse_policy_flags(args: Any, name: str, options: FeatherOptions) -> None:
         flag = flag_of(option)
         if not admits(name):
             raise FeatherError(f"--schedule-policy {name} leaves admission to SGLang, so {flag} cannot work; drop it")
+        if mixes_chunks(args) and option == "pace":
+            raise FeatherError(f"{flag} saves nothing under --enable-mixed-chunk, where decode goes on; drop one")
         if mixes_chunks(args):
             raise FeatherError(f"{flag} lets prefill and decode alternate, --enable-mixed-chunk mixes them; drop one")
         if option != "pace" and (args.chunked_prefill_size or 0) < 0:

@@ -73,8 +73,8 @@ def check_engine(args: argparse.Namespace) -> None:
         other, foreign = "server", given(args, add_server_arguments)
     else:
         other, foreign = "replay", [name for name in given(args, add_arguments) if name in REPLAY_ONLY]
-    for name in foreign:
-        raise FeatherError(f"{flag(name)} goes with --engine {other}")
+    if foreign:
+        raise FeatherError(f"{flag(foreign[0])} goes with --engine {other}")
 
 
 def run(args: argparse.Namespace) -> int:

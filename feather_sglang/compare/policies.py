@@ -15,9 +15,14 @@ from feather_sglang.scheduling.policy_names import FEATHER, REPLAYED, STOCK
 DEFAULT_POLICIES = "fcfs,lpm,dfs-weight,hrrn,feather-order,feather"  # without what SGLang is too old for
 
 
+def split(text: str) -> list[str]:
+    """The names in a value of ``--policies``."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def named(text: str, known: Sequence[str]) -> list[str]:
     """The policies that a value of ``--policies`` names, all of them known."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = split(text)
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise FeatherError(f"--policies {text}: unknown {unknown or 'empty list'}; choose from {known}")
@@ -34,11 +39,12 @@ def chosen_policies(args: argparse.Namespace) -> list[str]:
     """The policies that ``--policies`` names, or else those of the default that the installed SGLang has."""
     if args.policies is None:
         return available(DEFAULT_POLICIES.split(","))
-    policies = named(args.policies, (*STOCK, *REPLAYED, *FEATHER))
-    if args.engine == "server" and (replayed := [name for name in REPLAYED if name in policies]):
+    on_server = args.engine == "server"
+    if on_server and (replayed := [name for name in split(args.policies) if name in REPLAYED]):
         raise FeatherError(
             f"--policies {args.policies}: no server has {replayed[0]}; leave it out, or use --engine replay"
         )
+    policies = named(args.policies, (*STOCK, *FEATHER) if on_server else (*STOCK, *REPLAYED, *FEATHER))
     if len(set(policies)) < len(policies):
         raise FeatherError(f"--policies {args.policies}: a policy is named twice")
     return policies

@@ -287,7 +287,7 @@ class Told:
         assert self.bound.look(known)
         work = self.bound.work(waiting, requests)
         self.bound.launched(work)
-        self.bound.decoded()
+        self.bound.begin_gap()
         self.bound.tell_in_force(now)
         return work
 
@@ -322,7 +322,7 @@ def test_before_anything_was_timed_a_decode_step_follows_each_small_step():
     assert bound.look(Readings(0.0, own_seconds=0.5)) and bound.work(inf, 1) == FIRST_TOKENS
     bound.launched(100.0)
     assert bound.look(Readings(0.0)) and bound.work(inf, 1) == 0
-    bound.decoded()
+    bound.begin_gap()
     assert bound.work(inf, 1) == FIRST_TOKENS
 
 
@@ -344,7 +344,7 @@ def test_steps_of_a_gap_add_up_to_what_it_may_be(bound, waiting, own, price, fix
         assert gap <= (own + planned * price) * (1 + 1e-9)
     one.tell_in_force(0.0)
     assert one.in_force == pytest.approx(max(bound, gap))
-    one.decoded()
+    one.begin_gap()
     assert one.work(waiting, 1) == planned
 
 

@@ -77,14 +77,14 @@ class PrefillLimit:
         due = self.bound.steps and self._planned < min(self._floor, waiting)
         if (due or not known) and not self._must_go_on(running_batch):
             self.deferrals += 1
-            self.bound.decoded()
+            self.bound.begin_gap()
             self.restore()
             return False
         if not known:
             self.restore()
             return True
         if due:  # no decode step can come: the prompt goes on as in a gap of its own
-            self.bound.decoded()
+            self.bound.begin_gap()
             self._planned = self.bound.work(waiting, requests)
         self._work = self._planned
         context = 0 if chunked is None else cached_tokens(chunked)
@@ -162,7 +162,7 @@ class PrefillLimit:
     def end(self, new_batch: Any) -> None:
         """The round is over, and ``new_batch`` is launched, or a decode step."""
         if not self._decodes or new_batch is None:
-            self.bound.decoded()
+            self.bound.begin_gap()
         elif self._work is not None:
             self.bound.launched(self._planned - self._work)
         self._adder = None

@@ -69,7 +69,7 @@ class PrefillBound:
     ----------
     asked : seconds between two tokens that are aimed at; None: not known yet.
     in_force : the same, or the longest gap that was launched of late if that is longer; None: nothing is asked yet.
-    steps : prefill steps that were launched since the latest decode step.
+    steps : prefill steps of the present gap that were launched.
     """
 
     def __init__(self, promise: Promise, tell: Callable[[str], None] = lambda line: None) -> None:
@@ -119,8 +119,8 @@ class PrefillBound:
         self.steps += 1
         self._longest = max(self._longest, gap)
 
-    def decoded(self) -> None:
-        """A decode step was launched, or nobody decodes."""
+    def begin_gap(self) -> None:
+        """Nothing of the next gap is launched: a decode step was, or none can be."""
         self.steps, self._work = 0, 0.0
 
     def tell_in_force(self, now: float) -> None:
