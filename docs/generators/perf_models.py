@@ -101,39 +101,39 @@ def _rate(repeated: dict[str, Sequence[float]], where: str) -> Rate:
     return Rate(ours, stock[best], best, noise)
 
 
-def rows(found: Iterable[Model]) -> list[list[str]]:
-    """A row of the table for each model."""
+def answer_rows(found: Iterable[Model]) -> list[list[str]]:
+    """What each model's answers are beside a stock backend's."""
     return [
-        [
-            "<br>".join([one.name, *(text.replace(" ", "&nbsp;") for text in (one.cut, one.flags) if text)]),
-            one.release,
-            LAYERS[one.kind],
-            "**no**" if one.wrong else "yes",
-            f"{one.apart:.2f}",
-            f"{one.spread:.2f}",
-            *_cells(one.shared),
-            *_cells(one.private),
-        ]
+        [one.name, one.cut or "nothing", f"`{one.flags}`" if one.flags else "none", one.release, LAYERS[one.kind],
+         "**no**" if one.wrong else "yes", f"{one.apart:.2f}", f"{one.spread:.2f}"]
         for one in found
-    ]
+    ]  # fmt: skip
 
 
-def _cells(rate: Rate) -> tuple[str, str, str]:
-    return f"**{rate.ratio:.2f}**<br>±{rate.noise:.0%}", number(rate.ours), f"{number(rate.best)}<br>{rate.backend}"
+def rate_rows(found: Iterable[Model]) -> list[list[str]]:
+    """Each model's throughput with prompts that share a prefix, and with prompts that share nothing."""
+    return [
+        [one.name, f"`{one.flags}`" if one.flags else "none", prompts, number(rate.ours), number(rate.best),
+         rate.backend, f"**{rate.ratio:.2f}**", f"{rate.noise:.0%}"]
+        for one in found
+        for prompts, rate in (("shared prefix", one.shared), ("nothing shared", one.private))
+    ]  # fmt: skip
 
 
 def section(folder: Path) -> Section:
     """Whether pat is right on each model, and how fast beside the best of SGLang's own backends."""
+    found = models(folder)
+    answers = ["model", "left out of it", "flags", "SGLang", "layers", "right",
+               "largest difference of a log-probability", "the same between stock answers"]  # fmt: skip
+    rates = ["model", "flags", "prompts", f"`{OURS}`, tokens/s", "best stock backend, tokens/s", "which one",
+             f"`{OURS}` to it", "spread"]  # fmt: skip
     body = [
-        "Each row is one model on servers that differ in the attention backend alone. `pat` is right where its tokens "
-        "and log-probabilities are those of a stock backend within what rounding does: the largest difference between "
-        "two stock backends, or between one's answers at once and one by one, is given beside `pat`'s. Throughput is "
-        "of steady batches, in output tokens/s, with half the range of the repetitions; *shared* prompts have a prefix "
-        "in common, *unshared* ones nothing.",
-        table(
-            ["model", "SGLang", "layers", "right", "largest difference", "between stock", "shared, to the best",
-             f"shared, `{OURS}`", "shared, best", "unshared, to the best", f"unshared, `{OURS}`", "unshared, best"],
-            rows(models(folder)),
-        ),
-    ]  # fmt: skip
+        f"Each model runs on servers that differ in the attention backend alone. `{OURS}` is right where its tokens "
+        "and log-probabilities are those of a stock backend, within twice what lies between two stock backends, or "
+        "between one's answers at once and one by one:",
+        table(answers, answer_rows(found)),
+        "Throughput of steady batches, in output tokens/s, the median of repetitions; their spread is half of the "
+        "range from the slowest to the fastest:",
+        table(rates, rate_rows(found)),
+    ]
     return Section("Other models", body, f"{setup(folder, MODELS)}.", [command_of(folder, MODELS)], list(FILES))

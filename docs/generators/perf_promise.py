@@ -12,7 +12,7 @@ from perf_text import Section, number, table
 
 # Prompts of real traces, 500,000 KV tokens; prefixes that fill or exceed 200,000; both kinds with prefill graphs.
 WITHOUT, SHARED, WITH = "bounds_h200_traces.json", "bounds_h200.json", "bounds_h200_graphs.json"
-SHORT = "bounds_h200_short.json"  # short prompts too; 200,000 KV tokens, prefill graphs
+SHORT = "bounds_h200_short.json"  # short prompts too, not under each flag; 200,000 KV tokens, prefill graphs
 FILES = {WITHOUT: "", SHARED: "", WITH: ", prefill graphs", SHORT: ", prefill graphs, 200,000 KV tokens"}
 PLAIN = "feather"
 FLAGS = {"feather, tbt 250": "`--feather-tbt 250`", "feather, tbt 50": "`--feather-tbt 50`",
@@ -48,8 +48,9 @@ def measured(folder: Path, file: str) -> dict[str, dict[str, Bounded]]:
             run = Bounded(name, get(overall, file, "tok_s"), *times, get(record, file, "goodput"))
             found.setdefault(case, {}).setdefault(name, []).append(run)
     for case, runs in found.items():
-        if PLAIN not in runs or not any(name in runs for name in FLAGS):
-            raise ResultError(f"{file}: {case}: no run {'under' if PLAIN in runs else 'without'} a bound")
+        needed = (PLAIN,) if file == SHORT else (PLAIN, *FLAGS)
+        if missing := [name for name in needed if name not in runs]:
+            raise ResultError(f"{file}: {case}: no {missing[0]}")
     return {case: {name: _mean(repeated) for name, repeated in runs.items()} for case, runs in found.items()}
 
 
@@ -77,19 +78,34 @@ def rows(runs: dict[str, Bounded], where: str) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def summary(folder: Path) -> str:
-    """Of each flag the span of throughput to no bound, and of the longest gaps."""
+def spans(folder: Path) -> tuple[str, dict[str, tuple[str, str]]]:
+    """The span of the longest gaps without a bound, and with each flag that of the gaps and of throughput to none."""
     found = [runs for file in FILES for runs in measured(folder, file).values()]
     before = sorted(runs[PLAIN].longest_ms / 1e3 for runs in found)
-    lines = [f"Without a bound, one request in a hundred waited {before[0]:.1f} to {before[-1]:.0f} s for a token."]
+    flags = {}
     for name, text in FLAGS.items():
         costs = sorted(runs[name].tok_s / runs[PLAIN].tok_s for runs in found if name in runs)
         after = sorted(runs[name].longest_ms / 1e3 for runs in found if name in runs)
-        lines.append(
-            f"With {text} it waited {after[0]:.2f} to {after[-1]:.2f} s, at {costs[0]:.2f}x to {costs[-1]:.2f}x of the "
-            "throughput."
-        )
+        flags[text] = f"{after[0]:.2f} to {after[-1]:.2f} s", f"{costs[0]:.2f}x to {costs[-1]:.2f}x"
+    return f"{before[0]:.1f} to {before[-1]:.0f} s", flags
+
+
+def summary(folder: Path) -> str:
+    """What each flag costs and brings, in a line."""
+    before, flags = spans(folder)
+    lines = [f"Without a bound, one request in a hundred waited {before} for a token."]
+    lines += [f"With {text} it waited {gaps}, at {costs} of the throughput." for text, (gaps, costs) in flags.items()]
     return "\n".join(f"- {line}" for line in lines)
+
+
+def readme_line(folder: Path) -> str:
+    """The first flag's for README."""
+    before, flags = spans(folder)
+    text, (gaps, costs) = next(iter(flags.items()))
+    return (
+        f"- overload, H200 server: the longest wait of a request for its next token, **{before}**, is **{gaps}** with "
+        f"{text}, at **{costs}** of the throughput"
+    )
 
 
 def section(folder: Path) -> Section:

@@ -58,7 +58,7 @@ def span(values: Iterable[float], digits: int = 1) -> str:
 
 
 def readme_block(folder: Path) -> str:
-    """README's numbers: four, each with its hardware."""
+    """README's numbers, each with its hardware."""
     kernel = [row for row in trees(folder, perf_kernel.PAT) if row.heads == "32/8" and row.page_size == 1]
     of_kernel = geometric_mean(row.ratio for row in kernel)
     ours = [perf_servers.policies(folder, attention, files) for attention, files in perf_servers.POLICIES.items()]
@@ -85,6 +85,7 @@ def readme_block(folder: Path) -> str:
         f"- real traces, simulated H200: **{mean:.2f}x** fcfs's mean time to the first token, **{late:.2f}x** its "
         f"p99, **{longest:.2f}x** its longest wait; on a server, one slice, {seen_mean:.2f}x and {seen_late:.2f}x; the "
         f"simulation is {apart:.0%} from servers in throughput",
+        perf_promise.readme_line(folder),
     ]
     return "\n".join(lines)
 
