@@ -23,6 +23,7 @@ import performance
 from perf_results import ResultError, evicts, geometric_mean, trees
 
 from feather_sglang.adapter.attention import matrix
+from feather_sglang.adapter.hooks import SUPPORTED
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, MEASURED = ROOT / "docs", ROOT / "docs" / "measured"
@@ -102,6 +103,19 @@ def test_the_policy_gains_most_where_prefixes_are_evicted_and_loses_nowhere(
             runs[name].ttft_p99 for name in measured.names[:-1] if name in runs
         )
     assert seen == {"W2", "W6"} and len(measured.runs) >= 5
+
+
+def test_headline_tables_and_each_kind_of_model_are_of_the_newest_release() -> None:
+    """Beside SGLang's own policies, those for work and for waiting included; what is older is named."""
+    newest = SUPPORTED[-1]
+    for file in {*perf_servers.SERVERS.values(), *(file for files in perf_servers.POLICIES.values() for file in files)}:
+        assert json.loads((MEASURED / file).read_text())["machine"]["versions"]["sglang"] == newest, file
+    table = perf_servers.policies(MEASURED, "pat", perf_servers.POLICIES["pat"])
+    assert {"fcfs", "lpm", "dfs-weight", "hrrn", "shortest-prefill-first", "feather"} <= set(table.names)
+    older = {one.kind for one in perf_models.models(MEASURED)} - {
+        one.kind for one in perf_models.models(MEASURED) if one.release == newest
+    }
+    assert older == {"chunks"}
 
 
 def test_the_replay_is_near_a_server() -> None:
