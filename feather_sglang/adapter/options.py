@@ -8,6 +8,7 @@ What nobody needs first has no flag. Replays take the same flags and the same va
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -29,18 +30,20 @@ VARIABLE = "FEATHER_OPTIONS"
 
 def _whole(least: int) -> Callable[[Any], int]:
     def parse(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | str) or int(value) < least:
-            raise ValueError(f"expected a whole number of at least {least}")
-        return int(value)
+        with contextlib.suppress(ValueError):
+            if isinstance(value, int | str) and not isinstance(value, bool) and int(value) >= least:
+                return int(value)
+        raise ValueError(f"expected a whole number of at least {least}")
 
     return parse
 
 
 def _number(expected: str, fits: Callable[[float], bool]) -> Callable[[Any], float]:
     def parse(value: Any) -> float:
-        if isinstance(value, bool) or not fits(float(value)):
-            raise ValueError(f"expected {expected}")
-        return float(value)
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
+            if not isinstance(value, bool) and fits(float(value)):
+                return float(value)
+        raise ValueError(f"expected {expected}")
 
     return parse
 

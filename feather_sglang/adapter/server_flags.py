@@ -76,9 +76,10 @@ def starting_with(words: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except SystemExit as end:  # by which feather ends a start in a child process
-        if words and isinstance(end.__context__, FeatherError):
-            raise FeatherError(f"--server-flags {' '.join(words)}: {end.__context__}") from None
-        raise
+        if not isinstance(end.__context__, FeatherError):
+            raise
+        flags = f"--server-flags {' '.join(words)}: " if words else ""
+        raise FeatherError(f"{flags}{end.__context__}") from None
     except (AssertionError, ValueError) as error:
         if not words:
             raise

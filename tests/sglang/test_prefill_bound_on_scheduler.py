@@ -184,6 +184,19 @@ def test_what_lies_between_two_decode_steps_is_measured(server, kind):
     assert meters.decode.step_seconds == pytest.approx(DECODE, rel=0.1)
 
 
+@pytest.mark.skipif(installed_version() < "0.5.23", reason="sglang has no --prefill-decode-interval before 0.5.23")
+def test_decode_steps_that_sglang_spaces_prefill_with_end_a_gap(server):
+    one = server(prefill_decode_interval=3)
+    submit_some(one)
+    ran = len(one.ran)
+    for i in range(3):
+        assert one.submit(f"long{i}", [9 + i] * 900 + tail(i), max_new_tokens=1)
+    one.drain()
+    kinds = "".join(kind[0] for kind, _ in one.ran[ran:]).strip("d")
+    between = [len(decodes) for decodes in kinds.split("p")[1:-1]]
+    assert len(between) > 3 and set(between) == {3}
+
+
 def test_once_nobody_decodes_any_more_the_chunks_are_full_again(server):
     """The last of them ends between two chunks."""
     one = server()

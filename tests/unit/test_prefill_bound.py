@@ -270,6 +270,11 @@ def test_half_a_promise_is_none(text):
         Promise(parse(text))
 
 
+def test_a_mean_gap_is_not_promised():
+    with pytest.raises(FeatherError, match="a server cannot promise tpot; leave it out$"):
+        Promise(parse("ttft=2,tbt=50,tpot=50"))
+
+
 # A server's bound -------------------------------------------------------------------------------------------------
 
 OWN, PRICE = 0.01, 1e-4

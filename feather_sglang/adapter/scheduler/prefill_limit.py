@@ -69,6 +69,9 @@ class PrefillLimit:
         """Set the round's chunk size; False lets the running batch decode first."""
         chunked, known, waiting = self.scheduler.chunked_req, self.bound.look(readings), 0.0
         requests = len(self.scheduler.waiting_queue) + (chunked is not None)
+        last = self.scheduler.last_batch
+        if last is not None and last.forward_mode.is_decode():
+            self.bound.begin_gap()  # in no round of ours, under --prefill-decode-interval
         self._pair_tokens, self._planned = readings.pair_tokens or 0.0, 0.0
         if known:
             waiting = self._waiting(chunked)

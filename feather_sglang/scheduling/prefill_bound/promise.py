@@ -23,6 +23,8 @@ class Promise:
     def __init__(self, slo: SLO | None = None, tbt: float | None = None) -> None:
         if slo is not None and (slo.ttft is None or slo.tbt is None):
             raise FeatherError(f"--feather-slo {slo.text}: give both bounds, ttft and tbt")
+        if slo is not None and slo.tpot is not None:
+            raise FeatherError(f"--feather-slo {slo.text}: a server cannot promise tpot; leave it out")
         self.slo = slo
         self.tbt = tbt
 
