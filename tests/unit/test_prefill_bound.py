@@ -271,7 +271,7 @@ def test_half_a_promise_is_none(text):
 
 
 def test_a_mean_gap_is_not_promised():
-    with pytest.raises(FeatherError, match="a server cannot promise tpot; leave it out$"):
+    with pytest.raises(FeatherError, match=r"a server cannot promise tpot; leave it out$"):
         Promise(parse("ttft=2,tbt=50,tpot=50"))
 
 
