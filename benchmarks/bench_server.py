@@ -26,12 +26,12 @@ from pathlib import Path
 
 from finished import read_finished
 from server_arguments import arguments, bench
+from server_records import incomplete
 from server_report import merged, rates, report
 
 from feather_sglang import ending
 from feather_sglang.errors import FeatherError
 from feather_sglang.report.plots import new_axes, save
-from feather_sglang.report.servers import incomplete
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,10 +26,11 @@ from typing import Any
 from finished import read_finished
 from rich.console import Console
 from server_cases import bench_case
+from server_names import server_of, words_of_start
 
 from feather_sglang.adapter.options import FeatherOptions, parse_flag
 from feather_sglang.compare.server.cases import WORKLOADS
-from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS, ServerConfig, words_of_start
+from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import replace_text
 from feather_sglang.replay.arguments import check_fits, check_sglang, suited
@@ -111,7 +112,7 @@ def runs_of(content: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
         records.setdefault((record["case"], record["server"]), []).append(record)
     for (case, name), rounds in records.items():
         start, flags = of_server[name], content["servers"][name]["flags"]
-        configuration = ServerConfig(name, tuple(flags))
+        configuration = server_of(name, flags)
         words = words_of_start(content["command"], start)
         given = values([*words, *flags])
         attention = backend(given)

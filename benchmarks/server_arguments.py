@@ -13,12 +13,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from server_cases import bench_case
+from server_cases import bench_case, check_fit
 from server_driver import BenchTerms
 from server_file import BenchFile
+from server_names import COMMON_FLAGS, parse_server
 
-from feather_sglang.compare.server.cases import check_fit, vocabulary_of
-from feather_sglang.compare.server.config import COMMON_FLAGS, POLICY_FLAG, parse_server, switch_flags
+from feather_sglang.compare.server.cases import vocabulary_of
+from feather_sglang.compare.server.config import POLICY_FLAG, switch_flags
 from feather_sglang.errors import FeatherError
 
 RESERVE = 5.0  # seconds of the time limit that are kept for the end

@@ -14,6 +14,14 @@ from feather_sglang.compare.server.cases import Case, parse_case
 from feather_sglang.replay.traces import Trace, load_trace
 
 
+class Misfit(RuntimeError):
+    """A case that a server cannot run as it is meant."""
+
+
+class TooManyRequests(Misfit):
+    """Of a batch, more than the server runs."""
+
+
 def bench_case(text: str, seed: int = 0, arrivals: str = "poisson", traces: Path | None = None) -> Case:
     """Make the case of that name.
 
@@ -30,6 +38,21 @@ def bench_case(text: str, seed: int = 0, arrivals: str = "poisson", traces: Path
         return Case(text, _slice(text, rest, traces))
     case = parse_case(text, seed)
     return replace(case, trace=evenly_spaced(case.trace)) if arrivals == "fixed" and not case.steady else case
+
+
+def check_fit(case: Case, kv_tokens: int | None, max_running: int | None, drafted: int = 0) -> None:
+    """Raise ``Misfit`` if a steady batch could never be complete.
+
+    Parameters
+    ----------
+    kv_tokens, max_running : of the server; None: not known.
+    drafted : KV tokens that drafts take besides those of the case.
+    """
+    needed = case.kv_tokens + drafted
+    if case.steady and kv_tokens is not None and needed > kv_tokens:
+        raise Misfit(f"does not fit: needs {needed:,} KV tokens, the server has {kv_tokens:,}")
+    if case.steady and max_running is not None and case.batch > max_running:
+        raise TooManyRequests(f"does not fit: {case.batch} requests, the server runs {max_running}")
 
 
 def _slice(text: str, rest: str, traces: Path | None) -> Trace:

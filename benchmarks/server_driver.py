@@ -12,7 +12,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from feather_sglang.compare.server.cases import Case, Misfit
+from server_cases import Misfit
+from server_records import steady
+
+from feather_sglang.compare.server.cases import Case
 from feather_sglang.compare.server.client import allow_open_files
 from feather_sglang.compare.server.config import ServerConfig
 from feather_sglang.compare.server.driver import LEAST_RUN, PROBLEMS, Driver, Terms, alike, describe, in_turns
@@ -150,10 +153,15 @@ class BenchDriver(Driver):
             server.switch(configuration.policy, configuration.policy_options)
         mark = server.printed_bytes()
         limit = min(terms.case_limit - (time.monotonic() - begun), self.remaining())
-        found = measure(server, configuration.name, case, *self.requests(case), limit, terms.key is not None)
+        found, driven = measure(server, configuration.name, case, *self.requests(case), limit, terms.key is not None)
         log = read_log(server.printed(mark), case.batch if case.steady else None)
         found.case, found.round = case.name, number
-        found.server = {"log": log, "seconds": round(time.monotonic() - begun, 2)}
+        found.server = {
+            "log": log,
+            "seconds": round(time.monotonic() - begun, 2),
+            "steady": steady(driven.streams) if case.steady else None,
+            "held": driven.held,
+        }
         return found
 
 

@@ -116,10 +116,10 @@ class BenchFile:
             record |= {
                 "overall": result.counted,
                 "admission": result.admission and result.admission._asdict(),
-                "steady": result.steady,
+                "steady": result.server["steady"],
                 "log": result.server["log"],
                 "client_cpu": result.client_cpu,
-                "held": result.held,
+                "held": result.server["held"],
                 "clocks": result.clocks,
                 "activity": result.activity,
                 "seconds": result.server["seconds"],

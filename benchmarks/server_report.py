@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
-from feather_sglang.report.servers import CLIENT_BOUND, Record, counted, tok_s
+from server_records import Record, counted, tok_s
+
+from feather_sglang.compare.server.result import CLIENT_BOUND
 from feather_sglang.report.tables import grid
 
 MARKS = {

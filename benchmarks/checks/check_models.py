@@ -41,6 +41,10 @@ from model_shapes import SHAPES, VOCABULARY, Shape
 from pat_compare import Answers, Tolerance
 from sending import body
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from server_records import steady
+
 from feather_sglang.compare.server.cases import Case, parse_case
 from feather_sglang.compare.server.client import allow_open_files, call
 from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS, ServerConfig
@@ -262,8 +266,9 @@ class ShapeCheck:
         server.flush()
         limit = max(10.0, self.deadline - time.monotonic())
         requests = case.requests(VOCABULARY, 8), case.warm_up(VOCABULARY)
-        result = measure(server, backend, case, *requests, limit, admission=False)
-        return [result.steady["tok_s"]] if result.steady else []
+        _, driven = measure(server, backend, case, *requests, limit, admission=False)
+        window = steady(driven.streams)
+        return [window["tok_s"]] if window else []
 
 
 def share_read(before: dict[str, float], after: dict[str, float]) -> float:

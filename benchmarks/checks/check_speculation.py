@@ -42,7 +42,12 @@ from pat_churn import Churn
 from pat_compare import Answers, Tolerance
 from sending import body
 
-from feather_sglang.compare.server.cases import Case, Misfit, TooManyRequests, check_fit, parse_case
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from server_cases import Misfit, TooManyRequests, check_fit
+from server_records import steady
+
+from feather_sglang.compare.server.cases import Case, parse_case
 from feather_sglang.compare.server.client import allow_open_files, call
 from feather_sglang.compare.server.config import ServerConfig
 from feather_sglang.compare.server.measure import measure
@@ -285,9 +290,9 @@ class SpeculationCheck:
                 try:
                     server.flush()
                     requests = case.requests(VOCABULARY, 8), case.warm_up(VOCABULARY)
-                    result = measure(server, backend, case, *requests, 120.0, admission=False)
-                    if result.steady:
-                        found[backend].append(result.steady["tok_s"])
+                    result, driven = measure(server, backend, case, *requests, 120.0, admission=False)
+                    if window := steady(driven.streams):
+                        found[backend].append(window["tok_s"])
                     else:
                         self.rows[backend]["not_timed"] = incomplete(case, result, server.kv_tokens)
                 except FAILURES as problem:

@@ -18,10 +18,14 @@ from gpu_found import Gpu
 from gpu_report import BOUND_MS, CASES, NOT_RUN, OURS, PROMISE, RIGHT, STOCK, WRONG
 from model_shapes import SHAPES
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from server_names import parse_server
+from server_records import incomplete, tok_s
+
 from feather_sglang import __version__
-from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS, parse_server
+from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS
 from feather_sglang.compare.server.process import environment_with
-from feather_sglang.report.servers import incomplete, tok_s
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS, ANSWERS = "GPU tests", "answers of pat+feather"

@@ -6,12 +6,16 @@ Pure functions of result files; no GPU is needed.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-from feather_sglang.report.servers import tok_s
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from server_records import tok_s
+
 from feather_sglang.report.tables import grid
 
 Content = Mapping[str, Any]

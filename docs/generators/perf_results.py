@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,8 +12,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from server_names import server_of
+
 from feather_sglang.compare.server.cases import WORKLOADS, parse_case
-from feather_sglang.compare.server.config import ServerConfig
 
 PEERS = ("fa3", "fa3-planned", "flashinfer", "cascade")  # FlashAttention-3, FlashInfer and its cascade
 STOCK_POLICIES = ("fcfs", "lpm", "dfs-weight", "hrrn", "shortest-prefill-first")
@@ -149,7 +153,7 @@ def server_runs(folder: Path, file: str) -> list[Run]:
             mean(get(record, file, "overall", spread, key) for record in records)
             for spread, key in (("ttft_s", "mean"), ("ttft_s", "p99"), ("e2e_s", "mean"))
         ]
-        policy = ServerConfig(name, tuple(flags)).policy
+        policy = server_of(name, flags).policy
         runs.append(Run(case, attention_of(flags, file), policy, tok_s, *times, kv_tokens))
     return runs
 

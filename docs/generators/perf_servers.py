@@ -21,8 +21,9 @@ from perf_results import (
     server_runs,
 )
 from perf_text import Section, command, number, table
+from server_names import COMMON_FLAGS, words_of_start
 
-from feather_sglang.compare.server.config import COMMON_FLAGS, NO_PREFILL_GRAPHS, words_of_start
+from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS
 
 SERVERS = {"pat": "servers_h200_pat.json", "fa3": "servers_h200_fa3.json", "flashinfer": "servers_h200_flashinfer.json"}
 # The first file that has a workload counts: one has more policies than the backends' runs.

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def configurations(args: argparse.Namespace, policies: Sequence[str]) -> list[ServerConfig]:
-    """One per attention backend and policy; flags that the user gave come last, so they overrule."""
+    """One per attention backend and policy; flags that the user gave overrule."""
     given = server_flags.split(args.server_flags)
     for flag, instead in (
         ("--schedule-policy", "--policies"),
@@ -97,12 +97,11 @@ def configurations(args: argparse.Namespace, policies: Sequence[str]) -> list[Se
     for backend in backends or [""]:
         decode = tuple(BACKENDS.get(backend, "").split())
         for policy in policies:
-            taken = options[policy] if policy in FEATHER else {}
-            flags = (*decode, POLICY_FLAG, policy, *feather_flags(taken), *given)
-            told = {"policy_file": None, **taken} if policy in FEATHER else {}
+            told = {"policy_file": None, **options[policy]} if policy in FEATHER else {}
             told = {option: value for option, value in told.items() if option not in overruled}
+            flags = (POLICY_FLAG, policy, *feather_flags(told))
             name = f"{backend}+{policy}" if len(backends) > 1 else policy
-            found.append(ServerConfig(name, flags, told))
+            found.append(ServerConfig(name, (*decode, *given), policy, told, flags))
     return found
 
 

@@ -9,13 +9,14 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from feather_sglang.adapter.options import VARIABLE, add_flags
-from feather_sglang.compare.server.config import BACKENDS, COMMON_FLAGS
+from feather_sglang.compare.server.config import BACKENDS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "checks"))
 
 import check_pat_server
 import check_ranks
 import gpu_parts
+from server_names import COMMON_FLAGS
 
 FLAGS = {
     "bench_server": COMMON_FLAGS,

@@ -192,12 +192,16 @@ class TestCommandLine:
         with pytest.raises(FeatherError, match=needs) if needs else contextlib.nullcontext():
             ab.check_room(trace, server)
 
-    def test_the_users_flags_come_last(self):
-        args = arguments("--server-flags=--device cpu", "--feather-max-wait", "9", "--attention", "pat")
+    def test_the_users_flags_overrule(self):
+        args = arguments(
+            "--server-flags=--device cpu --feather-row-order off", "--feather-max-wait", "9", "--attention", "pat"
+        )
         fcfs, feather = ab.configurations(args, ["fcfs", "feather-order"])
         pat = ["--attention-backend", "fa3", "--decode-attention-backend", "pat"]
-        assert list(fcfs.flags) == [*pat, "--schedule-policy", "fcfs", "--device", "cpu"]
-        assert feather.name == "feather-order" and feather.flags[-2:] == ("--device", "cpu")
+        assert list(fcfs.flags) == [*pat, "--device", "cpu", "--feather-row-order", "off", "--schedule-policy", "fcfs"]
+        assert feather.name == "feather-order" and [word for word in feather.flags if "row-order" in word] == [
+            "--feather-row-order"
+        ]
         assert (
             " ".join(feather.flags).count("--feather-max-wait 9.0 --feather-max-overtaking 2.0 --feather-explore on")
             == 1
@@ -484,7 +488,8 @@ class TestServers:
 
         def measure(server, name, *given):
             server.done.append(f"run {name}")
-            return summarize(name, Driven([stream((1.0, 1), (2.0, 5))], 3.0, 0.1, False), [], None, 0)
+            driven = Driven([stream((1.0, 1), (2.0, 5))], 3.0, 0.1, False)
+            return summarize(name, driven, [], None, 0), driven
 
         monkeypatch.setattr(driving, "measure", measure)
         one.driver.run()

@@ -10,10 +10,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench_server as bench
 import server_report as report
+from server_cases import Misfit, check_fit
 from server_driver import plan
+from server_names import parse_server
 
-from feather_sglang.compare.server.cases import Misfit, check_fit, parse_case
-from feather_sglang.compare.server.config import parse_server
+from feather_sglang.compare.server.cases import parse_case
 from feather_sglang.compare.server.stats import spread
 
 

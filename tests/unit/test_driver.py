@@ -11,11 +11,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import server_driver as bench
+from server_cases import Misfit
+from server_names import parse_server
 
 from feather_sglang.compare.server import driver as driving
-from feather_sglang.compare.server.cases import Misfit, parse_case
+from feather_sglang.compare.server.cases import parse_case
 from feather_sglang.compare.server.client import Driven
-from feather_sglang.compare.server.config import parse_server
 from feather_sglang.compare.server.driver import Driver, Terms
 from feather_sglang.compare.server.process import ServerFailed
 from feather_sglang.compare.server.result import summarize
@@ -84,7 +85,7 @@ def world(monkeypatch):
     def measure(server, name, case, *given):
         made.happens("run", name, case.name[:6])
         driven = Driven([Stream(0.0, 10, 0.0, [(1.0, 1), (2.0, 5)], 0, True)], 3.0, 0.1, False)
-        return summarize(name, driven, [], None, 0)
+        return summarize(name, driven, [], None, 0), driven
 
     monkeypatch.setattr(driving, "Server", made.server)
     monkeypatch.setattr(driving, "measure", measure)

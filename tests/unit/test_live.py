@@ -16,13 +16,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from server_cases import bench_case
 from server_driver import read_log
 from server_file import stock
+from server_names import parse_server
+from server_records import steady
 
 from feather_sglang.compare.server.cases import Case, fold, parse_case, probes
 from feather_sglang.compare.server.client import Address, HttpError, call, drive
-from feather_sglang.compare.server.config import ServerConfig, parse_server
+from feather_sglang.compare.server.config import ServerConfig
 from feather_sglang.compare.server.machine import Clocks, machine, summarize_clocks
 from feather_sglang.compare.server.process import group_alive
-from feather_sglang.compare.server.stats import Stream, overall, peak_running, steady
+from feather_sglang.compare.server.stats import Stream, overall, peak_running
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.traces import Trace, TraceRequest
 

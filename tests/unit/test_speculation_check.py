@@ -149,8 +149,9 @@ class Pool(FakeServer):
 def test_a_batch_that_was_never_complete_is_named(checked, monkeypatch, kv_tokens, steady, says):
     monkeypatch.setattr(check, "Server", Pool)
     counted, summary = {"peak_running": 33, "failed": 0, "unfinished": 2}, SimpleNamespace(retractions=7)
-    result = SimpleNamespace(steady=steady, counted=counted, summary=summary)
-    monkeypatch.setattr(check, "measure", lambda *args, **kwargs: result)
+    result = SimpleNamespace(counted=counted, summary=summary)
+    monkeypatch.setattr(check, "measure", lambda *args, **kwargs: (result, SimpleNamespace(streams=steady)))
+    monkeypatch.setattr(check, "steady", lambda streams: streams)
     one = checked("eagle", "--case", STEADY)
     one.servers["pat"].kv_tokens = kv_tokens
     one.servers["fa3"].kv_tokens = 76_000

@@ -40,14 +40,6 @@ WORKLOADS: dict[str, Callable[..., Trace]] = {
 }
 
 
-class Misfit(RuntimeError):
-    """A case that a server cannot run as it is meant."""
-
-
-class TooManyRequests(Misfit):
-    """Of a batch, more than the server runs."""
-
-
 @dataclass(frozen=True)
 class Turn:
     """A prompt that quotes answers, which are not known before they came.
@@ -175,21 +167,6 @@ def parse_case(text: str, seed: int = 0) -> Case:
     else:
         raise ValueError(f"{text}: no such case; {', '.join(WORKLOADS)}, open:... or decode:...")
     return Case(text, trace)
-
-
-def check_fit(case: Case, kv_tokens: int | None, max_running: int | None, drafted: int = 0) -> None:
-    """Raise ``Misfit`` if a steady batch could never be complete.
-
-    Parameters
-    ----------
-    kv_tokens, max_running : of the server; None: not known.
-    drafted : KV tokens that drafts take besides those of the case.
-    """
-    needed = case.kv_tokens + drafted
-    if case.steady and kv_tokens is not None and needed > kv_tokens:
-        raise Misfit(f"does not fit: needs {needed:,} KV tokens, the server has {kv_tokens:,}")
-    if case.steady and max_running is not None and case.batch > max_running:
-        raise TooManyRequests(f"does not fit: {case.batch} requests, the server runs {max_running}")
 
 
 def probes() -> Case:

@@ -141,7 +141,7 @@ class Driver:
         result.server |= {"kv_tokens": server.kv_tokens, "max_running": server.max_running}
         self.terms.check(case, server)
         admission = self.terms.key is not None
-        found = measure(server, configuration.name, case, *self.requests(case), self.remaining(), admission)
+        found, _ = measure(server, configuration.name, case, *self.requests(case), self.remaining(), admission)
         if found.summary is None:
             errors = found.counted["errors"]
             raise ServerFailed(f"no request finished{': ' + errors[0] if errors else ' in time'}")

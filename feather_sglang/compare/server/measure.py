@@ -7,11 +7,10 @@ import time
 from feather_sglang import ending
 from feather_sglang.compare.server.activity import Activity
 from feather_sglang.compare.server.cases import Case, Request
-from feather_sglang.compare.server.client import call_all, drive
+from feather_sglang.compare.server.client import Driven, call_all, drive
 from feather_sglang.compare.server.machine import Clocks
 from feather_sglang.compare.server.process import Server
 from feather_sglang.compare.server.result import Admission, RunResult, summarize
-from feather_sglang.compare.server.stats import steady
 from feather_sglang.compare.server.watch import Watch
 
 
@@ -23,8 +22,8 @@ def measure(
     prefixes: list[Request],
     limit: float,
     admission: bool = True,
-) -> RunResult:
-    """Put the prefixes into the cache, then send the requests.
+) -> tuple[RunResult, Driven]:
+    """Put the prefixes into the cache, then send the requests; the figures, and what they are of.
 
     Parameters
     ----------
@@ -50,6 +49,5 @@ def measure(
         activity.summary,
         clocks.summary,
     )
-    result.steady = steady(driven.streams) if case.steady else None
     result.fell_back = watch.fell_back
-    return result
+    return result, driven

@@ -11,10 +11,10 @@ from feather_sglang.compare.server.client import Driven
 from feather_sglang.compare.server.idle import IdleTimes
 from feather_sglang.compare.server.stats import overall, token_gaps
 from feather_sglang.compare.server.watch import Line
-from feather_sglang.report.servers import CLIENT_BOUND
 from feather_sglang.report.summary import RunSummary
 from feather_sglang.slo import SLO, Timing, judge
 
+CLIENT_BOUND = 0.7  # share of a processor from which on the client, not the server, may set the pace
 FEW_STEPS = 20  # lines about decode batches below which their means are coarse
 
 
@@ -55,9 +55,7 @@ class RunResult:
     counted : what `stats.overall` counts.
     latencies : end-to-end seconds of the finished requests.
     timings : of the finished requests, with the tokens of their prompts.
-    steady : the window in which all requests ran, of a steady case that had one.
     client_cpu : share of a processor that the client used.
-    held : whether the server was held until it had taken in all requests.
     fell_back : whether a feather policy failed and left the server to fcfs.
     """
 
@@ -71,12 +69,10 @@ class RunResult:
     steps: list[Step] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
     timings: list[tuple[int, Timing]] = field(default_factory=list)
-    steady: dict[str, Any] | None = None
     admission: Admission | None = None
     activity: dict[str, Any] | None = None
     clocks: dict[str, Any] | None = None
     client_cpu: float = 0.0
-    held: bool = False
     fell_back: bool = False
 
     @property
@@ -117,7 +113,6 @@ def summarize(
         activity=activity,
         clocks=clocks,
         client_cpu=round(driven.cpu_share, 3),
-        held=driven.held,
     )
     counted = result.counted
     done = [stream for stream in driven.streams if stream.finished]

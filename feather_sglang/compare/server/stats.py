@@ -47,11 +47,6 @@ class Stream:
         tokens = self.tokens - self.events[0][1] if self.events else 0
         return (self.span[1] - self.span[0]) / tokens if tokens else None
 
-    def tokens_at(self, moment: float) -> float:
-        """Output tokens up to a moment, evenly spread between two pieces."""
-        times, counts = zip(*self.events, strict=True)
-        return float(np.interp(moment, times, counts))
-
 
 def spread(values: Iterable[float], scale: float = 1.0) -> dict[str, float] | None:
     """Mean, median and 99th percentile, times `scale`; None of nothing."""
@@ -119,23 +114,3 @@ def overall(streams: Sequence[Stream], end: float) -> dict[str, Any]:
         "late_ms": spread(lateness, 1e3),
         "errors": sorted({stream.error for stream in failed if stream.error})[:5],
     }  # fmt: skip
-
-
-def steady(streams: Sequence[Stream]) -> dict[str, Any] | None:
-    """The time in which all requests run: from the last one's first piece to the first one's last piece.
-
-    None where some request had not begun when another was over, or did not answer.
-    """
-    if not streams or any(len(stream.events) < 2 for stream in streams):
-        return None
-    begin = max(stream.span[0] for stream in streams)
-    end = min(stream.span[1] for stream in streams)
-    if begin >= end:
-        return None
-    counts = [stream.tokens_at(end) - stream.tokens_at(begin) for stream in streams]
-    return {
-        "seconds": round(end - begin, 4),
-        "output_tokens": round(sum(counts), 1),
-        "tok_s": round(sum(counts) / (end - begin), 1),
-        "tpot_ms": spread(((end - begin) / count for count in counts if count), 1e3),
-    }
