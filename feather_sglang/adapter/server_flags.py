@@ -32,12 +32,8 @@ class _Parser(argparse.ArgumentParser):
 def read_flags(words: Sequence[str]) -> dict[str, Any]:
     """What these words change: values by field of ``ServerArgs``, without those that are SGLang's defaults anyway.
 
-    The defaults of ``--schedule-conservativeness`` (`estimates_output`) and ``--stream-interval`` count as changes.
-
-    Raises
-    ------
-    FeatherError
-        For a flag that the installed release does not know, or a value that it does not take.
+    The defaults of ``--schedule-conservativeness`` (`estimates_output`) and ``--stream-interval`` count as changes. A
+    flag that the installed release does not know, or a value that it does not take, raises ``FeatherError``.
     """
     if not words:
         return {}

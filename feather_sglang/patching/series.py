@@ -47,10 +47,7 @@ class Series:
     def apply(self, read: Callable[[str], bytes]) -> dict[str, bytes]:
         """What each file of the site becomes; ``read`` gives a file of it, or raises ``FileNotFoundError``.
 
-        Raises
-        ------
-        FeatherError
-            The first line that is not what the series was made for.
+        Raises ``FeatherError`` with the first line that is not what the series was made for.
         """
         made: dict[str, bytes] = {}
         for path in self.files:

@@ -102,10 +102,7 @@ class Site:
     def apply(self) -> list[str]:
         """Patch, all or nothing; returns the files that differ now.
 
-        Raises
-        ------
-        FeatherError
-            The series does not fit, or somebody else patches; nothing was written.
+        Raises ``FeatherError``, and writes nothing, where the series does not fit or somebody else patches.
         """
         with self._alone():
             made = self.plan()
@@ -126,10 +123,8 @@ class Site:
     def revert(self) -> list[str]:
         """Put every file back; returns those that the patch had changed.
 
-        Raises
-        ------
-        FeatherError
-            There is no backup, a file was changed after it was patched, or somebody else patches; nothing was written.
+        Raises ``FeatherError``, and writes nothing, where there is no backup, a file was changed since, or somebody
+        else patches.
         """
         with self._alone():
             return self._revert()

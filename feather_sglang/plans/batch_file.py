@@ -77,10 +77,7 @@ def batch_text(plan: PackPlan, requests: int) -> str:
 def load_batch(path: Path) -> Batch:
     """Read a recorded batch; of a folder, the one that a server has written there last.
 
-    Raises
-    ------
-    FeatherError
-        No such file, or one that is no recorded batch of this version.
+    Raises ``FeatherError`` for no file, or one that is no recorded batch of this version.
     """
     try:
         if path.is_dir():
@@ -140,10 +137,7 @@ def _whole(name: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> int:
 def tree_batch(text: str, arguments: Mapping[str, Any]) -> Batch:
     """A batch from ``feather_kernels.trees``' notation, ``"1,4,256_32,256,32"``: nodes and tokens per level.
 
-    Raises
-    ------
-    FeatherError
-        Text that is no tree, or a tree too large to be meant.
+    Raises ``FeatherError`` for text that is no tree, and for a tree too large to be meant.
     """
     example = 'give nodes and tokens per level, as in "1,4,256_32,256,32"'
     try:

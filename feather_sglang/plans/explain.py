@@ -138,10 +138,7 @@ class Report:
 def explain(batch: Batch, *, compare: bool = False, items: bool = False) -> Report:
     """Plan a batch and say what the plan does; ``compare`` plans it with every other strategy, too.
 
-    Raises
-    ------
-    FeatherError
-        A batch that contradicts itself or cannot be planned so, or a planner that cannot be compiled here.
+    Raises ``FeatherError``: a batch that contradicts itself or cannot be planned, a planner that does not compile.
     """
     try:
         plan = make_plan(batch.forest, **batch.arguments)

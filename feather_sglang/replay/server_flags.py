@@ -79,13 +79,7 @@ def take(
 
 
 def sort_flags(values: dict[str, Any]) -> ServerFlags:
-    """Sort what a server's flags change: values by field of ``ServerArgs``.
-
-    Raises
-    ------
-    FeatherError
-        For a flag that cannot be replayed.
-    """
+    """Sort what a server's flags change, by field of ``ServerArgs``; raises ``FeatherError`` for what has no replay."""
     handed, own, without_effect = [], {}, []
     for name, value in sorted(values.items()):
         refusal = _group(REFUSED, name)

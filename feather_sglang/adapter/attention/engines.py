@@ -32,12 +32,8 @@ class PackedLayers:
 class Engines:
     """Engines for the packed layers of a model; a step is planned once a shape and run once a layer.
 
-    There is memory for ``max_rows`` query rows with ``levels`` shared levels each.
-
-    Raises
-    ------
-    FeatherError
-        The kernel cannot be built or loaded here.
+    There is memory for ``max_rows`` query rows with ``levels`` shared levels each. Raises ``FeatherError`` where the
+    kernel cannot be built or loaded.
     """
 
     def __init__(self, packed: PackedLayers, max_rows: int, levels: int = SHARED_LEVELS) -> None:

@@ -133,10 +133,7 @@ LAYER_LIMITS = (
 def packed_layers(model: ModelFacts) -> tuple[LayerFacts, ...]:
     """The layers that the packed kernel serves; the others are for the backend beside it.
 
-    Raises
-    ------
-    FeatherError
-        A model, a setting or a KV cache that pat cannot serve, or a model without a layer to pack.
+    Raises ``FeatherError`` for a model or a KV cache that pat cannot serve, and for a model without a layer to pack.
     """
     if limit := first_limit(MODEL_LIMITS, model):
         raise FeatherError(f"the pat backend does not support {limit.what}: {ANOTHER_BACKEND}")

@@ -142,10 +142,7 @@ class RowSharing:
     def observe(self, requests: list[Hashable], rows: Rows, lengths: npt.NDArray[np.int32]) -> bool:
         """Take note of the next decode batch; ``lengths`` include the token of this step.
 
-        Returns
-        -------
-        bool
-            Whether the forest has changed: other requests, another order, or more that they are known to share.
+        The result is whether the forest has changed: other requests, another order, or more that they share.
         """
         revision = self.trie.revision
         changed = not self._same_batch(requests, rows, lengths)

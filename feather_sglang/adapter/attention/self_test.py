@@ -18,12 +18,7 @@ PREFIX, TAILS = 700, (1, 40, 333, 64, 900, 5)
 def self_test() -> str:
     """Decode requests in two prefix groups in bfloat16; what came out, in words.
 
-    Raises
-    ------
-    BuildError
-        The kernel cannot be built or loaded here.
-    FeatherError
-        It computes something else than attention.
+    Raises ``BuildError`` where the kernel cannot be built or loaded, ``FeatherError`` where it computes something else.
     """
     start = time.perf_counter()
     wrapper = PackedDecodeWrapper(HEADS, KV_HEADS, DIM, dtype=torch.bfloat16, max_requests=len(TAILS))
