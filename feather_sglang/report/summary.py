@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
 RESULTS_VERSION = 1  # of the files that have summaries
+
+
+class Figure(NamedTuple):
+    """A figure in a table: its field, name, format, and whether more is better (None: neither)."""
+
+    field: str
+    name: str
+    form: str
+    more_is_better: bool | None = None
+
+
+def _shown(name: str, form: str, more_is_better: bool | None = None, default: Any = None) -> Any:
+    """A field, and how tables show it."""
+    return field(default=default, metadata={"name": name, "form": form, "more_is_better": more_is_better})
 
 
 @dataclass(frozen=True)
@@ -23,35 +38,35 @@ class RunSummary:
 
     policy: str
     requests: int
-    output_tok_s: float
-    ttft_mean: float | None = None
-    ttft_p50: float | None = None
-    ttft_p99: float | None = None
-    tbt_mean_ms: float | None = None
-    tbt_p50_ms: float | None = None
-    tbt_p99_ms: float | None = None
-    e2e_mean: float | None = None
-    e2e_p50: float | None = None
-    e2e_p99: float | None = None
-    mean_batch: float | None = None
-    cache_hit: float | None = None
-    scheduler_share: float | None = None
-    max_wait: float | None = None
-    retractions: float | None = None
-    stops: float | None = None
+    output_tok_s: float = _shown("output tok/s", "{:,.0f}", True, default=MISSING)
+    ttft_mean: float | None = _shown("TTFT mean s", "{:.2f}", False)
+    ttft_p50: float | None = _shown("TTFT p50 s", "{:.2f}", False)
+    ttft_p99: float | None = _shown("TTFT p99 s", "{:.2f}", False)
+    tbt_mean_ms: float | None = _shown("TBT mean ms", "{:.1f}", False)
+    tbt_p50_ms: float | None = _shown("TBT p50 ms", "{:.1f}", False)
+    tbt_p99_ms: float | None = _shown("TBT p99 ms", "{:.1f}", False)
+    e2e_mean: float | None = _shown("E2E mean s", "{:.2f}", False)
+    e2e_p50: float | None = _shown("E2E p50 s", "{:.2f}", False)
+    e2e_p99: float | None = _shown("E2E p99 s", "{:.2f}", False)
+    mean_batch: float | None = _shown("mean batch", "{:.0f}")
+    cache_hit: float | None = _shown("cache hit", "{:.1%}", True)
+    scheduler_share: float | None = _shown("scheduler CPU", "{:.1%}", False)
+    max_wait: float | None = _shown("max wait s", "{:.1f}", False)
+    retractions: float | None = _shown("retractions", "{:,.0f}", False)
+    stops: float | None = _shown("stops", "{:,.0f}")
     makespan: float | None = None
-    kv_mean: float | None = None
-    kv_peak: float | None = None
-    admission_share: float | None = None
-    admission_us: float | None = None
-    gpu_busy: float | None = None
-    dram_use: float | None = None
-    sm_ghz: float | None = None
-    watt: float | None = None
-    slo_share: float | None = None
-    goodput: float | None = None
-    slowdown_p50: float | None = None
-    slowdown_p99: float | None = None
+    kv_mean: float | None = _shown("KV use mean", "{:.0%}")
+    kv_peak: float | None = _shown("KV use peak", "{:.0%}")
+    admission_share: float | None = _shown("admission CPU", "{:.1%}", False)
+    admission_us: float | None = _shown("admission us/round", "{:,.0f}", False)
+    gpu_busy: float | None = _shown("GPU busy", "{:.1%}")
+    dram_use: float | None = _shown("DRAM bandwidth used", "{:.0%}")
+    sm_ghz: float | None = _shown("GPU clock GHz", "{:.2f}")
+    watt: float | None = _shown("GPU power W", "{:.0f}")
+    slo_share: float | None = _shown("within the SLO", "{:.1%}", True)
+    goodput: float | None = _shown("goodput requests/s", "{:.2f}", True)
+    slowdown_p50: float | None = _shown("TTFT slowdown p50", "{:.1f}x", False)
+    slowdown_p99: float | None = _shown("TTFT slowdown p99", "{:.1f}x", False)
 
     @classmethod
     def from_times(
@@ -89,15 +104,9 @@ class RunSummary:
             policy=policy,
             requests=len(arrived),
             output_tok_s=output_tokens / makespan if makespan else 0.0,
-            ttft_mean=_mean(first),
-            ttft_p50=_percentile(first, 50),
-            ttft_p99=_percentile(first, 99),
-            tbt_mean_ms=_mean(gaps) * 1e3,
-            tbt_p50_ms=_percentile(gaps, 50) * 1e3,
-            tbt_p99_ms=_percentile(gaps, 99) * 1e3,
-            e2e_mean=_mean(total),
-            e2e_p50=_percentile(total, 50),
-            e2e_p99=_percentile(total, 99),
+            **_spread("ttft_{}", first),
+            **_spread("tbt_{}_ms", gaps, 1e3),
+            **_spread("e2e_{}", total),
             mean_batch=float((rows * seconds).sum() / seconds.sum()) if len(rows) else 0.0,
             cache_hit=cached_tokens / input_tokens if input_tokens else 0.0,
             scheduler_share=scheduler_seconds / makespan if makespan else 0.0,
@@ -108,9 +117,13 @@ class RunSummary:
         )
 
 
-def _mean(values: np.ndarray) -> float:
-    return float(values.mean()) if len(values) else 0.0
+def figures(*names: str) -> tuple[Figure, ...]:
+    """These fields of ``RunSummary`` as tables show them."""
+    known = RunSummary.__dataclass_fields__
+    return tuple(Figure(name, **known[name].metadata) for name in names)
 
 
-def _percentile(values: np.ndarray, share: float) -> float:
-    return float(np.percentile(values, share)) if len(values) else 0.0
+def _spread(name: str, values: np.ndarray, scale: float = 1.0) -> dict[str, Any]:
+    """Mean, median and 99th percentile by field, times `scale`; 0 of nothing."""
+    found = (values.mean(), *np.percentile(values, [50, 99])) if len(values) else (0.0, 0.0, 0.0)
+    return {name.format(key): float(value) * scale for key, value in zip(("mean", "p50", "p99"), found, strict=True)}

@@ -3,65 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from rich.markup import escape
 from rich.table import Table
 
-from feather_sglang.report.summary import RunSummary
+from feather_sglang.report.summary import Figure, RunSummary, figures
 from feather_sglang.slo import SHARE, sustained
 
-
-class Figure(NamedTuple):
-    """A row of the table: its field, name, format, and whether more is better (None: neither)."""
-
-    field: str
-    name: str
-    form: str
-    more_is_better: bool | None = None
-
-
-FIGURES = (
-    Figure("output_tok_s", "output tok/s", "{:,.0f}", True),
-    Figure("ttft_mean", "TTFT mean s", "{:.2f}", False),
-    Figure("ttft_p50", "TTFT p50 s", "{:.2f}", False),
-    Figure("ttft_p99", "TTFT p99 s", "{:.2f}", False),
-    Figure("tbt_mean_ms", "TBT mean ms", "{:.1f}", False),
-    Figure("tbt_p50_ms", "TBT p50 ms", "{:.1f}", False),
-    Figure("tbt_p99_ms", "TBT p99 ms", "{:.1f}", False),
-    Figure("e2e_mean", "E2E mean s", "{:.2f}", False),
-    Figure("e2e_p50", "E2E p50 s", "{:.2f}", False),
-    Figure("e2e_p99", "E2E p99 s", "{:.2f}", False),
-    Figure("mean_batch", "mean batch", "{:.0f}", None),
-    Figure("cache_hit", "cache hit", "{:.1%}", True),
-    Figure("scheduler_share", "scheduler CPU", "{:.1%}", False),
-    Figure("gpu_busy", "GPU busy", "{:.1%}", None),
-    Figure("max_wait", "max wait s", "{:.1f}", False),
-    Figure("retractions", "retractions", "{:,.0f}", False),
-    Figure("stops", "stops", "{:,.0f}", None),
+FIGURES = figures(
+    *("output_tok_s", "ttft_mean", "ttft_p50", "ttft_p99", "tbt_mean_ms", "tbt_p50_ms", "tbt_p99_ms"),
+    *("e2e_mean", "e2e_p50", "e2e_p99", "mean_batch", "cache_hit"),
+    *("scheduler_share", "gpu_busy", "max_wait", "retractions", "stops"),
 )
 # Shown where they were asked for; the first two are those of an SLO.
-SLO_FIGURES = (
-    Figure("slo_share", "within the SLO", "{:.1%}", True),
-    Figure("goodput", "goodput requests/s", "{:.2f}", True),
-    Figure("slowdown_p50", "TTFT slowdown p50", "{:.1f}x", False),
-    Figure("slowdown_p99", "TTFT slowdown p99", "{:.1f}x", False),
-)
+SLO_FIGURES = figures("slo_share", "goodput", "slowdown_p50", "slowdown_p99")
 # A replay does not follow how full the pool is, and times all of scheduling; a server times admission apart from the
 # rest of its scheduler's process.
 SERVER_FIGURES = (
     *FIGURES[:12],
-    Figure("admission_share", "admission CPU", "{:.1%}", False),
-    Figure("admission_us", "admission us/round", "{:,.0f}", False),
-    Figure("scheduler_share", "scheduler process CPU", "{:.1%}", False),
-    *FIGURES[14:-2],
-    Figure("kv_mean", "KV use mean", "{:.0%}", None),
-    Figure("kv_peak", "KV use peak", "{:.0%}", None),
-    FIGURES[13],
-    Figure("dram_use", "DRAM bandwidth used", "{:.0%}", None),
-    Figure("sm_ghz", "GPU clock GHz", "{:.2f}", None),
-    Figure("watt", "GPU power W", "{:.0f}", None),
-    *FIGURES[-2:],
+    *figures("admission_share", "admission_us"),
+    FIGURES[12]._replace(name="scheduler process CPU"),
+    *figures("max_wait", "kv_mean", "kv_peak", "gpu_busy", "dram_use", "sm_ghz", "watt", "retractions", "stops"),
 )
 
 
