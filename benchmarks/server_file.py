@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -16,10 +17,22 @@ from server_report import progress
 
 from feather_sglang.compare.server.cases import Case
 from feather_sglang.compare.server.config import ServerConfig, shown
-from feather_sglang.compare.server.machine import machine
+from feather_sglang.compare.server.machine import PACKAGES, machine
 from feather_sglang.compare.server.process import Server
 from feather_sglang.compare.server.result import RunResult
 from feather_sglang.file_writing import replace_text
+
+_VERSIONS = """
+import json, sys
+from importlib import metadata
+found = {"python": sys.version.split()[0]}
+for name in sys.argv[1:]:
+    try:
+        found[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
 
 
 class BenchFile:
@@ -48,7 +61,7 @@ class BenchFile:
         self.content: dict[str, Any] = {
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "when": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "machine": machine(python),
+            "machine": machine_of(python),
             **facts,
             "servers": {
                 one.name: {
@@ -136,6 +149,14 @@ class BenchFile:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(self.path, json.dumps(self.content, indent=1) + "\n", "results")
+
+
+def machine_of(python: str) -> dict[str, Any]:
+    """The machine, with the versions that `python` would import."""
+    if python == sys.executable:
+        return machine()
+    found = subprocess.run([python, "-c", _VERSIONS, *PACKAGES], capture_output=True, text=True, check=True)
+    return machine() | {"versions": json.loads(found.stdout)}
 
 
 def stock(configuration: ServerConfig) -> bool:

@@ -332,7 +332,7 @@ def write(path: Path | None, rows: Sequence[dict[str, Any]], **more: Any) -> Non
     if path is None:
         return
     content = {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "machine": machine(sys.executable),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "machine": machine(),
         "when": time.strftime("%Y-%m-%d %H:%M:%S"), "common": COMMON, **more, "rows": list(rows),
     }  # fmt: skip
     path.write_text(json.dumps(content, indent=1))

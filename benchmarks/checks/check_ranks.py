@@ -360,7 +360,7 @@ class Check:
         variables = ["env", *(f"{name}={value}" for name, value in self.environment.items())]
         content = {
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "when": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "machine": machine(sys.executable), "device": options.device, "ranks": options.ranks,
+            "machine": machine(), "device": options.device, "ranks": options.ranks,
             "policy": options.policy, "server": shown([*variables, *server.command], self.key),
             "start_seconds": server.start_seconds, **self.result, "samples": [one._asdict() for one in self.samples],
             "problems": self.problems, "not_run": self.cut, "seconds": round(time.monotonic() - self.begun, 1),

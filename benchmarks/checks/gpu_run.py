@@ -44,7 +44,7 @@ class GpuRun:
         self.content: dict[str, Any] = {
             "command": shlex.join(["dev.py", "gpu", *sys.argv[1:]]),
             "when": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "machine": machine(sys.executable),
+            "machine": machine(),
             "checks": {name: dict(unknown) for name in (gpu_parts.TESTS, gpu_parts.ANSWERS)},
             "cases": {case.name: {"said": NOT_RUN} for case in CASES},
         }

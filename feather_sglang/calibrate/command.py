@@ -121,7 +121,7 @@ def measured(args: argparse.Namespace, settings: Sequence[Setting], console: Con
     target = args.recording or args.out.with_suffix(".recording.json.gz")
     check_target(target, "the recording")
     common = [*COMMON, *server_flags.split(args.server_flags)]
-    facts = machine(sys.executable)
+    facts = machine()
     if facts["gpu"] is None:
         raise FeatherError("feather calibrate measures a GPU, and nvidia-smi shows none; --from FILE fits a recording")
     logs = make_folder(args.out.absolute().parent / f"{args.out.stem}-logs")

@@ -179,7 +179,7 @@ class Comparison:
             **facts_of(trace),
             "engine": "server",
             "when": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "machine": machine(sys.executable),
+            "machine": machine(),
             "model": args.model,
             "dummy_weights": dummy_weights(args.model),
             "options": {name: value for name, value in common_options(args).items() if not has_flag(name)},

@@ -34,13 +34,10 @@ class Run:
 
     def __init__(self, folder, *flags, **terminal):
         (folder / "config.json").write_text('{"vocab_size": 300}')
-        (folder / "bin").mkdir()
-        self.folder, self.pids = folder, [folder / "server.pid", folder / "clocks.pid"]
-        self._script("nvidia-smi", f'case "$*" in *loop*) echo $$ > {self.pids[1]}; exec sleep 60;; esac')
+        self.folder, self.pids = folder, [folder / "server.pid"]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/data/fake_server"), str(ROOT), str(ROOT / "kernels")]),
-            "PATH": os.pathsep.join([str(folder / "bin"), os.environ["PATH"]]),
             "FAKE_PID": str(self.pids[0]),
         }
         command = [sys.executable, "-m", "feather_sglang.cli", "ab", "--engine", "server", "--model", str(folder)]
@@ -49,10 +46,6 @@ class Run:
             env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             preexec_fn=lambda: as_from_a_terminal(**terminal),
         )  # fmt: skip
-
-    def _script(self, name, line):
-        (self.folder / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
-        (self.folder / "bin" / name).chmod(0o755)
 
     def await_load(self):
         """Return once the server answers requests and the clocks are read."""

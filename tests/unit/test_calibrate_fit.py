@@ -345,7 +345,7 @@ def test_a_recording_in_which_nothing_was_measured_is_one_line(tmp_path, capsys)
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Whoever asks is told of a GPU; a server that was started would be a mistake."""
-    monkeypatch.setattr(command, "machine", lambda python: {"gpu": "NVIDIA H200", "memory_mib": "143771"})
+    monkeypatch.setattr(command, "machine", lambda: {"gpu": "NVIDIA H200", "memory_mib": "143771"})
     monkeypatch.setattr(command, "check_sglang", lambda *given: "0.5.23")
 
     def started(*given):
@@ -361,7 +361,7 @@ def test_a_mistake_about_the_kernels_is_one_line(tmp_path, capsys, on_a_gpu, nam
 
 
 def test_without_a_gpu_there_is_one_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "machine", lambda python: {"gpu": None})
+    monkeypatch.setattr(command, "machine", lambda: {"gpu": None})
     monkeypatch.setattr(command, "check_sglang", lambda *given: "0.5.23")
     assert calibrate(tmp_path) == 2
     said = one_line(capsys)

@@ -22,7 +22,7 @@ from server_records import steady
 from feather_sglang.compare.server.cases import Case, fold, parse_case, probes
 from feather_sglang.compare.server.client import Address, HttpError, call, drive
 from feather_sglang.compare.server.config import ServerConfig
-from feather_sglang.compare.server.machine import Clocks, machine, summarize_clocks
+from feather_sglang.compare.server.machine import machine
 from feather_sglang.compare.server.process import group_alive
 from feather_sglang.compare.server.stats import Stream, overall, peak_running
 from feather_sglang.errors import FeatherError
@@ -181,12 +181,6 @@ class TestServers:
         assert read_log(text, batch=9)["full_batch_tok_s"] is None
         assert read_log("") == {"peak_running": None, "full_batch_tok_s": None, "retractions": 0}
 
-    def test_clocks(self):
-        text = "1980, 3201, 500.5, 40\n1980, 3201, [N/A], 40\n1900, 3201, 600.5, 44\n19"
-        found = summarize_clocks(text)
-        assert found["samples"] == 2 and found["sm_mhz"] == {"mean": 1940.0, "min": 1900.0}
-        assert summarize_clocks("No devices were found") is None
-
     def test_a_group_that_was_killed_is_gone(self):
         process = subprocess.Popen(["sleep", "60"], preexec_fn=os.setpgrp)
         assert group_alive(process.pid)
@@ -195,9 +189,9 @@ class TestServers:
         assert not group_alive(process.pid)
 
 
-class TestClocks:
+class TestMachine:
     @pytest.mark.parametrize("seen, index", [(None, "0"), ("", "0"), ("2", "2"), ("GPU-7,1", "GPU-7")])
-    def test_they_are_those_of_the_gpu_that_the_servers_have(self, seen, index, monkeypatch, tmp_path):
+    def test_it_is_that_of_the_gpu_that_the_servers_have(self, seen, index, monkeypatch, tmp_path):
         smi = tmp_path / "nvidia-smi"
         smi.write_text('#!/bin/sh\ncase "$*" in *loop*) ;; *) echo "$1, 1, 2, 3, 4" ;; esac\n')
         smi.chmod(0o755)
@@ -205,8 +199,7 @@ class TestClocks:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if seen is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-        assert machine(sys.executable)["gpu"] == f"--id={index}"
-        assert Clocks()._command[1] == f"--id={index}"
+        assert machine()["gpu"] == f"--id={index}"
 
 
 class TestClient:

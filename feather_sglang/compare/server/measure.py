@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 
 from feather_sglang import ending
-from feather_sglang.compare.server.activity import Activity
 from feather_sglang.compare.server.cases import Case, Request
 from feather_sglang.compare.server.client import Driven, call_all, drive
-from feather_sglang.compare.server.machine import Clocks
+from feather_sglang.compare.server.gpu_meter import GpuMeter
 from feather_sglang.compare.server.process import Server
 from feather_sglang.compare.server.result import Admission, RunResult, summarize
 from feather_sglang.compare.server.watch import Watch
@@ -35,7 +34,7 @@ def measure(
     if prefixes:
         ending.run(call_all(server.address, prefixes, limit))
     before = server.counters() if admission else None
-    with Watch(server) as watch, Clocks() as clocks, Activity() as activity:
+    with Watch(server) as watch, GpuMeter() as gpu:
         rest = limit - (time.monotonic() - begun)
         driven = ending.run(drive(server.address, requests, rest, case.steady, server.alive))
     server.check()
@@ -46,8 +45,8 @@ def measure(
         watch.scheduler_seconds,
         watch.retractions,
         Admission.between(before, server.counters()) if admission else None,
-        activity.summary,
-        clocks.summary,
+        gpu.activity,
+        gpu.clocks,
     )
     result.fell_back = watch.fell_back
     return result, driven

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from feather_sglang.compare.server import activity
-from feather_sglang.compare.server.activity import Activity, average
+from feather_sglang.compare.server import gpu_meter
+from feather_sglang.compare.server.gpu_meter import GpuMeter, average, summary
 
 
 class Library:
@@ -14,6 +14,7 @@ class Library:
 
     NVML_GPM_METRIC_GRAPHICS_UTIL, NVML_GPM_METRIC_SM_UTIL, NVML_GPM_METRIC_DRAM_BW_UTIL = 1, 2, 10
     NVML_GPM_METRICS_GET_VERSION, NVML_SUCCESS = 1, 0
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
 
     class NVMLError(Exception):
         pass
@@ -36,6 +37,17 @@ class Library:
     def nvmlDeviceGetHandleByUUID(self, name):
         self.asked = name
         return name
+
+    def nvmlDeviceGetClockInfo(self, gpu, kind):
+        if self.fails == "nvmlDeviceGetClockInfo":
+            raise self.NVMLError("not supported")
+        return {1: 1980, 2: 3201}[kind]
+
+    def nvmlDeviceGetPowerUsage(self, gpu):
+        return 500_500
+
+    def nvmlDeviceGetTemperature(self, gpu, kind):
+        return 40
 
     def nvmlGpmSampleAlloc(self):
         self.held += 1
@@ -60,24 +72,24 @@ class Library:
 
 
 def seen(library, monkeypatch, gpus=None, samples=0):
-    monkeypatch.setattr(activity, "pynvml", library)
+    monkeypatch.setattr(gpu_meter, "pynvml", library)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if gpus is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    with Activity(interval=0.02) as found:
+    with GpuMeter(interval=0.02) as found:
         time.sleep(0.09)
         while samples and library.samples < samples:  # on a busy machine they take longer
             time.sleep(0.01)
-    return found.summary
+    return found
 
 
 def test_readings_follow_each_other_until_the_end(monkeypatch):
     library, begun = Library(), time.monotonic()
-    summary = seen(library, monkeypatch, samples=3)
+    activity = seen(library, monkeypatch, samples=3).activity
     took = time.monotonic() - begun  # on a busy machine more than was slept
-    assert summary.pop("samples") == library.samples - 1 >= 2
-    assert 0.04 <= summary.pop("seconds") <= took + 0.005  # rounded
-    assert summary == {"busy": 90.0, "sm": 70.0}
+    assert activity.pop("samples") == library.samples - 1 >= 2
+    assert 0.04 <= activity.pop("seconds") <= took + 0.005  # rounded
+    assert activity == {"busy": 90.0, "sm": 70.0}
     assert library.open == library.held == 0
 
 
@@ -88,15 +100,30 @@ def test_the_gpu_is_the_servers(gpus, asked, monkeypatch):
     assert library.asked == asked
 
 
-@pytest.mark.parametrize("fails", ["nvmlInit", "nvmlGpmSampleGet"])
-def test_a_gpu_that_does_not_tell(fails, monkeypatch):
+@pytest.mark.parametrize(
+    "fails, tells",
+    [("nvmlInit", set()), ("nvmlGpmSampleGet", {"clocks"}), ("nvmlDeviceGetClockInfo", {"activity"})],
+)
+def test_a_gpu_that_does_not_tell_all(fails, tells, monkeypatch):
     library = Library(fails)
-    assert seen(library, monkeypatch) is None
+    found = seen(library, monkeypatch)
+    assert {name for name in ("activity", "clocks") if getattr(found, name) is not None} == tells
     assert library.open == library.held == 0
 
 
 def test_without_the_library(monkeypatch):
-    assert seen(None, monkeypatch) is None
+    found = seen(None, monkeypatch)
+    assert found.activity is None and found.clocks is None
+
+
+def test_clocks_have_their_mean_and_their_least(monkeypatch):
+    clocks = seen(Library(), monkeypatch).clocks
+    assert clocks.pop("samples") > 0
+    assert clocks == {
+        name: {"mean": value, "min": value}
+        for name, value in (("sm_mhz", 1980), ("memory_mhz", 3201), ("watt", 500.5), ("celsius", 40))
+    }
+    assert summary([(1980, 1, 2, 3), (1900, 1, 2, 3)])["sm_mhz"] == {"mean": 1940.0, "min": 1900.0}
 
 
 def test_means_weigh_readings_by_their_time():
