@@ -29,7 +29,6 @@ from server_cases import bench_case
 from server_names import server_of, words_of_start
 
 from feather_sglang.adapter.options import FeatherOptions, parse_flag
-from feather_sglang.compare.server.cases import WORKLOADS
 from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import replace_text
@@ -39,6 +38,7 @@ from feather_sglang.replay.model_shape import MODELS
 from feather_sglang.replay.processes import run_jobs
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel
+from feather_sglang.replay.workloads import WORKLOADS
 
 FIGURES = ("output_tok_s", "ttft_mean", "ttft_p99", "e2e_mean", "tbt_p99_ms")
 SINGLE_TOKENS = 1000.0  # a second in a stream of single tokens, up to which their price counts for little

@@ -1,7 +1,10 @@
 """The cases of ``bench_server.py``: those of feather_sglang/compare/server/cases.py, slices of traces, and equal gaps.
 
+- ``W1`` .. ``W7``: the project's workloads, requests arriving one by one; ``W5:1200`` takes the first 1,200 requests.
 - ``trace:NAME,FIRST,COUNT,RATE``: COUNT requests of a trace from its request FIRST on, RATE a second in the mean with
   the gaps of the trace; the file is NAME.jsonl in the folder of traces.
+
+``W2@7`` is another draw of prompts and arrivals, that of seed 7, and so is ``open:...@7``.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from feather_sglang.compare.server.cases import Case, parse_case
+from feather_sglang.compare.server.cases import Case, parse_case, whole_numbers
 from feather_sglang.replay.traces import Trace, load_trace
+from feather_sglang.replay.workloads import WORKLOADS
 
 
 class Misfit(RuntimeError):
@@ -33,10 +37,23 @@ def bench_case(text: str, seed: int = 0, arrivals: str = "poisson", traces: Path
 
     Raises ``ValueError`` with the reason if there is no such case.
     """
-    kind, _, rest = text.partition("@")[0].partition(":")
+    name, at, draw = text.partition("@")
+    kind, colon, rest = name.partition(":")
     if kind == "trace":
         return Case(text, _slice(text, rest, traces))
-    case = parse_case(text, seed)
+    if at:
+        if kind == "decode" or not draw.isdecimal():
+            raise ValueError(f"{text}: give a whole number after '@', and none to a decode case, which draws nothing")
+        seed = int(draw)
+    if kind in WORKLOADS:
+        trace = WORKLOADS[kind](seed=seed)
+        case = Case(text, trace.head(whole_numbers(text, rest, 1)[0]) if colon else trace)
+    elif kind in ("open", "decode"):
+        case = replace(parse_case(name, seed), name=text)
+    else:
+        raise ValueError(f"{text}: no such case; {', '.join(WORKLOADS)}, trace:..., open:... or decode:...")
+    if not case.trace.requests:
+        raise ValueError(f"{text}: give at least one request")
     return replace(case, trace=evenly_spaced(case.trace)) if arrivals == "fixed" and not case.steady else case
 
 

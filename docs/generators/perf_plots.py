@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from perf_results import evicts
 
-from feather_sglang.compare.server.cases import WORKLOADS
+from feather_sglang.replay.workloads import WORKLOADS
 
 STYLE = {
     "svg.hashsalt": "feather", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 9,

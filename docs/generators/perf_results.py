@@ -14,9 +14,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+from server_cases import bench_case
 from server_names import server_of
 
-from feather_sglang.compare.server.cases import WORKLOADS, parse_case
+from feather_sglang.replay.workloads import WORKLOADS
 
 PEERS = ("fa3", "fa3-planned", "flashinfer", "cascade")  # FlashAttention-3, FlashInfer and its cascade
 STOCK_POLICIES = ("fcfs", "lpm", "dfs-weight", "hrrn", "shortest-prefill-first")
@@ -191,7 +192,7 @@ def described(case: str) -> str:
 
 def requests(case: str) -> int:
     """How many requests a workload has."""
-    return len(parse_case(case).trace.requests)
+    return len(bench_case(case).trace.requests)
 
 
 @dataclass(frozen=True)

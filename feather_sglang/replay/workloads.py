@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -84,6 +86,18 @@ def no_sharing(
     block_size = int(prompt.max())
     made = [TraceRequest(i, arrivals[i], int(prompt[i]), int(output[i]), (i,)) for i in range(requests)]
     return Trace(f"no sharing, {prompt_tokens} tokens", block_size, made)
+
+
+# The project's own.
+WORKLOADS: dict[str, Callable[..., Trace]] = {
+    "W1": partial(shared_prefix, groups=5, prefix_tokens=5000, requests=1000, rate=100),
+    "W2": partial(shared_prefix, groups=50, prefix_tokens=5000, requests=500, rate=50),
+    "W3": partial(no_sharing, prompt_tokens=1000, requests=300, rate=50),
+    "W4": partial(shared_prefix, groups=1, prefix_tokens=5000, requests=1000, rate=100),
+    "W5": partial(shared_prefix, groups=5, prefix_tokens=5000, requests=4000, rate=400),
+    "W6": partial(shared_prefix, groups=20, prefix_tokens=10000, requests=600, rate=100),
+    "W7": partial(shared_prefix, groups=20, prefix_tokens=5000, requests=800, rate=100),
+}
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:

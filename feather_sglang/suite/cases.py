@@ -11,11 +11,10 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
-from feather_sglang.compare.server.cases import WORKLOADS
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay import traffic
 from feather_sglang.replay.traces import Trace, load_trace
-from feather_sglang.replay.workloads import shared_prefix
+from feather_sglang.replay.workloads import WORKLOADS, shared_prefix
 
 KV_TOKENS = 200_000  # what a 48 GB card has left for Qwen3-8B
 CONVERSATION, SYNTHETIC = "mooncake_conversation.jsonl", "mooncake_synthetic_first1800.jsonl"

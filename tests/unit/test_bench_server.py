@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench_server as bench
 import server_report as report
-from server_cases import Misfit, check_fit
+from server_cases import Misfit, bench_case, check_fit
 from server_driver import plan
 from server_names import parse_server
 
@@ -59,7 +59,7 @@ class TestPlan:
             check_fit(case, case.kv_tokens - 1, 10)
         with pytest.raises(Misfit, match="runs 9"):
             check_fit(case, case.kv_tokens, 9)
-        check_fit(parse_case("W2"), 1000, 9)  # that one is meant to be too large
+        check_fit(bench_case("W2"), 1000, 9)  # that one is meant to be too large
 
 
 class TestReport:

@@ -314,7 +314,7 @@ def python(code: str) -> list[str]:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu_run.GpuRun:
     """A run whose parts are little programs: tests that pass, answers that break, servers that do not end."""
-    monkeypatch.setattr(gpu_run, "machine", lambda python: {"gpu": "G", "versions": {}})
+    monkeypatch.setattr(gpu_run, "machine", lambda: {"gpu": "G", "versions": {}})
     monkeypatch.setattr(gpu_run, "SERVERS_SECONDS", 3.0)
     monkeypatch.setattr(gpu_parts, "tests_command", lambda gpu: python("print('3 passed in 0.1s')"))
     monkeypatch.setattr(gpu_parts, "answers_command", lambda folder, limit: python("raise SystemExit('no memory')"))

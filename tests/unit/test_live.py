@@ -35,17 +35,17 @@ def stream(*events, due=0.0, prompt=10, cached=0, finished=True, error=None):
 
 class TestCases:
     def test_workloads_have_their_figures(self):
-        trace = parse_case("W1").trace
+        trace = bench_case("W1").trace
         assert len(trace.requests) == 1000 and {r.input_length for r in trace.requests} == {5020}
         assert trace.requests[-1].arrival_s == pytest.approx(10, rel=0.1)
-        assert len({r.hash_ids[0] for r in parse_case("W7").trace.requests}) == 20
-        assert len(parse_case("W5:300").trace.requests) == 300
+        assert len({r.hash_ids[0] for r in bench_case("W7").trace.requests}) == 20
+        assert len(bench_case("W5:300").trace.requests) == 300
 
     def test_a_name_may_give_its_own_seed(self):
         for name in ("W2", "W5:300", "open:2,100,8,50,7"):
-            case = parse_case(f"{name}@4", seed=3)
-            assert case.name == f"{name}@4" and case.trace == parse_case(name, seed=4).trace
-            assert case.trace != parse_case(name, seed=3).trace
+            case = bench_case(f"{name}@4", seed=3)
+            assert case.name == f"{name}@4" and case.trace == bench_case(name, seed=4).trace
+            assert case.trace != bench_case(name, seed=3).trace
 
     def test_fixed_arrivals_have_equal_gaps_and_the_same_rate(self):
         drawn, fixed = (bench_case("W3", arrivals=kind).trace.requests for kind in ("poisson", "fixed"))
@@ -80,7 +80,7 @@ class TestCases:
     )  # fmt: skip
     def test_bad_cases_are_named(self, text):
         with pytest.raises(ValueError, match=text):
-            parse_case(text)
+            bench_case(text)
 
     def test_a_small_vocabulary_is_respected(self):
         tokens = parse_case("decode:2,1,500").trace.tokens(probes().trace.requests[0])

@@ -2,14 +2,12 @@
 
 A case has a name:
 
-- ``W1`` .. ``W7``: the project's workloads, requests arriving one by one; ``W5:1200`` takes the first 1,200 requests.
-- ``open:G,L,REQUESTS,RATE[,N[,LEVELS]]``: the same with other figures; G groups share L tokens each (G = 0: L private
-  tokens), in a tree of so many levels (1).
+- ``open:G,L,REQUESTS,RATE[,N[,LEVELS]]``: requests that arrive one by one; G groups share L tokens each (G = 0: L
+  private tokens), in a tree of so many levels (1).
 - ``decode:B,G,L[,N]``: a steady batch of B requests in G groups with L shared tokens (G = 0: L private tokens each) and
   20 tokens of their own, all at once after their prefixes were put into the cache.
 
-N is the number of output tokens, 200 where nothing else is said. ``W2@7`` is another draw of prompts and arrivals, that
-of seed 7.
+N is the number of output tokens, 200 where nothing else is said.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,15 +27,6 @@ from feather_sglang.replay.traces import FIRST_TOKEN, VOCABULARY, Trace, TraceRe
 from feather_sglang.replay.workloads import no_sharing, shared_prefix
 
 UNIQUE_TOKENS, OUTPUT_TOKENS = 20, 200
-WORKLOADS: dict[str, Callable[..., Trace]] = {
-    "W1": partial(shared_prefix, groups=5, prefix_tokens=5000, requests=1000, rate=100),
-    "W2": partial(shared_prefix, groups=50, prefix_tokens=5000, requests=500, rate=50),
-    "W3": partial(no_sharing, prompt_tokens=1000, requests=300, rate=50),
-    "W4": partial(shared_prefix, groups=1, prefix_tokens=5000, requests=1000, rate=100),
-    "W5": partial(shared_prefix, groups=5, prefix_tokens=5000, requests=4000, rate=400),
-    "W6": partial(shared_prefix, groups=20, prefix_tokens=10000, requests=600, rate=100),
-    "W7": partial(shared_prefix, groups=20, prefix_tokens=5000, requests=800, rate=100),
-}
 
 
 @dataclass(frozen=True)
@@ -133,40 +122,20 @@ class Case:
 
 
 def parse_case(text: str, seed: int = 0) -> Case:
-    """Make the case of that name.
-
-    Parameters
-    ----------
-    seed : of prompts and arrivals, where the name has none.
-
-    Raises ``ValueError`` with the reason if there is no such case.
-    """
-    name, at, draw = text.partition("@")
-    kind, colon, rest = name.partition(":")
-    if at:
-        if kind == "decode" or not draw.isdecimal():
-            raise ValueError(f"{text}: give a whole number after '@', and none to a decode case, which draws nothing")
-        seed = int(draw)
+    """Make the case of that name, with a seed of prompts and arrivals; ``ValueError`` if there is no such case."""
+    kind, _, rest = text.partition(":")
     if kind == "decode":
-        return _decode(text, *_numbers(text, rest, 3, [OUTPUT_TOKENS]))
-    if kind == "open":
-        groups, tokens, requests, rate, output, levels = _numbers(text, rest, 4, [OUTPUT_TOKENS, 1])
-        if groups:
-            make = partial(shared_prefix, groups, tokens, levels=levels)
-        elif levels == 1:
-            make = partial(no_sharing, tokens)
-        else:
-            raise ValueError(f"{text}: levels need groups that share them")
-        trace = make(output_tokens=output, rate=rate, requests=requests, seed=seed)
-    elif kind in WORKLOADS:
-        trace = WORKLOADS[kind](seed=seed)
-        if colon:
-            trace = trace.head(_numbers(text, rest, 1)[0])
-        if not trace.requests:
-            raise ValueError(f"{text}: give at least one request")
+        return _decode(text, *whole_numbers(text, rest, 3, [OUTPUT_TOKENS]))
+    if kind != "open":
+        raise ValueError(f"{text}: no such case; open:... or decode:...")
+    groups, tokens, requests, rate, output, levels = whole_numbers(text, rest, 4, [OUTPUT_TOKENS, 1])
+    if groups:
+        make = partial(shared_prefix, groups, tokens, levels=levels)
+    elif levels == 1:
+        make = partial(no_sharing, tokens)
     else:
-        raise ValueError(f"{text}: no such case; {', '.join(WORKLOADS)}, open:... or decode:...")
-    return Case(text, trace)
+        raise ValueError(f"{text}: levels need groups that share them")
+    return Case(text, make(output_tokens=output, rate=rate, requests=requests, seed=seed))
 
 
 def probes() -> Case:
@@ -222,7 +191,7 @@ def _decode(name: str, batch: int, groups: int, shared: int, output: int) -> Cas
     return Case(name, Trace(name, shared, requests), prefixes, steady=True)
 
 
-def _numbers(name: str, text: str, least: int, defaults: Sequence[int] = ()) -> list[int]:
+def whole_numbers(name: str, text: str, least: int, defaults: Sequence[int] = ()) -> list[int]:
     """Comma-separated whole numbers: `least` of them, and as many more as there are defaults for."""
     try:
         numbers = [int(part) for part in text.split(",")]
