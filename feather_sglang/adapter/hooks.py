@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 import re
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -292,24 +293,15 @@ def lacks_pages(version: str | None) -> bool:
     return version in SUPPORTED[: SUPPORTED.index(PAGES_SINCE)]
 
 
-def _resolve(target: str) -> Any:
-    module, _, rest = target.rpartition(".")
-    try:
-        return inspect.getattr_static(importlib.import_module(module), rest)
-    except ModuleNotFoundError:
-        module, _, owner = module.rpartition(".")
-        return inspect.getattr_static(getattr(importlib.import_module(module), owner), rest)
-
-
 def mismatch(hook: Hook) -> str | None:
     """What differs between the installed SGLang and what ``hook`` expects, or None if it fits."""
     try:
-        found = _resolve(hook.target)
+        found = pkgutil.resolve_name(hook.target)
     except (ImportError, AttributeError) as error:
         return None if hook.optional else f"{hook.target}: not found ({error})"
     except Exception as error:  # an SGLang that does not import raises whatever it likes
         return f"{hook.target}: cannot be imported ({type(error).__name__}: {error})"
-    function = found.__func__ if isinstance(found, classmethod | staticmethod) else found
+    function = getattr(found, "__func__", found)
     try:
         parameters = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -327,7 +319,7 @@ def mismatch(hook: Hook) -> str | None:
 def exists(hook: Hook) -> bool:
     """Whether the installed SGLang has the hook's target."""
     try:
-        _resolve(hook.target)
+        pkgutil.resolve_name(hook.target)
     except (ImportError, AttributeError):
         return False
     return True

@@ -31,8 +31,6 @@ class BatchSharing:
     rows, total_tokens : rows of the batch and the sum of their lengths, every row counted in full.
     unique_tokens : tokens that the batch keeps in memory; shared ones once.
     common_tokens : length of the prefix that all rows share (a lone row shares all it has).
-    adjacent_lcp_tokens : prefix shared with the row before, summed over rows.
-    groups : distinct first blocks.
     reuse : row distance -> tokens whose last earlier use lies that many rows before; first uses are in none.
     shared : rows -> tokens that exactly so many rows share, each token once; two rows or more.
     parts : stretches of KV that the same rows share, a row's own end among them, summed over rows.
@@ -42,8 +40,6 @@ class BatchSharing:
     total_tokens: int
     unique_tokens: int
     common_tokens: int
-    adjacent_lcp_tokens: int
-    groups: int
     reuse: tuple[tuple[int, int], ...]
     shared: tuple[tuple[int, int], ...]
     parts: int
@@ -94,8 +90,6 @@ class BatchSharing:
             total_tokens=sum(lengths),
             unique_tokens=first_uses,
             common_tokens=_common(paths, block_size, lengths),
-            adjacent_lcp_tokens=reuse.get(1, 0),
-            groups=len({path[:1] for path in paths}),
             reuse=tuple(sorted(reuse.items())),
             shared=_shared(rows_of, start, longest),
             parts=_parts(rows_of, above, ends),

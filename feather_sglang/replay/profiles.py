@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from feather_sglang.errors import FeatherError
+from feather_sglang.errors import FeatherError, quoted
 from feather_sglang.replay.attention_time import KINDS, AttentionTime
 from feather_sglang.replay.model_shape import ModelShape
 from feather_sglang.simulation.host_time import HostTime
@@ -155,7 +155,7 @@ def _parse(document: Any) -> HardwareProfile:
         where = f"attention.{kernel}"
         kind = entry.get("kind") if isinstance(entry, dict) else None
         if not isinstance(kind, str) or kind not in KINDS:
-            raise ValueError(f"{where}.kind: must be one of {', '.join(KINDS)}, not {str(kind)[:40]!r}")
+            raise ValueError(f"{where}.kind: must be one of {', '.join(KINDS)}, not {quoted(kind)}")
         names = [f.name for f in fields(KINDS[kind])]
         attention[kernel] = KINDS[kind](**_numbers(entry.get("parameters"), names, where, sources))
     host = None
@@ -189,7 +189,7 @@ def _numbers(
         zero = may_be_zero or name in _MAY_BE_ZERO
         if not number or value < 0 or (value == 0 and not zero):
             least = "at least 0" if zero else "more than 0"
-            raise ValueError(f"{key}.value: must be a finite number of {least}, not {str(value)[:40]!r}")
+            raise ValueError(f"{key}.value: must be a finite number of {least}, not {quoted(value)}")
         if not isinstance(source, str) or not source.strip():
             raise ValueError(f"{key}.source: must say where the value is from")
         values[name] = value

@@ -13,10 +13,9 @@ from feather_sglang.replay.batch_sharing import BatchSharing
 def test_sharing_of_a_small_batch():
     paths = [(1, 2, 3), (1, 2, 4), (9,), (1, 5)]
     sharing = BatchSharing.from_paths(paths, 10, [30, 25, 8, 20])
-    assert (sharing.rows, sharing.total_tokens, sharing.groups) == (4, 83, 2)
+    assert (sharing.rows, sharing.total_tokens) == (4, 83)
     assert sharing.unique_tokens == 30 + 5 + 8 + 10
     assert sharing.common_tokens == 0
-    assert sharing.adjacent_lcp_tokens == 20
     assert sharing.reuse == ((1, 20), (2, 10))
     assert sharing.shared == ((2, 10), (3, 10))
     assert sharing.parts == 3 + 3 + 1 + 2
@@ -50,7 +49,7 @@ def test_sharing_agrees_with_comparing_all_pairs(walks):
     pairs = list(zip(paths, lengths, strict=True))
     before = [[lcp(a, b, 10, la, lb) for b, lb in pairs[:i]] for i, (a, la) in enumerate(pairs)]
     assert sharing.unique_tokens == sum(lengths) - sum(max(row, default=0) for row in before) == 10 * len(ids)
-    assert sharing.adjacent_lcp_tokens == sum(row[-1] for row in before if row)
+    assert dict(sharing.reuse).get(1, 0) == sum(row[-1] for row in before if row)
     assert sharing.common_tokens == min([lcp(paths[0], b, 10, lengths[0], lb) for b, lb in pairs])
     assert sum(tokens for _, tokens in sharing.reuse) == sum(lengths) - sharing.unique_tokens
     rows_of = Counter(node for path in paths for node in path)
