@@ -109,11 +109,7 @@ def judge(
 def sustained(shares: Iterable[tuple[float, float | None]]) -> float | None:
     """The largest rate at which, and below which wherever it was tried, enough requests meet the SLO.
 
-    Parameters
-    ----------
-    shares : (rate, share of requests that met it) of each rate that was tried.
-
-    None where already the lowest rate is too much.
+    The shares are pairs (rate, share of requests that met it). None where already the lowest rate is too much.
     """
     best = None
     for rate, share in sorted(shares, key=lambda pair: pair[0]):

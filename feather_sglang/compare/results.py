@@ -30,11 +30,9 @@ def facts_of(trace: Trace) -> dict[str, Any]:
 
 
 def remove_earlier(target: Path, out: Path, overwrite: bool) -> None:
-    """Remove an earlier comparison from its folder: results, plots and logs; ``FeatherError`` if nobody asked for it.
+    """Remove an earlier comparison from its folder: the results, `target`, plots and logs.
 
-    Parameters
-    ----------
-    target : its results.
+    Raises ``FeatherError`` if nobody asked for that.
     """
     if not target.is_file():
         return

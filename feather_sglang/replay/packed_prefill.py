@@ -18,9 +18,7 @@ from feather_sglang.replay.model_shape import ModelShape
 class PackedPrefill:
     """Which steps are packed, and what their attention takes then.
 
-    Parameters
-    ----------
-    mode : "on" for all steps, "auto" for those that `PrefillGain` predicts to be faster so.
+    The mode is "on" for all steps, "auto" for those that `PrefillGain` predicts to be faster so.
     """
 
     def __init__(self, model: ModelShape, mode: str) -> None:

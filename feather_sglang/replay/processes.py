@@ -116,9 +116,7 @@ def run_jobs(
 ) -> dict[str, Any]:
     """Run ``work`` on the jobs in child processes, with a progress bar each; what it gave, by name.
 
-    Parameters
-    ----------
-    failed : is told why a job failed, by name; None: the first failure ends all jobs.
+    `failed` is told why a job failed, by name; without it the first failure ends all jobs.
     """
     results: dict[str, Any] = {}
     columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -55,9 +55,7 @@ def comparison(summaries: Sequence[RunSummary], title: str = "", figures: Sequen
 def sweep(shares: Mapping[str, Sequence[tuple[float, float | None]]], slo: str) -> Table:
     """A row per policy: the share of requests within the SLO at each rate, and the largest rate that is sustained.
 
-    Parameters
-    ----------
-    shares : (requests a second, share) by policy; None: not measured.
+    The shares are pairs (requests a second, share) by policy; a share is None where it was not measured.
     """
     table = Table(title=escape(f"requests within the SLO {slo}, by requests a second"), title_justify="left")
     table.add_column("", no_wrap=True)

@@ -119,12 +119,7 @@ def _table(title: str, rows: list[list[str]]) -> Table:
 
 
 def page(results: Results, command: str) -> str:
-    """The page of the docs.
-
-    Parameters
-    ----------
-    command : what wrote it.
-    """
+    """The page of the docs, and the command that wrote it."""
     slo = f"{results['slo']} ({NAMED[results['slo']]})" if results["slo"] in NAMED else results["slo"]
     lines = [
         "# Which policy serves which traffic within its bounds?",

@@ -40,14 +40,10 @@ class PatBackend(AttentionBackend):
 
     Parameters
     ----------
-    model_runner
-        Its model and its memory pools exist already.
-    decode, verify
-        Of a decode step, and of a step of drafts, which has none where pat sees no such step.
-    beside
-        SGLang's own backend, where layers are left to it.
-    observed
-        Whether its steps are counted and recorded.
+    model_runner : its model and its memory pools exist already.
+    decode, verify : of a decode step, and of a step of drafts, which has none where pat sees no such step.
+    beside : SGLang's own backend, where layers are left to it.
+    observed : whether its steps are counted and recorded.
     """
 
     def __init__(

@@ -101,12 +101,9 @@ class RowSharing:
 
     Parameters
     ----------
-    table : int32 [rows, tokens]
-        SGLang's ``req_to_token``.
-    generation : int64 [rows]
-        SGLang's own counters, read at every step.
-    settled_at
-        The decode step at which a row no longer changes: 1, or 2 with the overlap scheduler.
+    table : SGLang's ``req_to_token``, int32 [rows, tokens].
+    generation : SGLang's own counters, int64 [rows], read at every step.
+    settled_at : the decode step at which a row no longer changes: 1, or 2 with the overlap scheduler.
     """
 
     def __init__(self, table: torch.Tensor, generation: npt.NDArray[np.int64], settled_at: int) -> None:

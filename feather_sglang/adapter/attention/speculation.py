@@ -60,10 +60,8 @@ def chain(tokens: npt.NDArray[Any], mask: npt.NDArray[Any], requests: int) -> tu
 
     Parameters
     ----------
-    tokens : [requests * drafts]
-        The first of each request is its root.
-    mask : [requests * drafts * drafts]
-        Whether the second draft is the first one or before it on its path.
+    tokens : [requests * drafts]; the first of each request is its root.
+    mask : [requests * drafts * drafts]; whether the second draft is the first one or before it on its path.
     """
     trees = mask.reshape(requests, -1, round((mask.size / requests) ** 0.5)).astype(bool)
     deepest = trees.sum(axis=2).argmax(axis=1)

@@ -46,12 +46,9 @@ class StepPlanner:
 
     Parameters
     ----------
-    table : int32 [rows, tokens]
-        SGLang's ``req_to_token``.
-    max_requests
-        Of the largest batch.
-    query_rows
-        The most of a request.
+    table : SGLang's ``req_to_token``, int32 [rows, tokens].
+    max_requests : of the largest batch.
+    query_rows : the most of a request.
     """
 
     def __init__(
