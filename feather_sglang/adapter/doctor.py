@@ -87,11 +87,11 @@ def _pat() -> str:
         except BuildError as error:
             compiler = str(error)
         return f"cannot serve here: no GPU ({compiler})"
-    from feather_sglang.adapter.attention.self_test import self_test
+    from feather_kernels.self_test import self_test
 
     try:
         return self_test()
-    except (BuildError, FeatherError) as error:
+    except BuildError as error:
         return f"cannot serve here: {error}"
 
 

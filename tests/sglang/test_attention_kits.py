@@ -12,7 +12,7 @@ CHECK = Path(__file__).resolve().parents[2] / "benchmarks" / "checks" / "check_a
 # The kits change SGLang for the whole process, so this is one of its own. They run as is, and with a mistake.
 CODE = """
 import check_attention_kits as check
-from feather_sglang.adapter.attention.reference import ReferenceEngine
+from feather_kernels.reference_engine import ReferenceEngine
 
 arguments = ["--device", "cpu", "--head-dims", "64", "--dtypes", "float16"]
 right = check.main(arguments)

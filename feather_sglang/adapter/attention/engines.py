@@ -121,7 +121,7 @@ class Engines:
 def _engine(packed: PackedLayers, layer: LayerFacts, max_rows: int, levels: int) -> Any:
     room: dict[str, Any] = {"max_requests": max_rows, "max_parts": default_parts(max_rows, layer.q_heads, levels)}
     if packed.reference:
-        from feather_sglang.adapter.attention.reference import ReferenceEngine
+        from feather_kernels.reference_engine import ReferenceEngine
 
         return ReferenceEngine(*layer.shape, **room, kv_dtype=packed.kv_dtype)
     from feather_kernels import PackedDecodeWrapper

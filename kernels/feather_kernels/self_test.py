@@ -6,10 +6,11 @@ import time
 
 import torch
 
-from feather_kernels import Forest, PackedDecodeWrapper
+from feather_kernels.errors import BuildError
+from feather_kernels.forest import Forest
 from feather_kernels.reference import direct_decode
-from feather_sglang.adapter.attention.reference import to_numpy
-from feather_sglang.errors import FeatherError
+from feather_kernels.reference_engine import to_numpy
+from feather_kernels.wrapper import PackedDecodeWrapper
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 PREFIX, TAILS = 700, (1, 40, 333, 64, 900, 5)
@@ -18,7 +19,7 @@ PREFIX, TAILS = 700, (1, 40, 333, 64, 900, 5)
 def self_test() -> str:
     """Decode requests in two prefix groups in bfloat16; what came out, in words.
 
-    Raises ``BuildError`` where the kernel cannot be built or loaded, ``FeatherError`` where it computes something else.
+    Raises ``BuildError`` where the kernel cannot be built or loaded, or computes something else.
     """
     start = time.perf_counter()
     wrapper = PackedDecodeWrapper(HEADS, KV_HEADS, DIM, dtype=torch.bfloat16, max_requests=len(TAILS))
@@ -45,7 +46,7 @@ def self_test() -> str:
     exact, _ = direct_decode(forest, to_numpy(q), to_numpy(k), to_numpy(v), to_numpy(table).ravel(), 1)
     worst = float(abs(to_numpy(out) - exact).max())
     if not worst < 0.02:  # results are sums of about 0.1, rounded to 8 bits
-        raise FeatherError(f"the packed kernel's result is {worst:.3g} away from attention: report this GPU")
+        raise BuildError(f"the packed kernel's result is {worst:.3g} away from attention: report this GPU")
     now = time.perf_counter()
     return (
         f"can serve here ({wrapper.config.path} path, {forest.n_nodes} shared nodes, largest error {worst:.1e}; loaded "

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from feather_kernels import PlanError
+from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.plan import PackPlan, Planner
 from feather_kernels.reference import reference_decode
 
 
 class ReferenceEngine:
-    """`feather_kernels.PackedDecodeWrapper` without a GPU: the same plan and run, in NumPy and float64."""
+    """`PackedDecodeWrapper` without a GPU: the same plan and run, in NumPy and float64."""
 
     def __init__(
         self, num_qo_heads: int, num_kv_heads: int, head_dim: int, *, max_requests: int, max_parts: int,
