@@ -19,9 +19,8 @@ from feather_sglang.compare.server.cases import Case
 from feather_sglang.compare.server.client import allow_open_files
 from feather_sglang.compare.server.config import ServerConfig
 from feather_sglang.compare.server.driver import LEAST_RUN, PROBLEMS, Driver, Terms, alike, describe, in_turns
-from feather_sglang.compare.server.measure import measure
 from feather_sglang.compare.server.process import Server
-from feather_sglang.compare.server.result import RunResult
+from feather_sglang.compare.server.result import RunResult, measure
 from feather_sglang.compare.server.watch import retracted
 
 _DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")

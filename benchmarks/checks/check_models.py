@@ -43,14 +43,15 @@ from sending import body
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from server_cases import bench_case
 from server_records import steady
 
-from feather_sglang.compare.server.cases import Case, parse_case
+from feather_sglang.compare.server.cases import Case
 from feather_sglang.compare.server.client import allow_open_files, call
 from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS, ServerConfig
 from feather_sglang.compare.server.machine import machine
-from feather_sglang.compare.server.measure import measure
 from feather_sglang.compare.server.process import Server, environment_with
+from feather_sglang.compare.server.result import measure
 from feather_sglang.report.tables import grid
 
 HERE = Path(__file__).resolve().parent
@@ -112,7 +113,7 @@ def shape_of(options: argparse.Namespace, name: str) -> Shape:
 def cases_of(options: argparse.Namespace, shape: Shape) -> dict[str, Case]:
     """The steady cases of a shape."""
     texts = {"shared": options.shared, "private": options.private}
-    return {which: parse_case(text.format(shape.requests, shape.decoded)) for which, text in texts.items()}
+    return {which: bench_case(text.format(shape.requests, shape.decoded)) for which, text in texts.items()}
 
 
 def prompts(count: int = 24, seed: int = 0) -> dict[str, list[int]]:

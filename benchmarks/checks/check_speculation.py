@@ -44,15 +44,14 @@ from sending import body
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from server_cases import Misfit, TooManyRequests, check_fit
+from server_cases import Misfit, TooManyRequests, bench_case, check_fit
 from server_records import steady
 
-from feather_sglang.compare.server.cases import Case, parse_case
+from feather_sglang.compare.server.cases import Case
 from feather_sglang.compare.server.client import allow_open_files, call
 from feather_sglang.compare.server.config import ServerConfig
-from feather_sglang.compare.server.measure import measure
 from feather_sglang.compare.server.process import Server, environment_with
-from feather_sglang.compare.server.result import RunResult
+from feather_sglang.compare.server.result import RunResult, measure
 from feather_sglang.report.tables import grid
 
 STOCK, NONE = "fa3", "none"
@@ -106,7 +105,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if options.drafts < 2:
         parser.error("--drafts: give at least 2")
     try:
-        options.steady = parse_case(options.case)
+        options.steady = bench_case(options.case)
     except ValueError as problem:
         parser.error(f"--case {problem}")
     if not options.steady.steady:

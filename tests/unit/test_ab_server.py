@@ -329,11 +329,16 @@ class TestWatch:
             assert list(scheduler_cpu(one)) == [one] and list(scheduler_cpu(other)) == [other]
 
 
+def watched(lines=(), cpu=None, retractions=0):
+    """What a ``Watch`` has in the end."""
+    return SimpleNamespace(lines=list(lines), scheduler_seconds=cpu, retractions=retractions, fell_back=False)
+
+
 class TestFigures:
     LINES = read_lines(LOG, 0.0, 3.0)
 
     def run(self, *streams, lines=LINES, cpu=0.5):
-        return summarize("a", Driven(list(streams), 6.0, 0.2, False), lines, cpu, 3)
+        return summarize("a", Driven(list(streams), 6.0, 0.2, False), watched(lines, cpu, 3))
 
     def test_by_hand(self):
         seen = self.run(stream((1.0, 1), (3.0, 11), due=0.5, cached=5), stream((2.0, 1), (5.0, 11)))
@@ -352,16 +357,17 @@ class TestFigures:
         admission = Admission.between(before, after)
         assert (admission.rounds, admission.stops) == (20, 2) and admission.seconds == pytest.approx(0.1)
         driven = Driven([stream((1.0, 1), (2.0, 11))], 2.0, 0.2, False)
-        one = summarize("a", driven, [], 0.5, 0, admission).summary
+        one = summarize("a", driven, watched(cpu=0.5), None, admission).summary
         assert one.admission_share == pytest.approx(0.05) and one.admission_us == pytest.approx(5000) and one.stops == 2
-        one = summarize("a", driven, [], 0.5, 0, Admission(0, 0.0, 0)).summary
+        one = summarize("a", driven, watched(cpu=0.5), None, Admission(0, 0.0, 0)).summary
         assert (one.admission_share, one.admission_us, one.stops) == (0.0, None, 0)
         assert Admission.between(None, after) is Admission.between(before, None) is None
 
     def test_what_the_gpu_did(self):
         driven = Driven([stream((1.0, 1), (2.0, 11))], 2.0, 0.2, False)
         clocks = {"samples": 9, "sm_mhz": {"mean": 1720.0, "min": 1260.0}, "watt": {"mean": 690.5, "min": 300.0}}
-        one = summarize("a", driven, [], 0.5, 0, None, {"busy": 99.0, "dram": 21.0}, clocks).summary
+        gpu = SimpleNamespace(activity={"busy": 99.0, "dram": 21.0}, clocks=clocks)
+        one = summarize("a", driven, watched(cpu=0.5), gpu).summary
         assert (one.gpu_busy, one.dram_use, one.sm_ghz, one.watt) == (0.99, 0.21, 1.72, 690.5)
 
     def test_what_was_not_seen_is_none(self):
@@ -421,7 +427,7 @@ class TestComparison:
             if len(runs) > 1:
                 assert json.loads(one.target.read_text())["order"] == runs[:-1]
             driven = Driven([stream((1.0, 1), (2.0, 5))], 3.0, 0.1, False)
-            found = summarize(configuration.name, driven, [], None, 0)
+            found = summarize(configuration.name, driven, watched())
             return dataclasses.replace(found, case=case.name, round=result.round)
 
         monkeypatch.setattr(one.driver, "measured", measured)
@@ -489,7 +495,7 @@ class TestServers:
         def measure(server, name, *given):
             server.done.append(f"run {name}")
             driven = Driven([stream((1.0, 1), (2.0, 5))], 3.0, 0.1, False)
-            return summarize(name, driven, [], None, 0), driven
+            return summarize(name, driven, watched()), driven
 
         monkeypatch.setattr(driving, "measure", measure)
         one.driver.run()

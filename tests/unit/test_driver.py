@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,7 +86,9 @@ def world(monkeypatch):
     def measure(server, name, case, *given):
         made.happens("run", name, case.name[:6])
         driven = Driven([Stream(0.0, 10, 0.0, [(1.0, 1), (2.0, 5)], 0, True)], 3.0, 0.1, False)
-        return summarize(name, driven, [], None, 0), driven
+        return summarize(
+            name, driven, SimpleNamespace(lines=[], scheduler_seconds=None, retractions=0, fell_back=False)
+        ), driven
 
     monkeypatch.setattr(driving, "Server", made.server)
     monkeypatch.setattr(driving, "measure", measure)

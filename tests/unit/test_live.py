@@ -8,6 +8,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -372,5 +373,7 @@ class TestConversations:
 
         driven, _ = self.served(self.turns, limit=0.15)
         assert [stream.finished for stream in driven.streams] == [True, True, False, False]
-        result = summarize("fcfs", driven, [], None, 0)
+        result = summarize(
+            "fcfs", driven, SimpleNamespace(lines=[], scheduler_seconds=None, retractions=0, fell_back=False)
+        )
         assert result.summary.max_wait < 0.15 and result.counted["unfinished"] == 2

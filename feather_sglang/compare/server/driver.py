@@ -15,9 +15,8 @@ from feather_sglang import ending
 from feather_sglang.compare.server.cases import Case, Request, probes
 from feather_sglang.compare.server.client import HttpError, allow_open_files, call_all
 from feather_sglang.compare.server.config import ServerConfig, shown
-from feather_sglang.compare.server.measure import measure
 from feather_sglang.compare.server.process import Server, ServerFailed
-from feather_sglang.compare.server.result import RunResult
+from feather_sglang.compare.server.result import RunResult, measure
 
 LEAST_RUN = 10.0  # seconds that must be left for another run
 PROBLEMS = (ServerFailed, HttpError, OSError, EOFError, asyncio.TimeoutError)

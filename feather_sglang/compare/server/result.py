@@ -1,16 +1,21 @@
-"""From what client and server saw of a run to the figures of the report."""
+"""One run of a case on a server that is up: what client, server and GPU saw of it, and the figures of the report."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import mean
 from typing import Any, NamedTuple
 
-from feather_sglang.compare.server.client import Driven
+from feather_sglang import ending
+from feather_sglang.compare.server.cases import Case, Request
+from feather_sglang.compare.server.client import Driven, call_all, drive
+from feather_sglang.compare.server.gpu_meter import GpuMeter
 from feather_sglang.compare.server.idle import IdleTimes
+from feather_sglang.compare.server.process import Server
 from feather_sglang.compare.server.stats import overall, token_gaps
-from feather_sglang.compare.server.watch import Line
+from feather_sglang.compare.server.watch import Line, Watch
 from feather_sglang.report.summary import RunSummary
 from feather_sglang.slo import SLO, Timing, judge
 
@@ -91,15 +96,41 @@ def decode_steps(lines: Sequence[Line], begin: float) -> list[Step]:
     return found
 
 
+def measure(
+    server: Server,
+    name: str,
+    case: Case,
+    requests: list[Request],
+    prefixes: list[Request],
+    limit: float,
+    admission: bool = True,
+) -> tuple[RunResult, Driven]:
+    """Put the prefixes into the cache, then send the requests; the figures, and what they are of.
+
+    Parameters
+    ----------
+    name : of the configuration.
+    limit : seconds after which what is left is given up.
+    admission : whether the server counts what admission takes; it does where its policy can be switched.
+    """
+    begun = time.monotonic()
+    if prefixes:
+        ending.run(call_all(server.address, prefixes, limit))
+    before = server.counters() if admission else None
+    with Watch(server) as watch, GpuMeter() as gpu:
+        rest = limit - (time.monotonic() - begun)
+        driven = ending.run(drive(server.address, requests, rest, case.steady, server.alive))
+    server.check()
+    counts = Admission.between(before, server.counters()) if admission else None
+    return summarize(name, driven, watch, gpu, counts), driven
+
+
 def summarize(
     name: str,
     driven: Driven,
-    lines: Sequence[Line],
-    scheduler_seconds: float | None,
-    retractions: int,
+    watch: Watch,
+    gpu: GpuMeter | None = None,
     admission: Admission | None = None,
-    activity: dict[str, Any] | None = None,
-    clocks: dict[str, Any] | None = None,
 ) -> RunResult:
     """Figures of a run; there is no summary where no request finished.
 
@@ -110,11 +141,12 @@ def summarize(
         name,
         counted=overall(driven.streams, driven.end),
         admission=admission,
-        activity=activity,
-        clocks=clocks,
+        activity=gpu and gpu.activity,
+        clocks=gpu and gpu.clocks,
         client_cpu=round(driven.cpu_share, 3),
+        fell_back=watch.fell_back,
     )
-    counted = result.counted
+    counted, lines = result.counted, watch.lines
     done = [stream for stream in driven.streams if stream.finished]
     if not done:
         return result
@@ -133,8 +165,8 @@ def summarize(
         batch_rows=[step.rows for step in steps],
         batch_seconds=[step.seconds for step in steps],
         makespan=counted["seconds"],
-        scheduler_seconds=scheduler_seconds or 0.0,
-        retractions=retractions,
+        scheduler_seconds=watch.scheduler_seconds or 0.0,
+        retractions=watch.retractions,
     )
     waits = [
         (stream.span[0] if stream.events else driven.end) - stream.due
@@ -142,7 +174,7 @@ def summarize(
         if stream.error is None and stream.due < driven.end
     ]
     held = [(step.kv_use, step.seconds) for step in steps if step.kv_use is not None]
-    worked = activity or {}
+    worked, clocks = result.activity or {}, result.clocks
     figures: dict[str, Any] = {
         "max_wait": max(waits),
         "kv_mean": sum(use * seconds for use, seconds in held) / sum(seconds for _, seconds in held) if held else None,
@@ -161,7 +193,7 @@ def summarize(
         figures["mean_batch"] = None
     if not lines:  # a server that logs so little would not tell of retractions either
         figures["retractions"] = None
-    if scheduler_seconds is None:
+    if watch.scheduler_seconds is None:
         figures["scheduler_share"] = None
     result.summary, result.steps = replace(summary, **figures), steps
     result.latencies = [stream.span[1] - stream.due for stream in done]
