@@ -22,7 +22,7 @@ from feather_sglang.compare.server.cases import Request, parse_case, probes
 from feather_sglang.compare.server.client import allow_open_files, call_all, drive
 from feather_sglang.compare.server.config import BACKENDS, NO_PREFILL_GRAPHS, ServerConfig
 from feather_sglang.compare.server.process import Server, environment_with, processes_of
-from feather_sglang.compare.server.stats import overall, token_gaps
+from feather_sglang.compare.server.stats import overall
 from feather_sglang.errors import FeatherError
 from feather_sglang.simulation.clients import STREAM_INTERVAL
 
@@ -184,7 +184,6 @@ def _send(server: Server, load: Load, number: int, vocabulary: int, say: Callabl
     figures = overall(driven.streams, driven.end)
     if figures["finished"] < len(requests):
         raise FeatherError(f"{case.name}: {figures['finished']} of {len(requests)} requests finished: see the log")
-    gaps = token_gaps(driven.streams)
     say(f"{case.name}: {figures['tok_s']:,.0f} tok/s, mean TTFT {figures['ttft_s']['mean']:.3f} s")
     return {
         "load": case.name,
@@ -192,10 +191,6 @@ def _send(server: Server, load: Load, number: int, vocabulary: int, say: Callabl
         "begin": begin,
         "end": end,
         "front_cpu": front_cpu(server.group) - spent,
-        "tok_s": figures["tok_s"],
-        "ttft_mean": figures["ttft_s"]["mean"],
-        "ttft_p99": figures["ttft_s"]["p99"],
-        "tbt_p99_ms": float(np.percentile(gaps, 99)) * 1e3 if len(gaps) else None,
         "streams": [
             [f"{number}-{place}", one.sent, one.prompt_tokens, one.span[0], len(one.events)]
             for place, one in enumerate(driven.streams)
