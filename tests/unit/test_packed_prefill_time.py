@@ -3,12 +3,10 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.model_shape import load_model
-from feather_sglang.replay.packed_prefill import cached_forest
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel
 
@@ -48,9 +46,14 @@ def test_it_needs_what_a_server_needs(packed_prefill):
 
 
 def test_requests_share_the_blocks_that_are_cached_of_both():
-    paths = [(1, 2, 3), (1, 2, 3), (1, 2, 4), (5, 2, 3), (1,)]
-    forest = cached_forest(paths, 10, [30, 29, 30, 25, 4])
-    assert forest.parent.tolist() == [-1, 0, 1, 1, -1, 4] and set(forest.length.tolist()) == {10}
-    assert forest.request_node.tolist() == [2, 1, 3, 5, -1]
-    assert forest.shared_length.tolist() == [30, 20, 30, 20, 0] and forest.seq_len.tolist() == [30, 29, 30, 25, 4]
-    assert cached_forest([], 10, np.array([])).n_requests == 0
+    """A step takes what its requests' common blocks take, whether these are one node or several."""
+    new, cached, few = [20] * 4, [30_000, 29_000, 30_000, 25_000], 1000
+    paths = [(1,) * 30, (1,) * 30, (1,) * 29 + (2,), (5,) * 30]
+    apart = [(number,) * 30 for number in range(4)]
+    on = model("on")
+    assert on.prefill(new, cached, paths, few) < on.prefill(new, cached, apart, few)
+    new = [8] * 4  # together one tile
+    whole = on.prefill(new, [30_000] * 4, [(1,)] * 4, 30_000)
+    assert whole == pytest.approx(on.prefill(new, [30_000] * 4, [(1,) * 30] * 4, few))
+    private = on.prefill(new, [29_999] * 4, [(1,)] * 4, 30_000)  # of a block that is cached in part
+    assert private == on.prefill(new, [29_999] * 4, [(1,), (2,), (3,), (4,)], 30_000) and private > 1.1 * whole
