@@ -141,8 +141,8 @@ def summarize(
         name,
         counted=overall(driven.streams, driven.end),
         admission=admission,
-        activity=gpu and gpu.activity,
-        clocks=gpu and gpu.clocks,
+        activity=gpu.activity if gpu else None,
+        clocks=gpu.clocks if gpu else None,
         client_cpu=round(driven.cpu_share, 3),
         fell_back=watch.fell_back,
     )
