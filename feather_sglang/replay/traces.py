@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from feather_sglang.errors import FeatherError, quoted
+from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import replace_text
 from feather_sglang.replay.arrivals import Arrivals
 
@@ -235,10 +235,10 @@ def _request(index: int, where: str, row: dict[str, Any], block_size: int) -> Tr
     output_length = _whole(row, "output_length", where, 1)
     hash_ids = _field(row, "hash_ids", where)
     if not isinstance(hash_ids, list):
-        raise FeatherError(f"{where}: hash_ids: must be a list, not {quoted(hash_ids)}")
+        raise FeatherError(f"{where}: hash_ids: must be a list, not {_shown(hash_ids)}")
     for value in hash_ids:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-            raise FeatherError(f"{where}: hash_ids: must be whole numbers from 0 to 2**63 - 1, not {quoted(value)}")
+            raise FeatherError(f"{where}: hash_ids: must be whole numbers from 0 to 2**63 - 1, not {_shown(value)}")
     blocks = -(-input_length // block_size)
     if len(hash_ids) != blocks:
         raise FeatherError(
@@ -274,9 +274,9 @@ def _check_turn(where: str, request: TraceRequest, requests: list[TraceRequest])
 def _seconds(row: dict[str, Any], name: str, where: str) -> float:
     value = _field(row, name, where)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise FeatherError(f"{where}: {name}: must be a number of milliseconds, not {quoted(value)}")
+        raise FeatherError(f"{where}: {name}: must be a number of milliseconds, not {_shown(value)}")
     if not 0 <= value <= _LATEST_MS:  # false for NaN too
-        raise FeatherError(f"{where}: {name}: must lie between 0 and {_LATEST_MS:g} ms, not {quoted(value)}")
+        raise FeatherError(f"{where}: {name}: must lie between 0 and {_LATEST_MS:g} ms, not {_shown(value)}")
     return value / 1e3
 
 
@@ -290,10 +290,16 @@ def _field(row: dict[str, Any], name: str, where: str) -> Any:
 def _whole(row: dict[str, Any], name: str, where: str, least: int) -> int:
     value = _field(row, name, where)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise FeatherError(f"{where}: {name}: must be a whole number, not {quoted(value)}")
+        raise FeatherError(f"{where}: {name}: must be a whole number, not {_shown(value)}")
     if not least <= value <= LONGEST:
-        raise FeatherError(f"{where}: {name}: must lie between {least} and {LONGEST}, not {quoted(value)}")
+        raise FeatherError(f"{where}: {name}: must lie between {least} and {LONGEST}, not {_shown(value)}")
     return value
+
+
+def _shown(value: Any) -> str:
+    """A value as the trace has it, in JSON, cut short: an error message is one line."""
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
