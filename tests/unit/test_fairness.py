@@ -46,7 +46,7 @@ def test_a_priority_that_nobody_has_any_more_is_forgotten():
         fairness.forget(name, waiting=False)
     fairness.arrive("r", 7)
     fairness.forget("r", waiting=True)
-    assert fairness._waiting.first is None and fairness._running.first is None and not fairness.arrivals
+    assert fairness._waiting.first is None and fairness._present.first is None and not fairness.arrivals
 
 
 def test_overtaken_by_as_many_as_were_ahead_and_as_urgent():

@@ -58,7 +58,7 @@ class Fairness:
         self.round = 0
         self.now = 0.0
         self._admissions = 0
-        self._waiting, self._running = PrioritySums(), PrioritySums()  # requests in ``arrivals``
+        self._waiting, self._present = PrioritySums(), PrioritySums()  # requests in ``arrivals``: some, all
 
     def open_round(self, now: float) -> None:
         """Go on to the next admission round, at so many seconds."""
@@ -70,26 +70,23 @@ class Fairness:
         ahead = int(self._waiting.up_to(priority))
         self.arrivals[request_id] = Arrival(self.now, self.round, priority, self._admissions, ahead)
         self._waiting.add(priority, 1)
+        self._present.add(priority, 1)
 
     def admit(self, request_id: Hashable) -> None:
         """Note that a waiting request joined the batch."""
         self._admissions += 1
-        self._move(request_id, -1, 1)
+        self._waiting.add(self.arrivals[request_id].priority, -1)
 
     def wait_again(self, request_id: Hashable) -> None:
         """Note that an admitted request is back among the waiting, at its original age."""
-        self._move(request_id, 1, -1)
+        self._waiting.add(self.arrivals[request_id].priority, 1)
 
     def forget(self, request_id: Hashable, *, waiting: bool) -> None:
         """Drop a request that left while it was waiting, or running."""
-        self._move(request_id, -waiting, waiting - 1)
-        del self.arrivals[request_id]
-
-    def _move(self, request_id: Hashable, waiting: int, running: int) -> None:
-        priority = self.arrivals[request_id].priority
-        for counts, change in ((self._waiting, waiting), (self._running, running)):
-            if change:
-                counts.add(priority, change)
+        priority = self.arrivals.pop(request_id).priority
+        self._present.add(priority, -1)
+        if waiting:
+            self._waiting.add(priority, -1)
 
     def priority(self, request_id: Hashable) -> int:
         """Return a request's class; a smaller one is more urgent."""
@@ -97,8 +94,8 @@ class Fairness:
 
     def is_urgent(self, request_id: Hashable) -> bool:
         """Whether anybody waits or runs who is less urgent."""
-        own = self.priority(request_id)
-        return any(last is not None and last > own for last in (self._waiting.last, self._running.last))
+        last = self._present.last
+        return last is not None and last > self.arrivals[request_id].priority
 
     def waited(self, request_id: Hashable) -> float:
         """Return the seconds since a request came."""
@@ -106,8 +103,8 @@ class Fairness:
 
     def is_overdue(self, request_id: Hashable) -> bool:
         """Whether a request came as long ago as the bound."""
-        rounds = self.round - self.arrivals[request_id].round
-        return self.waited(request_id) >= self.max_wait or rounds >= self.max_wait_rounds
+        arrival = self.arrivals[request_id]
+        return self.now - arrival.time >= self.max_wait or self.round - arrival.round >= self.max_wait_rounds
 
     def is_overtaken(self, request_id: Hashable) -> bool:
         """Whether twice as many have been admitted since a request came as waited then."""
