@@ -88,8 +88,8 @@ class Overtaking:
         """Keep the sums, and of the classes in which nobody waits the latest: clients may send a new one each time."""
         line = self._lines[priority]
         self._queued.set(priority, line.queued if line.waiting else None)
-        if line.counts != line.open:
-            line.open = line.counts
+        if line.open != (len(line.waiting) > line.excused):
+            line.open = not line.open
             self._open.set(priority, 1 if line.open else None)
         if not line.waiting:
             self._idle[priority] = self._lines.pop(priority)
@@ -154,18 +154,13 @@ class _Line:
     def __init__(self, share: float) -> None:
         self.share = share
         self.queued = 0.0
-        self.open = False  # as `counts` was told last
+        self.open = False  # whether somebody waits who is not excused, as `Overtaking` was told last
         self.waiting: OrderedDict[Hashable, _Waiting] = OrderedDict()
-        self._excused = 0
+        self.excused = 0  # of those that wait
         self._longest: deque[tuple[float, float]] = deque()  # (time, own), falling: the largest of a window
         self._places = 0
-        self._found: tuple[int, float, float] | None = None  # by `_before`, until the trees change
+        self._found: tuple[int, float, float] | None = None  # place, time and slack, until the trees change
         self._build([], 0.0)
-
-    @property
-    def counts(self) -> bool:
-        """Whether somebody waits who is not excused."""
-        return len(self.waiting) > self._excused
 
     def arrive(self, request_id: Hashable, work: float, before: float, now: float) -> None:
         own = before + work
@@ -187,13 +182,13 @@ class _Line:
     def leave(self, request_id: Hashable) -> None:
         entry = self.waiting.pop(request_id)
         self.queued = self.queued - entry.work if self.waiting else 0.0
-        self._excused -= entry.excused
+        self.excused -= entry.excused
         entry.excused = True
         self._set(entry)
 
     def excuse(self, request_id: Hashable, excused: bool) -> None:
         entry = self.waiting[request_id]
-        self._excused += excused - entry.excused
+        self.excused += excused - entry.excused
         entry.excused = excused
         self._set(entry)
 
@@ -206,8 +201,11 @@ class _Line:
     def slack(self, request_id: Hashable, now: float) -> float:
         if self.share == inf:
             return inf
-        tail, own = self._before(self.waiting[request_id].place)
-        return ALLOWANCE + min(self.longest(now) - tail, -own)
+        place = self.waiting[request_id].place
+        if self._found is None or self._found[:2] != (place, now):  # who is proposed is asked about twice
+            tail, own = self._before(place)
+            self._found = place, now, ALLOWANCE + min(self.longest(now) - tail, -own)
+        return self._found[2]
 
     def overtaken(self, request_id: Hashable) -> float:
         node = self._size + self.waiting[request_id].place
@@ -226,8 +224,6 @@ class _Line:
 
     def _before(self, place: int) -> tuple[float, float]:
         """Of those before a place: the largest of ``own + overtaken - grace`` and of ``overtaken - share x own``."""
-        if self._found is not None and self._found[0] == place:  # who is proposed is asked about twice
-            return self._found[1:]
         taken, tails, owns = self._taken, self._tails, self._owns
         node = self._size + place
         tail = own = -inf
@@ -239,16 +235,12 @@ class _Line:
                 behind = taken[node + 1]
                 tail, own = tail + behind, own + behind
             node >>= 1
-        self._found = place, tail, own
         return tail, own
 
     def _set(self, entry: _Waiting) -> None:
         self._set_leaf(entry)
-        node = self._size + entry.place
-        above = []
-        while node := node >> 1:
-            above.append(node)
-        self._join(above)
+        leaf = self._size + entry.place
+        self._join(map(leaf.__rshift__, range(1, leaf.bit_length())))
 
     def _set_leaf(self, entry: _Waiting) -> None:
         leaf = self._size + entry.place
