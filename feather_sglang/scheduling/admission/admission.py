@@ -181,7 +181,6 @@ class Admission:
 
         Who was proposed before, and neither deferred nor admitted, cannot be taken by the engine in this round.
         """
-        assert self.policy is not None
         opened = self.round
         if opened.open_proposal is not None:
             self.unavailable(opened.open_proposal)

@@ -164,17 +164,13 @@ class Deferrals:
 
     def memory_is_short(self) -> bool:
         """Whether prefixes compete for memory."""
-        batching = self.prefix_batching
-        return batching is not None and batching.short(self.demand(), len(self.tree.active))
+        batching, tree = self.prefix_batching, self.tree
+        return batching is not None and batching.short(tree.distinct_chunks * tree.chunk_size, len(tree.active))
 
     def memory_is_tight(self) -> bool:
         """Whether all that is asked for exceeds the pool, whether or not requests share."""
-        batching = self.prefix_batching
-        return batching is not None and batching.tight(self.demand(), len(self.tree.active))
-
-    def demand(self) -> int:
-        """Distinct prompt tokens of all waiting and running requests."""
-        return self.tree.distinct_chunks * self.tree.chunk_size
+        batching, tree = self.prefix_batching, self.tree
+        return batching is not None and batching.tight(tree.distinct_chunks * tree.chunk_size, len(tree.active))
 
     def limit_reached(self, best: Candidate) -> bool:
         """Whether `best` might have to be deferred where enough are: then nobody behind it is admitted either."""
@@ -192,9 +188,9 @@ class Deferrals:
         """A request is in the tree, and may generate so many tokens."""
         if self.prefix_batching is not None:
             tree = self.tree
-            missing, depth = tree.missing_count(request_id), tree.depth(request_id)
-            computes = missing * tree.chunk_size >= LEAST_TOKENS
-            met = tree.sharing(request_id, depth - missing // 2) > 1 if computes else None
+            missing, met = tree.missing_count(request_id), None
+            if missing * tree.chunk_size >= LEAST_TOKENS:
+                met = tree.sharing(request_id, tree.depth(request_id) - missing // 2) > 1
             self.prefix_batching.arrived(most_tokens, met)
 
     def retracted(self, request_id: Hashable) -> None:
@@ -288,6 +284,8 @@ class Deferrals:
 
     def should_batch(self, request_id: Hashable, cached_tokens: int, missing_tokens: int) -> bool:
         """Whether its prefix had better be computed later, once more requests share it."""
+        if missing_tokens < LEAST_TOKENS:
+            return False
         return self._still_batches(request_id, self._depth_worth_waiting(cached_tokens), missing_tokens)
 
     def batch(self, request_id: Hashable, cached_tokens: int, missing_tokens: int) -> None:
@@ -338,7 +336,7 @@ class Deferrals:
         # Nobody less urgent is to be admitted while it waits.
         if self.fairness.is_overdue(request_id) or self.fairness.is_urgent(request_id):
             return False
-        return tree.depth(request_id) - tree.missing_count(request_id) < depth
+        return tree.covered(request_id) < depth
 
     def _depth_worth_waiting(self, cached_tokens: int) -> int:
         return -(-(cached_tokens + _LEAST_SHARED_TOKENS) // self.tree.chunk_size)

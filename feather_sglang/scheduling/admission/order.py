@@ -121,10 +121,10 @@ class Order:
         """
         state, tree = self.state, self.state.tree
         best = tree.find_best()
-        if best is None or state.deferrals.memory_is_short():
-            return best
         cached = state.cached_prefixes.shortest(lambda r: r not in opened.overtakers and not tree.is_deferred(r))
-        if cached is None or state.fairness.priority(cached) != state.fairness.priority(best.request_id):
+        if best is None or cached is None or state.deferrals.memory_is_short():
+            return best
+        if state.fairness.priority(cached) != state.fairness.priority(best.request_id):
             return best
         return tree.candidate(cached) if state.uncached(cached) < state.uncached(best.request_id) else best
 

@@ -82,6 +82,8 @@ class QueueState:
     ----------
     tree, fairness, overtaking, work, deferrals, cached_prefixes
         One for each question.
+    tokens
+        Lengths of prompts.
     forecast, outlook_of
         What looks ahead at memory, and gives a request's lengths; None where nobody does.
     """
@@ -105,7 +107,7 @@ class QueueState:
         self.forecast = forecast
         self.outlook_of = outlook_of
         self._unseen: dict[Hashable, int] = {}  # priority of those that arrived since the last round
-        self._tokens: dict[Hashable, int] = {}  # lengths of prompts
+        self.tokens: dict[Hashable, int] = {}
         self._found: dict[Hashable, int] = {}  # tokens that running requests found in the prefix cache
         self._pending_work = 0.0  # of prompts that were admitted and are not computed yet
         self._newest: Hashable | None = None  # admitted last; it may run chunk by chunk
@@ -154,12 +156,11 @@ class QueueState:
         self.deferrals.retracted(request_id)
 
     def _enter_line(self, request_id: Hashable, tokens: int, priority: int) -> None:
-        self._tokens[request_id] = tokens
+        self.tokens[request_id] = tokens
         # In order of arrival, what a request shares with those before it is cached when its turn comes; where memory
         # is short it is gone by then, but for what running ones hold.
         tree, short = self.tree, self.deferrals.memory_is_short()
-        new_chunks = tree.missing_count(request_id) if short else tree.own_chunks(request_id)
-        known = (tree.depth(request_id) - new_chunks) * tree.chunk_size
+        known = (tree.covered(request_id) if short else tree.common(request_id)) * tree.chunk_size
         work = self.work.of(max(1, tokens - max(known, self.cached_prefixes.tokens(request_id))), tokens)
         self.overtaking.arrive(request_id, priority, work, self._pending_work, self.fairness.now)
 
@@ -167,7 +168,7 @@ class QueueState:
         """A waiting request runs; see ``Admission.admitted``."""
         self.tree.add_to_batch(request_id)
         self.fairness.admit(request_id)
-        tokens = self._tokens[request_id]
+        tokens = self.tokens[request_id]
         work = self.work.of(tokens - (tokens if cached_tokens is None else cached_tokens), tokens)
         self.overtaking.admit(request_id, work)
         self.cached_prefixes.forget(request_id)
@@ -177,7 +178,7 @@ class QueueState:
         self.deferrals.admitted(request_id, cached_tokens)
         if self.forecast is not None and self.outlook_of is not None:
             if cached_tokens is not None:
-                opened.pending_tokens += max(0, self.outlook_of(request_id).tokens - cached_tokens)
+                opened.pending_tokens += max(0, tokens - cached_tokens)
             if opened.foreseen:
                 self.forecast.admit(*self.foreseeable(request_id))
 
@@ -189,7 +190,7 @@ class QueueState:
         """A waiting request was aborted or timed out."""
         self.tree.remove(request_id)
         self.deferrals.left(request_id)
-        del self._tokens[request_id]
+        del self.tokens[request_id]
         self.overtaking.leave(request_id)
         self.cached_prefixes.forget(request_id)
         if self._unseen.pop(request_id, None) is None:
@@ -197,7 +198,7 @@ class QueueState:
 
     def finished(self, request_id: Hashable, output_tokens: int = 0) -> None:
         """A running request finished or was aborted, after so many tokens."""
-        tokens = self._tokens.pop(request_id)
+        tokens = self.tokens.pop(request_id)
         del self._found[request_id]
         if output_tokens:
             self.work.finished(tokens, output_tokens)
@@ -215,15 +216,11 @@ class QueueState:
             self.fairness.arrive(request_id, priority)
         self._unseen.clear()
         pending = opened.pending_tokens
-        chunked = self._tokens.get(self._newest, pending)
+        chunked = self.tokens.get(self._newest, pending)
         self._pending_work = self.work.of(pending, chunked) if pending else 0.0
         self.deferrals.open_round(opened, readings.prefill_seconds)
 
     # Questions ------------------------------------------------------------------------------------------------
-
-    def tokens(self, request_id: Hashable) -> int:
-        """Length of a prompt."""
-        return self._tokens[request_id]
 
     def foreseeable(self, request_id: Hashable) -> tuple[Outlook, Parts]:
         """Lengths of a request, and what it may share with others: the tree knows chunks, the cache told the rest."""
@@ -237,9 +234,8 @@ class QueueState:
 
     def uncached(self, request_id: Hashable) -> int:
         """Tokens to be computed of a waiting request, as it looks now: at least one."""
-        tree = self.tree
-        known = (tree.depth(request_id) - tree.missing_count(request_id)) * tree.chunk_size
-        return max(1, self._tokens[request_id] - max(known, self.cached_prefixes.tokens(request_id)))
+        known = self.tree.covered(request_id) * self.tree.chunk_size
+        return max(1, self.tokens[request_id] - max(known, self.cached_prefixes.tokens(request_id)))
 
     def waiting_work(self, free_tokens: int) -> float:
         """Prefill of all that wait; infinite where they do not fit into so many tokens of memory."""
@@ -251,12 +247,12 @@ class QueueState:
             free_tokens -= uncached
             if free_tokens < 0:
                 return inf
-            work += self.work.of_prompt(uncached, self._tokens[request_id])
+            work += self.work.of_prompt(uncached, self.tokens[request_id])
         return work
 
     def work_now(self, request_id: Hashable) -> float:
         """Work of a waiting request, as it looks now."""
-        return self.work.of(self.uncached(request_id), self._tokens[request_id])
+        return self.work.of(self.uncached(request_id), self.tokens[request_id])
 
     def may_pass(self, request_id: Hashable) -> bool:
         """Whether a waiting request, as long as it looks, may go before all that came earlier."""

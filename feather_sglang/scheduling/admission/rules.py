@@ -52,7 +52,7 @@ class OvertakingBound:
     def check(self, proposal: Proposal, opened: Round) -> Verdict:
         """``OVERTAKES`` for who was taken for shorter than it is."""
         state, request_id = self.state, proposal.request_id
-        work = state.work.of(proposal.missing, state.tokens(request_id))
+        work = state.work.of(proposal.missing, state.tokens[request_id])
         passes = work <= state.overtaking.slack(request_id, state.fairness.now)
         return Verdict.ADMIT if passes and not self._evicted(proposal) else Verdict.OVERTAKES
 
@@ -61,7 +61,7 @@ class OvertakingBound:
         state, request_id = self.state, proposal.request_id
         if self._evicted(proposal):
             priority = state.fairness.priority(request_id)
-            state.cached_prefixes.note(request_id, priority, proposal.cached, state.tokens(request_id))
+            state.cached_prefixes.note(request_id, priority, proposal.cached, state.tokens[request_id])
         opened.overtakers.add(request_id)
         state.tree.hold(request_id)
 

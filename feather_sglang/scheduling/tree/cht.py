@@ -12,7 +12,7 @@ vectors, ``prefix_trie.py`` keeps the trie.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, KeysView
+from collections.abc import Hashable, Iterable
 from heapq import heappop, heappush
 from operator import attrgetter, index
 from typing import NamedTuple
@@ -72,6 +72,13 @@ class ChunkedHashTree:
         Hash seed, 0 .. 2**64 - 1. None: random per process. Only ``row_order`` depends on its value, so ranks that
         must agree on row order share a seed.
 
+    Attributes
+    ----------
+    waiting, active, held
+        Ids of the requests in each state, live read-only sets.
+    distinct_chunks
+        Chunks of all requests in the tree, those that several share counted once.
+
     Notes
     -----
     With C chunks and P <= C nodes on a request's path: ``insert`` O(tokens + P log C), a change of state O(P log L)
@@ -91,8 +98,9 @@ class ChunkedHashTree:
         self._active: OrderedDict[Hashable, Request] = OrderedDict()  # its first key is O(1), a dict's is not
         self._ages: deque[Request] = deque()  # the waiting requests by age, with some that have left ...
         self._returned: list[tuple[int, Request]] = []  # ... and a heap of those that came back into their midst
+        self.waiting, self.active, self.held = self._waiting.keys(), self._active.keys(), self._held.keys()
         self._arrivals = 0
-        self._chunks = 0  # of all edges
+        self.distinct_chunks = 0
         self._muted: list[Node] = []  # above the deferred requests
         self._best: Candidate | None = None
         self._tip: Node | None = None  # the deepest node on every active request's path; None: to be found again
@@ -208,7 +216,7 @@ class ChunkedHashTree:
     @property
     def deferred(self) -> int:
         """How many waiting requests are deferred."""
-        return sum(node.waiting for node in self._muted if not self._is_muted(node.parent))
+        return sum([node.waiting for node in self._muted if not self._is_muted(node.parent)])
 
     # -- questions ---------------------------------------------------------------------------------------------
 
@@ -259,6 +267,15 @@ class ChunkedHashTree:
         request = self._get(request_id, self._waiting, self._active, self._held)
         return 0 if request.active else request.depth - self._matched(request).depth
 
+    def covered(self, request_id: Hashable) -> int:
+        """Return how many chunks of a request the active requests cover; all of an active one."""
+        request = self._get(request_id, self._waiting, self._active, self._held)
+        return request.depth if request.active else self._matched(request).depth
+
+    def common(self, request_id: Hashable) -> int:
+        """Return how many chunks of a request another one in the tree has, too."""
+        return self._get(request_id, self._waiting, self._active, self._held).parent.depth
+
     def path(self, request_id: Hashable) -> list[tuple[Hashable, int]]:
         """Return the parts of a request's prompt that others may have as well, the last one first.
 
@@ -296,16 +313,6 @@ class ChunkedHashTree:
         """Return how many leading chunks two requests have in common, whatever their states."""
         a, b = (self._get(r, self._waiting, self._active, self._held) for r in (one, other))
         return agree(a.vector, b.vector, 0, min(a.depth, b.depth))
-
-    @property
-    def distinct_chunks(self) -> int:
-        """Chunks of all requests in the tree, those that several share counted once."""
-        return self._chunks
-
-    def own_chunks(self, request_id: Hashable) -> int:
-        """Return how many chunks of a request nobody else in the tree has."""
-        request = self._get(request_id, self._waiting, self._active, self._held)
-        return request.depth - request.parent.depth
 
     def depth(self, request_id: Hashable) -> int:
         """Return the length of a request's prompt in chunks."""
@@ -345,21 +352,6 @@ class ChunkedHashTree:
             return next(iter(self._active.values())).depth
         return self._tip_node().depth
 
-    @property
-    def waiting(self) -> KeysView[Hashable]:
-        """Ids of the waiting requests, a live read-only set."""
-        return self._waiting.keys()
-
-    @property
-    def active(self) -> KeysView[Hashable]:
-        """Ids of the active requests, a live read-only set."""
-        return self._active.keys()
-
-    @property
-    def held(self) -> KeysView[Hashable]:
-        """Ids of the held requests, a live read-only set."""
-        return self._held.keys()
-
     def __len__(self) -> int:
         return len(self._waiting) + len(self._active) + len(self._held)
 
@@ -370,10 +362,10 @@ class ChunkedHashTree:
 
     def _attach(self, request: Request) -> None:
         attach(self._root, request)
-        self._chunks += request.depth - request.parent.depth
+        self.distinct_chunks += request.depth - request.parent.depth
 
     def _detach(self, request: Request) -> None:
-        self._chunks -= request.depth - request.parent.depth
+        self.distinct_chunks -= request.depth - request.parent.depth
         detach(request)
 
     def _shift(self, request: Request, waiting: int, active: int) -> None:
@@ -464,7 +456,8 @@ class ChunkedHashTree:
         tip, matched = self._tip_node(), self._matched(request)
         # Every active node lies above the tip or below it, so the shallower of the two is common to both.
         after = matched if matched.depth < tip.depth else tip
-        return Candidate(request.id, request.depth - matched.depth, self.tip, after.depth, after.waiting - 1)
+        before = tip.depth if len(self._active) != 1 else self.tip
+        return Candidate(request.id, request.depth - matched.depth, before, after.depth, after.waiting - 1)
 
     # -- states ------------------------------------------------------------------------------------------------
 
@@ -494,7 +487,7 @@ class ChunkedHashTree:
                 assert requests.pop(id(request)) is request and request.id == request_id
                 assert (request.waiting, request.active) == (state is self._waiting, state is self._active)
         assert not requests, "a request in the trie and in no state"
-        assert self._chunks == sum(m.depth - m.parent.depth for m in members if m is not self._root)
+        assert self.distinct_chunks == sum(m.depth - m.parent.depth for m in members if m is not self._root)
         common = [m for m in members if m.active == len(self._active)] if self._active else [self._root]
         assert self.tip == max(member.depth for member in common), "the tip is not the deepest common point"
         oldest = min(self._waiting.values(), key=attrgetter("seq"), default=None)

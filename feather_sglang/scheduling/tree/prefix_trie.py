@@ -132,7 +132,8 @@ def attach(root: Node, request: Request) -> None:
         if member is None:
             node.put(key, request)
             return
-        if isinstance(member, Node) and _at(vector, member.depth - 1) == _at(member.vector, member.depth - 1):
+        end = DIGEST * member.depth
+        if isinstance(member, Node) and vector[end - DIGEST : end] == member.vector[end - DIGEST : end]:
             node = member
         else:
             node = _split(member, agree(vector, member.vector, node.depth + 1, min(depth, member.depth)))
@@ -174,9 +175,9 @@ def _climb(node: Node, waiting: int, active: int) -> None:
     while True:
         node.waiting += waiting
         node.active += active
-        best = None if node.muted else node.best()
         if not node.depth:
             return
+        best = None if node.muted else node.best()
         parent = node.parent
         if active > 0 and node.active == 2:
             parent.busy[node] = None
@@ -199,7 +200,8 @@ def agree(one: bytes, other: bytes, low: int, high: int) -> int:
     """Return how many chunks two vectors share, given that these are at least `low` and at most `high`."""
     while low < high:  # cumulative hashes: equal at a depth means equal everywhere above it
         middle = (low + high + 1) // 2
-        if _at(one, middle - 1) == _at(other, middle - 1):
+        end = DIGEST * middle
+        if one[end - DIGEST : end] == other[end - DIGEST : end]:
             low = middle
         else:
             high = middle - 1
