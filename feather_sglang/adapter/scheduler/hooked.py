@@ -121,11 +121,16 @@ class Hooks:
 
     def _propose(self, adder: Any, adapters: set[Any] | None) -> Iterator[Any]:
         self._adder.wrap(adder, "add_one_req", functools.partial(self._add_one_req, adder))
-        for req in self.feather.rounds.propose(list.__iter__(self.feather.scheduler.waiting_queue), adder):
-            before = set(adapters or ())
+        proposed = self.feather.rounds.propose(list.__iter__(self.feather.scheduler.waiting_queue), adder)
+        return proposed if adapters is None else self._with_adapters(proposed, adder, adapters)
+
+    @staticmethod
+    def _with_adapters(proposed: Iterator[Any], adder: Any, adapters: set[Any]) -> Iterator[Any]:
+        """Take back the adapters of deferred requests, which SGLang's loop takes for admitted ones."""
+        for req in proposed:
+            before = set(adapters)
             yield req
-            # SGLang's loop takes a deferred request for an admitted one, whose adapter others have to fit beside.
-            if adapters is not None and not (adder.can_run_list and adder.can_run_list[-1] is req):
+            if not (adder.can_run_list and adder.can_run_list[-1] is req):
                 adapters &= before
 
     def _add_one_req(self, adder: Any, original: Callable[..., Any], req: Any, *args: Any, **kwargs: Any) -> Any:

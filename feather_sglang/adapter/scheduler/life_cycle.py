@@ -111,9 +111,9 @@ class LifeCycle:
                     self.enter(req)
             self._twins = len(queued) != len(queue)
 
-    def admitted(self, req: Any) -> None:
-        """SGLang has added a request to its prefill batch."""
-        self.admission.admitted(req.rid, cached_tokens(req))
+    def admitted(self, req: Any, cached: int) -> None:
+        """SGLang has added a request to its prefill batch, of whose tokens it has found so many."""
+        self.admission.admitted(req.rid, cached)
         self._outputs[req.rid] = len(req.output_ids)
 
     def computed(self) -> None:

@@ -39,7 +39,7 @@ class Meters:
         """SGLang processes a step's result next: a request that has finished gets no token of it."""
         is_decode, tokens = batch.forward_mode.is_decode(), 0
         if is_decode:
-            tokens = _made(batch) if self._drafts else sum(not req.finished() for req in batch.reqs)
+            tokens = _made(batch) if self._drafts else sum([not req.finished() for req in batch.reqs])
         self._step = is_decode, tokens
 
     @guarded("a step could not be measured")
@@ -51,7 +51,7 @@ class Meters:
             tokens = _made(batch) - tokens
         self.decode.step(now, tokens, is_decode)
         lens = () if is_decode else batch.extend_lens or ()
-        pairs = sum(new * (old + new / 2) for new, old in zip(lens, batch.prefix_lens or (), strict=False))
+        pairs = sum([new * (old + new / 2) for new, old in zip(lens, batch.prefix_lens or (), strict=False)])
         if is_decode or lens:
             gap = prefill.step(now, sum(lens), pairs, self.decode.step_seconds)
             if gap is not None:
@@ -101,4 +101,4 @@ class Meters:
 
 def _made(batch: Any) -> int:
     """Tokens that a batch's requests have generated."""
-    return sum(len(req.output_ids) for req in batch.reqs)
+    return sum([len(req.output_ids) for req in batch.reqs])

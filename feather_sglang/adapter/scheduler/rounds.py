@@ -145,10 +145,11 @@ class AdmissionRounds:
     @guarded("an admission could not be noted")
     def admitted(self, req: Any) -> None:
         """SGLang has added a request to its prefill batch."""
-        self.life_cycle.admitted(req)
+        cached = cached_tokens(req)
+        self.life_cycle.admitted(req, cached)
         if self.limit is not None:
             self.limit.admitted(req)
-        self._computed_tokens += total_tokens(req) - cached_tokens(req)
+        self._computed_tokens += total_tokens(req) - cached
 
     def end(self, new_batch: Any) -> None:
         """SGLang has looked, and found ``new_batch`` or None."""
