@@ -158,7 +158,7 @@ class _Line:
         self.waiting: OrderedDict[Hashable, _Waiting] = OrderedDict()
         self.excused = 0  # of those that wait
         self._longest: deque[tuple[float, float]] = deque()  # (time, own), falling: the largest of a window
-        self._places = 0
+        self._places = self._joined = 0  # taken by arrivals; of those, known to the nodes above
         self._found: tuple[int, float, float] | None = None  # place, time and slack, until the trees change
         self._build([], 0.0)
 
@@ -173,7 +173,7 @@ class _Line:
         entry = self.waiting[request_id] = _Waiting(self._places, work, own, grace)
         self._places += 1
         self.queued += work
-        self._set(entry)
+        self._set_leaf(entry)
 
     def admit(self, request_id: Hashable, work: float) -> None:
         self._taken[self._size + self.waiting[request_id].place] += work
@@ -208,6 +208,8 @@ class _Line:
         return self._found[2]
 
     def overtaken(self, request_id: Hashable) -> float:
+        if self._joined < self._places:
+            self._join_arrivals()
         node = self._size + self.waiting[request_id].place
         total = 0.0
         while node > 1:
@@ -224,6 +226,8 @@ class _Line:
 
     def _before(self, place: int) -> tuple[float, float]:
         """Of those before a place: the largest of ``own + overtaken - grace`` and of ``overtaken - share x own``."""
+        if self._joined < self._places:
+            self._join_arrivals()
         taken, tails, owns = self._taken, self._tails, self._owns
         node = self._size + place
         tail = own = -inf
@@ -246,10 +250,19 @@ class _Line:
         leaf = self._size + entry.place
         self._tails[leaf] = -inf if entry.excused else entry.own - entry.grace
         self._owns[leaf] = -inf if entry.excused else -self.share * entry.own
+        self._found = None
+
+    def _join_arrivals(self) -> None:
+        """Bring the nodes above new leaves up to date: nobody asks between the arrivals of a burst."""
+        first, last, nodes = self._size + self._joined, self._size + self._places - 1, []
+        self._joined = self._places
+        while first > 1:
+            first, last = first >> 1, last >> 1
+            nodes.extend(range(first, last + 1))
+        self._join(nodes)
 
     def _join(self, nodes: Iterable[int]) -> None:
         """Bring nodes up to date, each after those below it."""
-        self._found = None
         taken, tails, owns = self._taken, self._tails, self._owns
         for node in nodes:
             left, right = 2 * node, 2 * node + 1
@@ -269,7 +282,7 @@ class _Line:
         rest = sum(self._taken[self._size + done : self._size + self._places])
         for place, entry in enumerate(entries):
             entry.place = place
-        self._places = len(entries) + 1
+        self._places = self._joined = len(entries) + 1
         self._build(taken, rest)
         for entry in entries:
             self._set_leaf(entry)
