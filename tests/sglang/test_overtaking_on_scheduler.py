@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from feather_sglang.adapter.scheduler import prefill_limit
-from feather_sglang.scheduling.admission import deferrals, overtaking
+from feather_sglang.scheduling.admission import deferrals, overtaking, rules
 from oracles.overtaken import Witness
 
 ALLOWANCE = 32  # as small as the prompts are
@@ -32,6 +32,8 @@ def small_figures(patch):
     patch.setattr(deferrals, "_LEAST_SHARED_TOKENS", 40)
     patch.setattr(prefill_limit, "FLOOR_TOKENS", 16)
     patch.setattr(deferrals, "LEAST_TOKENS", 64)
+    for rule in (rules.Batching, rules.EvictsLast):
+        patch.setattr(rule, "least_tokens", 64)
 
 
 def watched(folder, seed, share, gather, classes, tbt="null"):

@@ -196,16 +196,18 @@ class Admission:
         After ``KV_BUDGET`` nobody else is to be proposed in this round.
         """
         opened, request_id = self.round, proposal.request_id
-        spared = request_id == opened.due or self.state.fairness.is_overdue(request_id)
         for rule in self.rules:
-            if spared and rule.spares_overdue:
+            if proposal.missing < rule.least_tokens:
                 continue
             verdict = rule.check(proposal, opened)
-            if verdict is not Verdict.ADMIT:
-                rule.defer(proposal, opened)
-                self.deferred[verdict] += 1
-                self._not_carried_out()
-                return verdict
+            if verdict is Verdict.ADMIT:
+                continue
+            if rule.spares_overdue and (request_id == opened.due or self.state.fairness.is_overdue(request_id)):
+                continue
+            rule.defer(proposal, opened)
+            self.deferred[verdict] += 1
+            self._not_carried_out()
+            return verdict
         return Verdict.ADMIT
 
     def unavailable(self, request_id: Hashable) -> None:

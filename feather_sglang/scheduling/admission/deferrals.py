@@ -211,15 +211,15 @@ class Deferrals:
         self._retracted.discard(request_id)
         if cached_tokens is None:
             return
-        depth = self._depth_worth_waiting(cached_tokens)
-        partings = {
-            parting: tokens * sharers
-            for parting, sharers in self.tree.sharers(request_id)
-            if (tokens := parting * self.tree.chunk_size - cached_tokens) > 0
-        }
-        self.round.saved_tokens += max(partings.values(), default=0)
+        depth = least = self._depth_worth_waiting(cached_tokens)
+        saved = 0
+        for parting, sharers in self.tree.sharers(request_id):
+            tokens = parting * self.tree.chunk_size - cached_tokens
+            if tokens > 0:
+                least, saved = min(least, parting), max(saved, tokens * sharers)
+        self.round.saved_tokens += saved
         if self.round.saved_tokens >= _LEAST_SAVED_TOKENS:
-            depth = min(depth, *partings) if partings else depth
+            depth = least
         if 0 < depth <= self.tree.depth(request_id):
             self._in_flight[request_id] = depth
             self.tree.defer(request_id, depth)
@@ -284,8 +284,6 @@ class Deferrals:
 
     def should_batch(self, request_id: Hashable, cached_tokens: int, missing_tokens: int) -> bool:
         """Whether its prefix had better be computed later, once more requests share it."""
-        if missing_tokens < LEAST_TOKENS:
-            return False
         return self._still_batches(request_id, self._depth_worth_waiting(cached_tokens), missing_tokens)
 
     def batch(self, request_id: Hashable, cached_tokens: int, missing_tokens: int) -> None:
@@ -300,7 +298,7 @@ class Deferrals:
 
         Those whose prefix is still cached may need what would be evicted, and cost next to nothing.
         """
-        if self.round.last_call or missing_tokens < LEAST_TOKENS or missing_tokens <= free_tokens:
+        if self.round.last_call or missing_tokens <= free_tokens:
             return False
         return self._may_wait(request_id, self._depth_worth_waiting(cached_tokens))
 

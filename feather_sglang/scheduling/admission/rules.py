@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from feather_sglang.scheduling.admission.deferrals import LEAST_TOKENS
 from feather_sglang.scheduling.admission.queue import QueueState
 from feather_sglang.scheduling.admission.types import Proposal, Round, Verdict
 
@@ -20,9 +21,12 @@ class Rule(Protocol):
     ----------
     spares_overdue
         Whether who is overdue, or whose turn it is, is not asked about.
+    least_tokens
+        Nor who computes fewer.
     """
 
     spares_overdue: bool
+    least_tokens: int
 
     def check(self, proposal: Proposal, opened: Round) -> Verdict:
         """Return ``ADMIT``, or the rule's own verdict; changes nothing that another rule reads."""
@@ -45,6 +49,7 @@ class OvertakingBound:
     """Nobody passes an older request by too much, nor goes early for a cached prefix that is gone (``overtaking``)."""
 
     spares_overdue = True
+    least_tokens = 0
 
     def __init__(self, state: QueueState) -> None:
         self.state = state
@@ -75,6 +80,7 @@ class Batching:
     """A prefix is computed once enough requests share it (``prefix_batching``)."""
 
     spares_overdue = True
+    least_tokens = LEAST_TOKENS
 
     def __init__(self, state: QueueState) -> None:
         self.state = state
@@ -93,6 +99,7 @@ class EvictsLast:
     """Who evicts goes last, where prefixes compete for memory."""
 
     spares_overdue = True
+    least_tokens = LEAST_TOKENS
 
     def __init__(self, state: QueueState) -> None:
         self.state = state
@@ -112,6 +119,7 @@ class KVBudget:
     """Memory suffices for all that run, at every step ahead (``forecast``)."""
 
     spares_overdue = False
+    least_tokens = 0
 
     def __init__(self, state: QueueState) -> None:
         self.state = state
