@@ -27,43 +27,41 @@ from feather_sglang.scheduling.tree.cht import Candidate, ChunkedHashTree
 LEAST_CACHED = 512  # cached prefixes below that change no order
 _SEARCH_LIMIT = 8  # entries looked at for one that can be proposed now
 _COUNTED_REQUESTS = 256  # waiting requests that are looked at; a queue is overload where there are more
+_Cached = tuple[int, int, int, Hashable, int]  # priority, uncached tokens, number, request, cached tokens
 
 
 class CachedPrefixes:
     """The waiting requests that found a prefix in the cache, the one with the fewest uncached tokens first."""
 
     def __init__(self) -> None:
-        self._cached: dict[Hashable, int] = {}
-        self._line: list[tuple[int, int, int, Hashable]] = []  # priority, uncached, number, request; some are stale
-        self._numbers: dict[Hashable, int] = {}  # of the entry that counts
+        self._entries: dict[Hashable, _Cached] = {}
+        self._line: list[_Cached] = []  # a heap of those, and of some that are stale
         self._number = 0
 
     def note(self, request_id: Hashable, priority: int, cached_tokens: int, tokens: int) -> None:
         """Note what the cache has of a waiting request's `tokens`."""
-        self.forget(request_id)
         if cached_tokens < LEAST_CACHED:
+            self.forget(request_id)
             return
-        self._cached[request_id] = cached_tokens
         self._number += 1
-        self._numbers[request_id] = self._number
-        heappush(self._line, (priority, tokens - cached_tokens, self._number, request_id))
+        entry = self._entries[request_id] = priority, tokens - cached_tokens, self._number, request_id, cached_tokens
+        heappush(self._line, entry)
 
     def forget(self, request_id: Hashable) -> None:
         """A request does not wait any more."""
-        self._cached.pop(request_id, None)
-        self._numbers.pop(request_id, None)
+        self._entries.pop(request_id, None)
 
     def tokens(self, request_id: Hashable) -> int:
         """Return what the cache had of a request when it was looked up last; 0 if that was little."""
-        return self._cached.get(request_id, 0)
+        return self._entries[request_id][4] if request_id in self._entries else 0
 
     def shortest(self, usable: Callable[[Hashable], bool]) -> Hashable | None:
         """Return the most urgent request with the fewest uncached tokens that is `usable`."""
         line, found = self._line, None
-        others: list[tuple[int, int, int, Hashable]] = []
+        others: list[_Cached] = []
         while line and len(others) < _SEARCH_LIMIT:
             entry = line[0]
-            if self._numbers.get(entry[3]) != entry[2]:
+            if self._entries.get(entry[3]) is not entry:
                 heappop(line)
             elif usable(entry[3]):
                 found = entry[3]
