@@ -77,8 +77,8 @@ def test_retraction(server, monkeypatch):
         # SGLang reserves the whole output of a request that ignores its end token; this one could end, but does not.
         one.submit(f"r{i}", prompt(i % 2, i), max_new_tokens=120, ignore_eos=False)
     retracted = []
-    enter = one.feather.life_cycle.enter
-    monkeypatch.setattr(one.feather.life_cycle, "enter", lambda req: (retracted.append(req.rid), enter(req))[1])
+    queued = one.feather.life_cycle.queued
+    monkeypatch.setattr(one.feather.life_cycle, "queued", lambda req: (retracted.append(req.rid), queued(req))[1])
     one.drain()
     assert retracted
     assert all(len(tokens) == 120 for tokens in one.outputs().values())

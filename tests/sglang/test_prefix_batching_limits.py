@@ -344,17 +344,17 @@ def test_what_a_hierarchical_cache_has_on_the_host_is_not_computed(server, monke
     one = server(max_total_tokens=3000)
     run(one, "f0 f1 f2 f3", outputs=30)
     submit(one, "e0 b0 c0 a0")
-    check = AdmissionRounds.check
+    judge = AdmissionRounds.judge
 
     def with_host(rounds, req):
         # SGLang loads it within add_one_req; here there is no such cache, so it must not try.
         req.host_hit_length = on_host if req.rid == "e0" else 0
         try:
-            return check(rounds, req)
+            return judge(rounds, req)
         finally:
             req.host_hit_length = 0
 
-    monkeypatch.setattr(AdmissionRounds, "check", with_host)
+    monkeypatch.setattr(AdmissionRounds, "judge", with_host)
     one.step()
     assert postponed(one) == ({"b0", "c0", "a0"} if on_host else {"e0", "b0", "c0", "a0"})
 

@@ -43,11 +43,6 @@ class LifeCycle:
         self._twins = False  # whether two of one id may wait
         self._outputs: dict[Hashable, int] = {}  # tokens that requests in prefill had when they were admitted
 
-    @guarded("a request could not be entered")
-    def queued(self, req: Any) -> None:
-        """Enter a request that arrives, or comes back, and is the last of SGLang's queue."""
-        self.enter(req)
-
     def enter(self, req: Any) -> None:
         """Enter a waiting request into the tree."""
         admission = self.admission
@@ -74,6 +69,8 @@ class LifeCycle:
                 cached_tokens=self._look_up(req),
             )
         self.requests[req.rid] = req
+
+    queued = guarded("a request could not be entered")(enter)  # that arrives, or comes back: the last of SGLang's queue
 
     def _look_up(self, req: Any) -> int:
         """Tokens of a prompt in the prefix cache, where others wait; who waits alone is proposed next anyway.

@@ -137,7 +137,12 @@ class AdmissionRounds:
         """What keeps a proposed request out of the batch; None leaves it to SGLang's budgets."""
         if self.admission.policy is None:
             return None
-        verdict = self.check(req)
+        # What a hierarchical cache has on the host is not in its place yet, but will not be computed.
+        cached = cached_tokens(req) + getattr(req, "host_hit_length", 0)
+        free = self.scheduler.token_to_kv_pool_allocator.available_size()
+        available = free + self.scheduler.tree_cache.evictable_size()
+        missing = total_tokens(req) - cached
+        verdict = self.admission.check(Proposal(req.rid, cached, missing, free - self._computed_tokens, available))
         if verdict is not Verdict.ADMIT:
             return _RESULTS.get(verdict, AddReqResult.CONTINUE)
         return None if self.limit is None or self.limit.allow(req) else AddReqResult.OTHER
@@ -164,12 +169,3 @@ class AdmissionRounds:
         if new_batch is not None:
             self.meters.step_launched()
         self.admission.close_round()
-
-    def check(self, req: Any) -> Verdict:
-        """What the rules say of a proposed request that SGLang has looked up."""
-        # What a hierarchical cache has on the host is not in its place yet, but will not be computed.
-        cached = cached_tokens(req) + getattr(req, "host_hit_length", 0)
-        free = self.scheduler.token_to_kv_pool_allocator.available_size()
-        evictable = self.scheduler.tree_cache.evictable_size()
-        missing = total_tokens(req) - cached
-        return self.admission.check(Proposal(req.rid, cached, missing, free - self._computed_tokens, free + evictable))
