@@ -97,7 +97,7 @@ class Overtaking:
                 self._idle.popitem(last=False)
 
     def slack(self, request_id: Hashable, now: float) -> float:
-        """Return the most work with which a request may pass all older ones of its class."""
+        """Return the most work with which a request may pass all older ones of its class; ``inf`` for the oldest."""
         return self._lines[self._priority[request_id]].slack(request_id, now)
 
     def overtaken(self, request_id: Hashable) -> float:
@@ -199,7 +199,7 @@ class _Line:
         return self._longest[0][1] if self._longest else 0.0
 
     def slack(self, request_id: Hashable, now: float) -> float:
-        if self.share == inf:
+        if self.share == inf or request_id == next(iter(self.waiting)):
             return inf
         place = self.waiting[request_id].place
         if self._found is None or self._found[:2] != (place, now):  # who is proposed is asked about twice

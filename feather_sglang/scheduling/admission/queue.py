@@ -254,7 +254,8 @@ class QueueState:
 
     def may_pass(self, request_id: Hashable) -> bool:
         """Whether a waiting request, as long as it looks, may go before all that came earlier."""
-        return self.work_now(request_id) <= self.overtaking.slack(request_id, self.fairness.now)
+        slack = self.overtaking.slack(request_id, self.fairness.now)
+        return slack == inf or self.work_now(request_id) <= slack
 
     def most_overdue(self, best: Candidate | None, opened: Round) -> Hashable | None:
         """Return the oldest overdue request of the classes that are as urgent as the best's; None without one."""

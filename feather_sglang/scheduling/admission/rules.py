@@ -7,6 +7,7 @@ the order in which they are asked.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Protocol
 
 from feather_sglang.scheduling.admission.deferrals import LEAST_TOKENS
@@ -57,8 +58,8 @@ class OvertakingBound:
     def check(self, proposal: Proposal, opened: Round) -> Verdict:
         """``OVERTAKES`` for who was taken for shorter than it is."""
         state, request_id = self.state, proposal.request_id
-        work = state.work.of(proposal.missing, state.tokens[request_id])
-        passes = work <= state.overtaking.slack(request_id, state.fairness.now)
+        slack = state.overtaking.slack(request_id, state.fairness.now)
+        passes = slack == inf or state.work.of(proposal.missing, state.tokens[request_id]) <= slack
         return Verdict.ADMIT if passes and not self._evicted(proposal) else Verdict.OVERTAKES
 
     def defer(self, proposal: Proposal, opened: Round) -> None:
