@@ -254,7 +254,8 @@ class _Line:
 
     def _join_arrivals(self) -> None:
         """Bring the nodes above new leaves up to date: nobody asks between the arrivals of a burst."""
-        first, last, nodes = self._size + self._joined, self._size + self._places - 1, []
+        first, last = self._size + self._joined, self._size + self._places - 1
+        nodes: list[int] = []
         self._joined = self._places
         while first > 1:
             first, last = first >> 1, last >> 1
