@@ -116,30 +116,30 @@ def request() -> Figure:
     f.arrow((340, 20), (340, 772), dashed=True, colour="#d0d7de", tip=False)
 
     def ours(y: float, h: float, *lines: str, colour: Colour = BLUE) -> None:
-        f.box(right, y, w, h, lines, colour)
+        f.box(right, y, w, h, lines, colour, 16 if len(lines) < 3 else 14)
 
     def theirs(y: float, h: float, *lines: str, colour: Colour = GREY) -> None:
         f.box(left, y, w, h, lines, colour)
 
     theirs(54, 60, "1  Arrival", "into the waiting queue")
-    ours(54, 60, "Tree", "hashes the prompt by chunks")
+    ours(54, 60, "Tree: hashes the prompt by chunks", "scheduler/life_cycle.py", "scheduling/tree/cht.py")
     f.arrow((330, 84), (349, 84))
     theirs(144, 60, "2  A round opens", "calc_priority")
-    ours(144, 60, "Gate", "now, or gather for a moment?")
+    ours(144, 60, "Gate: now, or delay for a moment?", "scheduler/rounds.py", "scheduling/admission/gate.py")
     f.arrow((330, 174), (349, 174))
     f.arrow((175, 114), (175, 143))
 
     f.rect(10, 228, 660, 356, ("#f6f8fa", "#d0d7de"), 10, dashed=True)
     f.text(left + w / 2, 254, "3  For each next request", 16, bold=True)
     f.arrow((505, 204), (505, 243))
-    ours(244, 60, "Order", "who fits the batch best")
+    ours(244, 60, "Order: which request is next", "scheduling/admission/admission.py", "scheduling/tree/cht.py")
     f.arrow((505, 304), (505, 327))
-    ours(328, 60, "Stop policy", "ADD or STOP")
+    ours(328, 60, "Stop policy: ADD or STOP", "scheduling/policies/")
     f.arrow((350, 358), (250, 358))
     f.text(300, 350, "STOP", 15, colour=MUTED)
     f.text(240, 363, "the round ends", 15, "end", colour=MUTED)
     f.arrow((505, 388), (505, 411))
-    ours(412, 60, "Rules", "not yet: its prefix, memory")
+    ours(412, 60, "Rules: admit it, or defer it", "scheduling/admission/rules.py")
     f.arrow((505, 472), (505, 519))
     f.text(516, 501, "nothing against it", 15, "start", colour=MUTED)
     ours(520, 50, "PrefillAdder: SGLang's budgets", colour=GREY)
@@ -149,11 +149,11 @@ def request() -> Figure:
     f.arrow((175, 584), (175, 611))
 
     theirs(612, 60, "4  Prefill step", "the first token", colour=GREEN)
-    ours(612, 60, "Waiters resume", "its prefix is in the cache")
+    ours(612, 60, "Deferred requests resume", "their prefix is in the cache now", "scheduling/admission/deferrals.py")
     f.arrow((330, 642), (349, 642))
     f.arrow((175, 672), (175, 701))
     theirs(702, 60, "5  Decode steps", "until the request ends", colour=GREEN)
-    ours(702, 60, "Row order; meters", "decode tokens/s: the reward")
+    ours(702, 60, "Row order; meters (the reward)", "scheduler/row_order.py", "scheduling/meters/")
     f.arrow((330, 732), (349, 732))
     f.text(WIDTH / 2, 798, "Under any other policy no blue box exists.", 16, colour=MUTED)
     return f
@@ -181,7 +181,9 @@ def batch() -> Figure:
     f.text(440, 112, "read by r1 and r2", 15, "start", colour=PURPLE[1])
     f.text(440, 138, "private tails", 15, "start", colour=YELLOW[1])
 
+    f.text(440, 64, "adapter/attention/rows.py", 13, "start", colour=MUTED, mono=True)
     f.arrow((340, 164), (340, 192))
+    f.text(354, 183, "attention/running_forest.py", 13, "start", colour=MUTED, mono=True)
     f.text(24, 214, "2  Forest", 17, "start", bold=True)
     f.text(130, 214, "kept up to date as requests join and leave", 15, "start", colour=MUTED)
     f.arrow((340, 262), (220, 286), tip=False)
@@ -195,6 +197,7 @@ def batch() -> Figure:
         f.box(x, y, 80, 30, [name], tail)
 
     f.arrow((340, 370), (340, 398))
+    f.text(354, 389, "feather_kernels/plan.py, csrc/planner/", 13, "start", colour=MUTED, mono=True)
     f.text(24, 420, "3  Plan", 17, "start", bold=True)
     f.text(130, 420, "on the CPU, reused while only tails grow", 15, "start", colour=MUTED)
     for x, w, lines, colour in (
@@ -205,6 +208,7 @@ def batch() -> Figure:
         f.box(x, 436, w, 58, lines, colour)
 
     f.arrow((340, 500), (340, 528))
+    f.text(354, 519, "wrapper.py, csrc/sm90/forward.cuh", 13, "start", colour=MUTED, mono=True)
     f.text(24, 550, "4  Kernel", 17, "start", bold=True)
     f.text(130, 550, "one launch a layer; largest tiles first", 15, "start", colour=MUTED)
     for i, (name, units) in enumerate(
@@ -221,6 +225,7 @@ def batch() -> Figure:
             left += width
 
     f.arrow((340, 696), (340, 724))
+    f.text(354, 715, "csrc/common/merge.cuh", 13, "start", colour=MUTED, mono=True)
     f.text(24, 746, "5  Merge", 17, "start", bold=True)
     f.text(130, 746, "each request's parts, by their log-sum-exps, in fp32", 15, "start", colour=MUTED)
     for i, parts in enumerate(("A1 A2 B tail", "A1 A2 B tail", "A1 A2 tail", "A1 A2 tail")):
@@ -410,7 +415,7 @@ def kernel() -> Figure:
     f.arrow((120, 376), (660, 376))
     f.text(390, 398, "queues follow each other, largest tile and longest item first", 15, colour=MUTED)
 
-    f.text(24, 440, "Who merges", 17, "start", bold=True)
+    f.text(24, 440, "What merges a request's parts", 17, "start", bold=True)
     for y, lines, note in (
         (456, ["the last part's unit"], "up to 16 parts: it waits for the others and adds them"),
         (512, ["any warp, a row each"], "more parts: behind the queues, 32 at once"),
