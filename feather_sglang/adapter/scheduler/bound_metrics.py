@@ -29,8 +29,8 @@ def _metrics() -> BoundMetrics:
         Gauge("feather_bound_asked_seconds", "Time between two tokens that is aimed at.", multiprocess_mode="livemax"),
         Gauge(
             "feather_bound_in_force_seconds",
-            "The same, or the longest time between two tokens that was launched in the last 10 s, where the load does "
-            "not allow what is aimed at.",
+            "The same, or the longest time between two tokens that was launched in the last 10 to 20 s, where the load "
+            "does not allow what is aimed at.",
             multiprocess_mode="livemax",
         ),
     )
