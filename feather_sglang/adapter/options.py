@@ -126,7 +126,7 @@ class FeatherOptions:
     """What an operator can set; one field is one key of FEATHER_OPTIONS and, for most, one flag."""
 
     policy_file: str | None = _option(
-        None, _readable_file, "FILE", "Policy file written by `feather train`; the learner goes on from it."
+        None, _readable_file, "FILE", "Policy file written by `feather train`; the policy starts from it."
     )
     chunk_size: int = _option(
         CHUNK_TOKENS, _whole(1), "TOKENS", "Tokens in a chunk of the Chunked Hash Tree.", flag=False
@@ -135,7 +135,8 @@ class FeatherOptions:
         MAX_WAIT,
         _seconds,
         "SECONDS",
-        "While a request has waited this long, nobody is stopped; it is next once overtaken by as many as were ahead.",
+        "A request that has waited this long is overdue: no stop policy ends admission, and it is next once as many "
+        "later requests have gone before it as waited when it came.",
     )
     max_wait_rounds: int = _option(
         MAX_WAIT_ROUNDS, _whole(1), "ROUNDS", "The bound of --feather-max-wait, in admission rounds.", flag=False
@@ -144,8 +145,9 @@ class FeatherOptions:
         SHARE_OF_OWN,
         _share,
         "SHARE",
-        "Later requests that go before a request take at most SHARE times the work that arrival order would have put "
-        "before it, itself included, and 2,048 tokens; inf: no bound but --feather-max-wait.",
+        "Later requests that go before a request take at most SHARE times the work that order of arrival would have "
+        "put before it, itself included, plus 2,048 tokens. 0: nearly order of arrival; inf: no bound but "
+        "--feather-max-wait.",
     )
     seed: int = _option(
         0,
@@ -154,44 +156,45 @@ class FeatherOptions:
         "Seed of the policy's exploration, the same on every rank; of a replay --seed.",
         flag=False,
     )
-    explore: bool = _option(True, _switch, "on|off", "off freezes the policy: it neither explores nor learns.")
+    explore: bool = _option(True, _switch, "on|off", "off: the stop policy neither explores nor learns.")
     row_order: bool = _option(
-        True, _switch, "on|off", "Keep the rows of the running batch in depth-first prefix order."
+        True, _switch, "on|off", "Keep rows of the running batch that share a prefix side by side."
     )
     gather: bool = _option(
         True,
         _switch,
         "on|off",
-        "Where memory is short, let a prefix wait for more of the requests that share it, let those who evict go last, "
-        "and keep out whom memory would not suffice for.",
+        "Where KV memory is short, a prefix may wait until more requests share it, requests that would evict others go "
+        "last, and a request for which memory would not suffice is not admitted.",
     )
     pace: float | None = _option(
         None,
         _seconds_or_auto,
         "SECONDS|auto",
-        "Longest time for which waiting requests are delayed so that more of them share a prefill step; 0: never; "
-        f"auto: {BOUND}, only where a prefill step for each request would take a third of the time beyond its tokens, "
-        "and never under feather-order or --enable-mixed-chunk.",
+        "Longest time, in seconds, for which waiting requests are delayed so that more of them share a prefill step. "
+        f"0: requests are never delayed. auto: up to {BOUND} s, and only while the fixed cost of a prefill step for "
+        "each request would take a third of the time; never under feather-order or --enable-mixed-chunk.",
     )
     tbt: float | None = _option(
         None,
         _milliseconds,
         "MS",
-        "Bound on the time between two tokens of a request while other requests prefill, in milliseconds; gives way as "
-        "far as the load does not allow it. Not under feather-order.",
+        "Upper bound, in milliseconds, on the time between two tokens of a request while other requests prefill. It "
+        "gives way under a load that does not allow it. Not under feather-order.",
     )
     slo: str | None = _option(
         None,
         _bounds,
         "BOUNDS",
-        "Bounds on the first token and between tokens: ttft=SECONDS,tbt=MS (10x: times an idle server's) or mooncake. "
-        "Prefill is bounded as by --feather-tbt, with 0.85 of tbt. Not under feather-order.",
+        "The latencies that you promise: ttft=SECONDS,tbt=MS, or multiples of what an idle server takes, as in "
+        "ttft=10x,tbt=5x, which mooncake stands for. The server then bounds the time between tokens as --feather-tbt "
+        "does, at 0.85 of tbt. Not under feather-order.",
     )
     record_plan: str | None = _option(
         None,
         _writable_folder,
         "DIR",
-        "The pat backend keeps a recent batch there, for `feather explain-plan DIR`.",
+        "Folder in which the pat backend keeps a recent batch, for `feather explain-plan DIR`.",
         at_start=True,
         flag=False,
     )
@@ -207,8 +210,8 @@ class FeatherOptions:
         "off",
         _switch_or_auto,
         "on|auto|off",
-        "pat computes prompts, too, in the layers that it packs; auto: in steps that it should make a tenth faster. "
-        "Needs --disable-prefill-cuda-graph, and 0.2 GB or so.",
+        "Whether pat also computes prompts, in the layers that it packs. auto: only in steps that it should make a "
+        "tenth faster. Needs --disable-prefill-cuda-graph and about 0.2 GB of GPU memory.",
         at_start=True,
     )
     allow_switch: bool = _option(
