@@ -31,18 +31,6 @@ def test_the_page_of_the_suite_is_what_its_results_give() -> None:
     assert written == page(results, "feather suite --show docs/measured/suite.json --page docs/lab/suite.md")
 
 
-def test_the_page_of_the_modes_has_the_figures_of_their_judgement() -> None:
-    import json
-
-    judged = json.loads((DOCS / "measured" / "modes.json").read_text())
-    written = (DOCS / "lab" / "modes.md").read_text()
-    for name, row in judged["cases"].items():
-        plain = row["shared, at-once"]["output_tok_s"]
-        cells = [f"{one['slo_share']:.0%}, {one['output_tok_s'] / plain:.2f}x" for one in row.values()]
-        assert f"|{'|'.join([name, *cells])}|" in written
-    assert all(f"|{what}|{worth:.3f}|" in written for what, worth in judged["curve"])
-
-
 def test_every_option_of_the_server_has_its_row() -> None:
     from dataclasses import fields
 
