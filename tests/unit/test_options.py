@@ -171,7 +171,7 @@ def test_help_lists_every_flag_with_its_default():
     for name in ("policy-file", "max-wait", "explore", "row-order", "gather", "pace"):
         assert f"--feather-{name}" in text
     assert "Default: 120.0." in text and "Default: on." in text
-    assert "--feather-pace SECONDS|auto" in text and "auto: 0.1," in text and "Default: auto." in text
+    assert "--feather-pace SECONDS|auto" in text and "0.1 s" in text and "Default: auto." in text
 
 
 def test_what_is_off_by_default_may_be_named_alone():
