@@ -116,7 +116,7 @@ def request() -> Figure:
     f.arrow((340, 20), (340, 772), dashed=True, colour="#d0d7de", tip=False)
 
     def ours(y: float, h: float, *lines: str, colour: Colour = BLUE) -> None:
-        f.box(right, y, w, h, lines, colour, 16 if len(lines) < 3 else 14)
+        f.box(right, y, w, h, lines, colour, 16 if len(lines) < 3 else 13)
 
     def theirs(y: float, h: float, *lines: str, colour: Colour = GREY) -> None:
         f.box(left, y, w, h, lines, colour)
@@ -144,7 +144,7 @@ def request() -> Figure:
     f.text(516, 501, "nothing against it", 15, "start", colour=MUTED)
     ours(520, 50, "PrefillAdder: SGLang's budgets", colour=GREY)
     f.arrow((350, 545), (60, 545), (60, 274), (349, 274))
-    f.text(70, 435, "the next one, until nobody", 15, "start", colour=MUTED)
+    f.text(70, 435, "the next one, until no request", 15, "start", colour=MUTED)
     f.text(70, 455, "is left or a budget is full", 15, "start", colour=MUTED)
     f.arrow((175, 584), (175, 611))
 

@@ -60,8 +60,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     ).add_argument
     add("--repeat", type=int, metavar="N", help="rounds, every other one backwards: 2 gives A B B A (%(default)s)")
     add("--one-server", action="store_true", help="switch the policy of a running server between runs; starts are few")
-    add("--time-limit", type=float, metavar="SECONDS", help="for everything; what is missing then is named (none)")
-    add("--start-timeout", type=float, metavar="SECONDS", help="in which a server must be up (%(default)g)")
+    add("--time-limit", type=float, metavar="SECONDS", help="limit for all runs; those cut are named (none)")
+    add("--start-timeout", type=float, metavar="SECONDS", help="time within which a server must be up (%(default)g)")
     add("--json", type=Path, metavar="FILE", help="results, written anew after each run (OUT/results.json)")
     add("--bench-serving", type=Path, metavar="FILE", help="show this output of sglang.bench_serving beside them")
     parser.set_defaults(repeat=1, time_limit=math.inf, start_timeout=300.0)

@@ -76,10 +76,10 @@ def add_workload_arguments(parser: argparse.ArgumentParser, without: Collection[
         "--prefill-graphs",
         choices=("on", "off"),
         default="on",
-        help="off: the host launches each kernel of a prefill step, which takes it longer (%(default)s)",
+        help="off: no CUDA graphs for prefill, so the host launches each kernel (%(default)s)",
     )
     add_server_flags(server)
-    server.add_argument("--seed", type=int, default=0, help="of the generated workload and of exploration")
+    server.add_argument("--seed", type=int, default=0, help="seed of the generated workload and of exploration")
     add_scheduler_cost(server)
     add_flags(parser, ReplayFlag, {*ONLY_ON_SERVERS, *without})
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for results and plots")
@@ -91,14 +91,14 @@ def add_scheduler_cost(parser: argparse._ActionsContainer) -> None:
         "--scheduler-cost",
         choices=("model", "measured", "off"),
         default="model",
-        help="what the host takes: as the profile's machine; the same, but for batches the CPU time that forming them "
-        "takes here, which differs from run to run; or nothing (%(default)s)",
+        help="time of the host. model: the profile's prices; measured: the same, but forming a batch costs the CPU "
+        "time that it takes here, which differs from run to run; off: none (%(default)s)",
     )
 
 
 def add_slo(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     """Add ``--slo``."""
-    text = f"ttft=SECONDS,tbt=MS or {', '.join(NAMED)}: report what is served within them, see the guide on goodput"
+    text = f"ttft=SECONDS,tbt=MS or {', '.join(NAMED)}: report the share of requests within these bounds"
     parser.add_argument("--slo", type=parse, metavar="BOUNDS", default=default, help=text)
 
 

@@ -102,12 +102,12 @@ WORKLOADS: dict[str, Callable[..., Trace]] = {
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the flags that describe a generated workload, the paper's by default."""
-    parser.add_argument("--groups", type=int, default=5, help="prefixes that have nothing in common (%(default)s)")
+    parser.add_argument("--groups", type=int, default=5, help="groups of requests that share a prefix (%(default)s)")
     parser.add_argument(
         "--prefix-tokens", type=int, default=5000, help="shared tokens of a prompt, all levels together (%(default)s)"
     )
     parser.add_argument(
-        "--levels", type=int, default=1, help="levels of the prefix tree within a group, paper 3.7 (%(default)s)"
+        "--levels", type=int, default=1, help="levels of the prefix tree within a group (%(default)s)"
     )
     parser.add_argument("--output-tokens", type=int, default=200, help="tokens to generate (%(default)s)")
     parser.add_argument(

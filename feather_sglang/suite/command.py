@@ -41,14 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``feather suite``."""
     parser.add_argument("--short", action="store_true", help="half an hour on two cores instead of many hours")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder with Mooncake's files, see the guide")
-    parser.add_argument("--cases", default="*", metavar="NAMES", help="comma-separated, * fits all; default: every one")
+    parser.add_argument("--cases", default="*", metavar="NAMES", help="kinds of traffic, comma-separated; * matches all")
     parser.add_argument("--policies", help="comma-separated; default: all that SGLang, feather and the replay have")
     add_slo(parser, "mooncake")
     parser.add_argument("--profile", default="h200", help="hardware profile (%(default)s)")
     parser.add_argument("--model", default="qwen3-8b", help="model whose steps are timed (%(default)s)")
     parser.add_argument("--attention", default="pat", help="decode kernel of the profile (%(default)s)")
     add_server_flags(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of the generated workload and of exploration")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the generated workload and of exploration")
     add_scheduler_cost(parser)
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="policies replayed at a time (%(default)s)")
     parser.add_argument(

@@ -16,7 +16,7 @@ class PatMetrics:
         self.plans = Counter("feather_pat_plans", "Decode steps that were planned anew.")
         self.kept = Counter("feather_pat_plans_kept", "Decode steps that kept the plan of the step before.")
         self.unshared = Counter(
-            "feather_pat_plans_unshared", "Plans without sharing, as the one with it did not fit into memory."
+            "feather_pat_plans_unshared", "Plans without sharing, since a plan with sharing did not fit into memory."
         )
         self.seconds = Histogram(
             "feather_pat_plan_seconds",
@@ -26,7 +26,7 @@ class PatMetrics:
         self.attended = Counter(
             "feather_pat_attended_tokens", "KV tokens that the requests of all decode steps attended to."
         )
-        self.read = Counter("feather_pat_read_tokens", "KV tokens that their plans read, shared ones once a row tile.")
+        self.read = Counter("feather_pat_read_tokens", "KV tokens read in these steps, a shared one once a row tile.")
 
     def step(self, seconds: float | None, attended: int, read: int) -> None:
         """Count a decode step that took so long to plan, or kept its plan (None), and its tokens."""
