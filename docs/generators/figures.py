@@ -337,7 +337,7 @@ def decisions() -> Figure:
 
 
 def admission() -> Figure:
-    """A round from the gate to SGLang's adder, and what becomes of those who do not pass."""
+    """A round from the gate to SGLang's adder, and what becomes of requests that do not pass."""
     f = Figure("An admission round: gate, order, bound, policy, rules, SGLang's adder", 832)
     x, w = 20, 350
 
@@ -353,31 +353,29 @@ def admission() -> Figure:
     def down(y: float) -> None:
         f.arrow((x + w / 2, y), (x + w / 2, y + 25))
 
-    step(20, 84, BLUE, "Gate", "would a prefill step cost the running", "ones more than it saves the waiting?")
+    step(20, 84, BLUE, "Gate", "would a prefill step cost the running", "requests more than it saves the others?")
     out(62, "delay the round", "at most 0.1 s")
     down(104)
     step(130, 84, BLUE, "Order", "most urgent class, then fewest tokens", "to compute, then age")
-    out(172, "nobody left", "the round ends")
+    out(172, "no request left", "the round ends")
     down(214)
-    step(
-        240, 84, YELLOW, "Ceiling", "has the oldest waited max_wait, and twice", "as many gone in since as waited then?"
-    )
+    step(240, 84, YELLOW, "Ceiling", "is the oldest request overdue, and were", "enough others admitted since it came?")
     out(282, "it is next", "no rule, no policy")
     down(324)
-    step(350, 84, YELLOW, "Bound", "may this one pass every older one", "without breaking a line?")
-    out(392, "no: the shortest of", "the 16 oldest that may")
+    step(350, 84, YELLOW, "Bound", "may it pass every older request", "within both bounds of the guarantee?")
+    out(392, "no: the shortest that may", "of the 16 oldest")
     down(434)
-    step(460, 62, PURPLE, "Stop policy", "ADD, or shared prefix kept")
-    out(491, "STOP: only the", "main branch goes on")
+    step(460, 62, PURPLE, "Stop policy", "ADD, or keep the shared prefix")
+    out(491, "STOP: only the", "largest branch grows")
     down(522)
     f.rect(x, 548, w, 178, ORANGE)
     f.text(x + w / 2, 574, "Rules", 16, bold=True)
     for i, (rule, outcome) in enumerate(
         (
-            ("more to compute than it looked?", "out for this round"),
-            ("more of its prefix to come?", "wait for them"),
-            ("something to be evicted for it?", "last in the round"),
-            ("memory too small ahead?", "the round ends"),
+            ("does it need more than it seemed to?", "out for this round"),
+            ("will more requests share its prefix?", "wait for them"),
+            ("would something be evicted for it?", "last in the round"),
+            ("would memory run short later?", "the round ends"),
         )
     ):
         y = 602 + 36 * i
@@ -387,8 +385,8 @@ def admission() -> Figure:
     down(726)
     f.box(x, 752, w, 60, ["SGLang's PrefillAdder", "memory, token and chunk budgets"], GREY)
     f.arrow((x + w, 782), (429, 782))
-    f.text(438, 778, "admitted; whoever shares", 15, "start")
-    f.text(438, 798, "what it computes waits", 15, "start", colour=MUTED)
+    f.text(438, 778, "admitted; requests that share", 15, "start")
+    f.text(438, 798, "what it computes wait for it", 15, "start", colour=MUTED)
     return f
 
 

@@ -106,9 +106,7 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--prefix-tokens", type=int, default=5000, help="shared tokens of a prompt, all levels together (%(default)s)"
     )
-    parser.add_argument(
-        "--levels", type=int, default=1, help="levels of the prefix tree within a group (%(default)s)"
-    )
+    parser.add_argument("--levels", type=int, default=1, help="levels of the prefix tree within a group (%(default)s)")
     parser.add_argument("--output-tokens", type=int, default=200, help="tokens to generate (%(default)s)")
     parser.add_argument(
         "--rate", type=float, default=100.0, help="requests per second, a Poisson process (%(default)s)"

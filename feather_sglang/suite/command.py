@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``feather suite``."""
     parser.add_argument("--short", action="store_true", help="half an hour on two cores instead of many hours")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder with Mooncake's files, see the guide")
-    parser.add_argument("--cases", default="*", metavar="NAMES", help="kinds of traffic, comma-separated; * matches all")
+    parser.add_argument("--cases", default="*", metavar="NAMES", help="kinds of traffic, comma-separated; * fits all")
     parser.add_argument("--policies", help="comma-separated; default: all that SGLang, feather and the replay have")
     add_slo(parser, "mooncake")
     parser.add_argument("--profile", default="h200", help="hardware profile (%(default)s)")
