@@ -1,4 +1,4 @@
-"""The decode kernel beside its peers: tables of the performance page."""
+"""The decode kernel beside its peers: the page of the kernel."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perf_results import PEERS, TreeTime, day, geometric_mean, get, load, trees
-from perf_text import Section, command, table
+from perf_text import Page, Section, caption, command, table, term
 
 PAT, H100, FP8 = "decode_h200.json", "decode_h100.json", "decode_h200_fp8.json"
 SGLANG = "decode_h200_sglang.json"
 SETS = {
-    "PAT's 20 trees": PAT,
-    "1-20 prompts,32-500 requests": "decode_h200_serving.json",
-    "1-64 prompts,8-96 requests": "decode_h200_small.json",
-    "long beside short": "decode_h200_mixed.json",
-    "unlike lengths": "decode_h200_unlike.json",
-    "1-32 long requests": "decode_h200_long.json",
+    "the 20 trees of the PAT paper": PAT,
+    "1 to 20 shared prompts, 32 to 500 requests": "decode_h200_serving.json",
+    "1 to 64 shared prompts, 8 to 96 requests": "decode_h200_small.json",
+    "long prompts beside short ones": "decode_h200_mixed.json",
+    "prompts of unlike lengths": "decode_h200_unlike.json",
+    "1 to 32 long requests": "decode_h200_long.json",
 }
 HEADS = ("32/8", "64/8", "32/32", "16/8")
 BEHIND, WORST = 1.01, 6  # a row is behind from 1% on; so many are listed
-SYSTEMS = {"fa3": "FA3", "fa3-planned": "FA3", "flashinfer": "FlashInfer", "cascade": "cascade"}
+SYSTEMS = {
+    "fa3": "FlashAttention-3",
+    "fa3-planned": "FlashAttention-3",
+    "flashinfer": "FlashInfer",
+    "cascade": "cascade",
+}
 
 
 def unshared(row: TreeTime) -> bool:
@@ -41,58 +46,71 @@ def over_floor(rows: Sequence[TreeTime], system: str | None = None) -> str:
     return f"{geometric_mean(time / row.floor for time, row in zip(times, rows, strict=True) if time):.2f}"
 
 
-def by_heads(folder: Path) -> str:
-    """Geometric means over PAT's trees."""
+def setup(folder: Path, file: str = PAT) -> str:
+    """GPU, libraries and day of a kernel's file."""
+    machine = get(load(folder, file), file, "machine")
+    gpu, torch, sgl_kernel, flashinfer = (
+        get(machine, file, key) for key in ("gpu", "torch", "sgl_kernel", "flashinfer")
+    )
+    return f"{gpu}, torch {torch}, sgl-kernel {sgl_kernel}, FlashInfer {flashinfer}, {day(machine, file)}"
+
+
+def by_heads(folder: Path) -> list[list[str]]:
+    """Geometric means over PAT's trees: to the best peer on both GPUs."""
     rows, older = trees(folder, PAT), trees(folder, H100)
     lines = []
     for heads in HEADS:
         mine, theirs = of_heads(rows, heads), of_heads(older, heads)
         if mine and theirs:
-            lines.append([
-                heads,
-                f"**{geometric_mean(row.ratio for row in mine):.2f}**",
-                over_floor(mine),
-                *(over_floor(mine, peer) for peer in ("fa3-planned", "flashinfer")),
-                f"{geometric_mean(row.ratio for row in theirs):.2f}",
-            ])  # fmt: skip
-    return table(["heads", "to best peer", "`pat`<br>/floor", "FA3", "FlashInfer", "H100: to best peer"], lines)
+            to_best = [f"{geometric_mean(row.ratio for row in some):.2f}" for some in (mine, theirs)]
+            lines.append([heads, f"**{to_best[0]}**", to_best[1]])
+    return lines
 
 
-def by_set(folder: Path) -> str:
+def floors(folder: Path) -> list[list[str]]:
+    """Geometric means over PAT's trees: this package and its peers over the floor."""
+    rows = trees(folder, PAT)
+    lines = []
+    for heads in HEADS:
+        if mine := of_heads(rows, heads):
+            lines.append([heads, over_floor(mine), *(over_floor(mine, peer) for peer in ("fa3-planned", "flashinfer"))])
+    return lines
+
+
+def by_set(folder: Path) -> list[list[str]]:
     """Geometric mean and worst row of each set of batches."""
     lines = []
     for name, file in SETS.items():
         rows = trees(folder, file)
         parts = {name: rows}
         if file == PAT:
-            parts = {name: rows, "unshared": [row for row in rows if unshared(row)]}
+            parts = {name: rows, "of these, nothing shared": [row for row in rows if unshared(row)]}
         for label, some in parts.items():
             if some:
                 behind = sum(row.ratio > BEHIND for row in some)
                 mean, worst = geometric_mean(row.ratio for row in some), max(row.ratio for row in some)
-                lines.append([label, str(len(some)), f"{mean:.2f}", f"{worst:.2f}", str(behind)])
-    return table(["batches", "rows", "to best peer", "worst", "behind by >1%"], lines)
+                lines.append([label, f"{behind} of {len(some)}", f"{mean:.2f}", f"{worst:.2f}"])
+    return lines
 
 
-def with_fp8(folder: Path) -> str:
-    """PAT's trees on an fp8 cache, beside a peer on it and this package on 16 bits."""
+def with_fp8(folder: Path) -> list[list[str]]:
+    """PAT's trees on an fp8 cache: beside a peer on it, this package on 16 bits, and the floor."""
     records = get(load(folder, FP8), FP8, "records")
     times = [
         {name: get(record, FP8, "systems", name, "warm_us") for name in ("feather", "feather-16bit", "triton")}
         | {"floor": get(record, FP8, "floor_us")}
         for record in records
     ]
+    names = {"triton": "Triton, fp8", "feather-16bit": "`pat`, 16 bits", "floor": "the floor, fp8"}
+    lines = []
+    for name, shown in names.items():
+        ratios = [time["feather"] / time[name] for time in times]
+        lines.append([shown, f"{geometric_mean(ratios):.2f}", f"{max(ratios):.2f}", str(len(ratios))])
+    return lines
 
-    def against(name: str) -> list[float]:
-        return [time["feather"] / time[name] for time in times]
 
-    cells = [f"{geometric_mean(against(name)):.2f} ({max(against(name)):.2f})" for name in ("triton", "feather-16bit")]
-    row = [*cells, f"{geometric_mean(against('floor')):.2f}", str(len(times))]
-    return table(["/Triton (worst)", "/16-bit `pat`", "/floor", "rows"], [row])
-
-
-def of_sglang(folder: Path) -> str:
-    """Every decode backend of SGLang's that runs here, to the floor."""
+def of_sglang(folder: Path) -> list[list[str]]:
+    """Every decode backend of SGLang's that runs here, the nearest to the floor first."""
     records = get(load(folder, SGLANG), SGLANG, "records")
     times: dict[str, list[float]] = {}
     for record in records:
@@ -100,49 +118,100 @@ def of_sglang(folder: Path) -> str:
             if "warm_us" in figures:
                 times.setdefault(name, []).append(figures["warm_us"] / get(record, SGLANG, "floor_us"))
     means = {name: geometric_mean(ratios) for name, ratios in times.items() if len(ratios) == len(records)}
-    cells = (
-        f"{'pat' if name == 'feather' else name} {means[name]:.2f}" for name in sorted(means, key=means.__getitem__)
-    )
-    return f"SGLang's backends /floor, pages of 32: {', '.join(cells)}."
-
-
-def losses(folder: Path) -> tuple[str, int]:
-    """The worst rows of all sets, and how many are behind."""
-    behind = sorted(
-        (row for file in (*SETS.values(), H100) for row in trees(folder, file) if row.ratio > BEHIND),
-        key=lambda row: -row.ratio,
-    )
-    lines = [
-        [f"`{row.name}`", row.heads, f"{row.ours:.1f}", f"{row.best:.1f}", SYSTEMS[row.peer], f"{row.ratio:.2f}"]
-        for row in behind[:WORST]
+    return [
+        [f"`{'pat' if name == 'feather' else name}`", f"{means[name]:.2f}"]
+        for name in sorted(means, key=means.__getitem__)
     ]
-    return table(["tree", "heads", "`pat`, us", "peer, us", "peer", "ratio"], lines) if lines else "", len(behind)
 
 
-def section(folder: Path) -> Section:
-    """Everything about the kernel."""
-    machine, older = (get(load(folder, file), file, "machine") for file in (PAT, H100))
-    gpu, torch, sgl_kernel, flashinfer, typed = (
-        get(machine, PAT, key) for key in ("gpu", "torch", "sgl_kernel", "flashinfer", "command")
+def measured(folder: Path) -> list[TreeTime]:
+    """All rows of all sets on the H200."""
+    return [row for file in SETS.values() for row in trees(folder, file)]
+
+
+def losses(folder: Path) -> list[TreeTime]:
+    """The rows of both GPUs in which a peer is faster, the worst first."""
+    rows = [*measured(folder), *trees(folder, H100)]
+    return sorted((row for row in rows if row.ratio > BEHIND), key=lambda row: -row.ratio)
+
+
+def headline(folder: Path) -> float:
+    """To the best peer on PAT's trees at 32/8 heads and pages of one token."""
+    return geometric_mean(row.ratio for row in of_heads(trees(folder, PAT), "32/8"))
+
+
+def page(folder: Path) -> Page:
+    """Everything about the decode kernel."""
+    here, older = setup(folder), setup(folder, H100)
+    lost = losses(folder)
+    beside = Section(
+        "On the prefix trees of the PAT paper",
+        [
+            "The time of `pat`'s kernel over the time of its best peer, the geometric mean of 20 trees; below 1, `pat` "
+            "is faster. The H100 was measured with an older build of the kernel.",
+            table(["query heads / KV heads", "H200", "H100"], by_heads(folder)),
+            caption(f"{here}; {older}", "tree-notation"),
+            f"The times over the {term('floor')}, the time that the GPU needs at least to read the KV and to multiply "
+            "it; 1 cannot be passed.",
+            table(["query heads / KV heads", "`pat`", "FlashAttention-3", "FlashInfer"], floors(folder)),
+            caption(here, "floor"),
+            "![Time over the floor by tree](kernel.svg)",
+            caption(f"{here}, 32 query heads and 8 KV heads", "floor", "tree-notation"),
+        ],
+        [PAT, H100],
+        [command(get(load(folder, PAT), PAT, "machine", "command"))],
     )
-    setup = (
-        f"{gpu}, torch {torch}, sgl-kernel {sgl_kernel}, FlashInfer {flashinfer}, {day(machine, PAT)}; "
-        f"{get(older, H100, 'gpu')}, an older build, {day(older, H100)}."
+    sets = Section(
+        "On other batches",
+        [
+            "Each row is a set of batches: in how many of them a peer is faster by more than 1%, the geometric mean of "
+            "the time over the best peer's, and the worst of these ratios.",
+            table(["batches", "slower than the best peer", "time to the best peer's", "worst"], by_set(folder)),
+            caption(here),
+        ],
+        list(SETS.values()),
     )
-    lost, count = losses(folder)
-    body = [
-        "One layer, L2 warm: time to the best of FlashAttention-3 (FA3), FlashInfer, its cascade, and to the floor "
-        "(bytes/copy bandwidth, FLOP/matrix rate). Geometric means, PAT's trees:",
-        by_heads(folder),
-        "![Time over the floor by tree](performance/kernel.svg)",
-        by_set(folder),
-        "fp8 KV, 32/8:",
-        with_fp8(folder),
-        of_sglang(folder),
-    ]
-    if lost:
-        body += [f"Behind by >1% in {count} rows, the worst:", lost]
-    return Section("The kernel beside its peers", body, setup, [command(typed)], [*SETS.values(), H100, FP8, SGLANG])
+    losing = Section(
+        "Where a peer is faster",
+        [
+            f"A peer is faster by more than 1% in {len(lost)} batches of all sets and both GPUs; these are the worst.",
+            table(
+                ["tree", "query heads / KV heads", "`pat`, µs", "best peer, µs", "best peer", "`pat` to it"],
+                [
+                    [f"`{row.name}`", row.heads, f"{row.ours:.1f}", f"{row.best:.1f}", SYSTEMS[row.peer],
+                     f"{row.ratio:.2f}"]
+                    for row in lost[:WORST]
+                ],
+            ),
+            caption(here, "tree-notation"),
+        ],
+    )  # fmt: skip
+    fp8 = Section(
+        "With a KV cache in fp8",
+        [
+            "The time of `pat` on an fp8 cache (`--kv-cache-dtype fp8_e4m3`) over each of these, 32 query heads and 8 "
+            "KV heads; below 1, `pat` on fp8 is faster.",
+            table(["`pat`, fp8, to", "geometric mean", "worst", "trees"], with_fp8(folder)),
+            caption(setup(folder, FP8), "floor"),
+        ],
+        [FP8],
+    )
+    backends = Section(
+        "Beside every decode backend of SGLang",
+        [
+            "The kernels that SGLang's backends call, with pages of 32 tokens: geometric mean of the time over the "
+            "floor.",
+            table(["backend", "time over the floor"], of_sglang(folder)),
+            caption(setup(folder, SGLANG), "floor"),
+        ],
+        [SGLANG],
+    )
+    return Page(
+        "How fast is the decode kernel?",
+        "The attention of one layer in a decode step, with the KV in the L2 cache where it fits, beside "
+        "FlashAttention-3, FlashInfer and FlashInfer's cascade. Pages are of one token unless said.",
+        [beside, sets, *([losing] if lost else []), fp8, backends],
+    )
 
 
 def plotted(folder: Path) -> dict[str, list[tuple[int, float]]]:

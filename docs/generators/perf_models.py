@@ -1,4 +1,4 @@
-"""Models of every kind of layers on servers: a table of the performance page."""
+"""Models of every kind of layers on servers: the page of models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from perf_results import ResultError, get, load
 from perf_servers import command_of, setup
-from perf_text import Section, number, table
+from perf_text import Page, Section, caption, number, table
 
 MODELS, TWO_RANKS = "models_h200.json", "data_parallel_h200.json"
 FILES = (MODELS, "models_0517_h200.json", TWO_RANKS)  # the second has what was not measured again
@@ -101,39 +101,71 @@ def _rate(repeated: dict[str, Sequence[float]], where: str) -> Rate:
     return Rate(ours, stock[best], best, noise)
 
 
+def named(one: Model) -> str:
+    """The model with its flags."""
+    return f"{one.name}<br>`{one.flags}`" if one.flags else one.name
+
+
+def cut_rows(found: Iterable[Model]) -> list[list[str]]:
+    """What each model is, and whether pat is right on it."""
+    return [
+        [named(one), one.cut or "nothing", LAYERS[one.kind], one.release, "**no**" if one.wrong else "yes"]
+        for one in found
+    ]
+
+
 def answer_rows(found: Iterable[Model]) -> list[list[str]]:
-    """What each model's answers are beside a stock backend's."""
+    """How far each model's answers are from a stock backend's."""
+    return [[named(one), f"{one.apart:.2f}", f"{one.spread:.2f}"] for one in found]
+
+
+def rate_rows(found: Iterable[Model], prompts: str) -> list[list[str]]:
+    """Each model's throughput with prompts that share a prefix, or with prompts that share nothing."""
+    rates = ((one, getattr(one, prompts)) for one in found)
     return [
-        [one.name, one.cut or "nothing", f"`{one.flags}`" if one.flags else "none", one.release, LAYERS[one.kind],
-         "**no**" if one.wrong else "yes", f"{one.apart:.2f}", f"{one.spread:.2f}"]
-        for one in found
+        [named(one), number(rate.ours), f"{number(rate.best)} ({rate.backend})", f"**{rate.ratio:.2f}**",
+         f"{rate.noise:.0%}"]
+        for one, rate in rates
     ]  # fmt: skip
 
 
-def rate_rows(found: Iterable[Model]) -> list[list[str]]:
-    """Each model's throughput with prompts that share a prefix, and with prompts that share nothing."""
-    return [
-        [one.name, f"`{one.flags}`" if one.flags else "none", prompts, number(rate.ours), number(rate.best),
-         rate.backend, f"**{rate.ratio:.2f}**", f"{rate.noise:.0%}"]
-        for one in found
-        for prompts, rate in (("shared prefix", one.shared), ("nothing shared", one.private))
-    ]  # fmt: skip
-
-
-def section(folder: Path) -> Section:
+def page(folder: Path) -> Page:
     """Whether pat is right on each model, and how fast beside the best of SGLang's own backends."""
     found = models(folder)
-    answers = ["model", "left out of it", "flags", "SGLang", "layers", "right",
-               "largest difference of a log-probability", "the same between stock answers"]  # fmt: skip
-    rates = ["model", "flags", "prompts", f"`{OURS}`, tokens/s", "best stock backend, tokens/s", "which one",
-             f"`{OURS}` to it", "spread"]  # fmt: skip
-    body = [
-        f"Each model runs on servers that differ in the attention backend alone. `{OURS}` is right where its tokens "
-        "and log-probabilities are those of a stock backend, within twice what lies between two stock backends, or "
-        "between one's answers at once and one by one:",
-        table(answers, answer_rows(found)),
-        "Throughput of steady batches, in output tokens/s, the median of repetitions; their spread is half of the "
-        "range from the slowest to the fastest:",
-        table(rates, rate_rows(found)),
+    where = "; ".join(dict.fromkeys(setup(folder, file) for file in FILES))
+    rates = ["model", f"`{OURS}`, tokens/s", "fastest of SGLang's backends, tokens/s", f"`{OURS}` to it", "spread"]
+    correct = Section(
+        "Are the answers right?",
+        [
+            f"`{OURS}` counts as right where its tokens and log-probabilities are those of one of SGLang's own "
+            "backends, within twice the difference between two of these backends, or between the answers of one "
+            "backend to all requests at once and to one request at a time. Weights are random, so that some parts of "
+            "large models are left out.",
+            table(["model", "left out of it", "its layers", "SGLang", "right"], cut_rows(found)),
+            caption(where),
+            f"The largest difference of a log-probability: between `{OURS}` and one of SGLang's backends, and between "
+            "SGLang's backends.",
+            table(["model", f"`{OURS}` and SGLang's", "among SGLang's"], answer_rows(found)),
+            caption(where),
+        ],
+        FILES,
+        [command_of(folder, MODELS)],
+    )
+    fast = [
+        Section(
+            title,
+            [
+                "Output tokens/s of a steady batch, the median of repetitions. The spread is half of the range from "
+                "the slowest repetition to the fastest, as a share of the median.",
+                table(rates, rate_rows(found, prompts)),
+                caption(where),
+            ],
+        )
+        for title, prompts in (("With a shared prefix", "shared"), ("With nothing shared", "private"))
     ]
-    return Section("Other models", body, f"{setup(folder, MODELS)}.", [command_of(folder, MODELS)], list(FILES))
+    return Page(
+        "Which models were run, and how fast?",
+        "Each model ran on servers that differ in the attention backend alone. Whether a model that is not here is "
+        "served is said in [which models and GPUs it works with](../start/models.md).",
+        [correct, *fast],
+    )

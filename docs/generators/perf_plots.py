@@ -1,4 +1,4 @@
-"""Plots of the performance page and README: SVG whose bytes depend on the result files alone."""
+"""Plots of the performance pages and README: SVG whose bytes depend on the result files alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import matplotlib
 matplotlib.use("svg")
 
 import perf_kernel
+import perf_promise
 import perf_replay
 import perf_servers
 from matplotlib import pyplot
@@ -89,7 +90,7 @@ def backends(folder: Path) -> str:
         NAMES[name]: [found[case][name].tok_s / 1e3 if name in found[case] else None for case in cases]
         for name in perf_servers.BACKENDS
     }
-    bars(axis, [perf_servers.shown(case).removeprefix("decode 500, ") for case in cases], series, (OURS, *GREYS))
+    bars(axis, [perf_servers.shown(case).removeprefix("500 requests, ") for case in cases], series, (OURS, *GREYS))
     axis.set_xlabel("thousand output tokens/s, 500 requests decoding, H200")
     figure.legend(loc="outside upper center", ncols=2)
     return svg(figure)
@@ -151,6 +152,61 @@ def agreement(folder: Path) -> str:
     return svg(figure)
 
 
+def points(
+    labels: Sequence[str], series: Mapping[str, Sequence[float | None]], colours: Sequence[str], label: str
+) -> tuple[Figure, Any]:
+    """A row a label, a mark a series, on a logarithmic axis; None leaves a mark out."""
+    figure, axis = axes(1.3 + 0.26 * len(labels))
+    for number, (name, values) in enumerate(series.items()):
+        marks = [(value, place) for place, value in enumerate(values) if value is not None]
+        axis.plot([x for x, _ in marks], [y for _, y in marks], "os^v"[number], color=colours[number], label=name, ms=5)
+    axis.set_xscale("log")
+    axis.set_yticks(range(len(labels)), labels)
+    axis.invert_yaxis()
+    axis.grid(True)
+    axis.tick_params(axis="y", length=0)
+    axis.set_xlabel(label)
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    figure.legend(loc="outside upper center", ncols=min(3, len(series)))
+    return figure, axis
+
+
+def real_traffic(folder: Path) -> str:
+    """feather's times to fcfs's on each slice of a real trace."""
+    rows, found = list(perf_replay.load(folder, perf_replay.TAIL)), perf_replay.tail_ratios(folder)["feather"]
+    names = {
+        "TTFT mean to fcfs's": "mean TTFT",
+        "TTFT p99 to fcfs's": "p99 TTFT",
+        "longest wait to fcfs's": "longest wait",
+    }
+    series = {text: [one[key] for one in found] for key, text in names.items()}
+    figure, axis = points(rows, series, (OURS, GREYS[0], GREYS[2]), "feather to fcfs (left is better)")
+    axis.axvline(1, color="#1f2328", lw=1)
+    ticks = [0.4, 0.6, 0.8, 1.0, 1.4]
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    return svg(figure)
+
+
+def between_tokens(folder: Path) -> str:
+    """The longest gap of a request by load: without a bound, with one, and with SGLang's best setting."""
+    flag = "feather, tbt 250"
+    found = {name: runs for name, runs in perf_promise.all_runs(folder).items() if flag in runs}
+    static = [perf_promise.best_static(runs) for runs in found.values()]
+    names = [name.replace(", CUDA graphs for prefill", " *").replace(", 200,000 KV tokens", "*") for name in found]
+    series = {
+        "--feather-tbt 250": [runs[flag].longest_ms / 1e3 for runs in found.values()],
+        "no bound": [runs[perf_promise.PLAIN].longest_ms / 1e3 for runs in found.values()],
+        "SGLang's best": [one.longest_ms / 1e3 if one else None for one in static],
+    }  # fmt: skip
+    labels = [name.partition(", ")[0] + name[len(name.rstrip("*").rstrip()) :] for name in names]
+    labels = [label.replace("Mooncake's ", "") for label in labels]
+    figure, axis = points(labels, series, (OURS, GREYS[2], GREYS[0]), "longest gap, seconds (left is better)")
+    ticks = [0.2, 0.5, 1, 2, 5, 10, 20]
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_xlim(0.15, 25)
+    return svg(figure)
+
+
 def readable(case: str) -> str:
     """A workload in words."""
     keywords = WORKLOADS[case.partition(":")[0]].keywords
@@ -196,6 +252,8 @@ PLOTS = {
     "performance/backends.svg": backends,
     "performance/policies.svg": policies,
     "performance/agreement.svg": agreement,
+    "performance/real_traffic.svg": real_traffic,
+    "performance/between_tokens.svg": between_tokens,
     "readme_chart.svg": readme,
 }
 

@@ -1,4 +1,4 @@
-"""Packed prefill beside SGLang's prefill kernels; a section of the performance page."""
+"""Packed prefill beside SGLang's prefill kernels; a page."""
 
 from __future__ import annotations
 
@@ -7,26 +7,50 @@ from statistics import mean
 from typing import Any
 
 from perf_results import ResultError, day, get, load
-from perf_text import Section, command, table
+from perf_servers import setup
+from perf_text import Page, Section, caption, command, table, term
 
 PREFILL, SERVERS, TRACE = "prefill_h200.json", "prefill_server_h200.json", "prefill_conversation_h200.json"
 OURS, PEERS = "pat", ("fa3", "flashinfer")
 
 
-def steps(folder: Path) -> str:
-    """A row for each step: its attention in one layer."""
-    return table(
-        ["step", "requests", "tokens", *(f"{name},us" for name in (OURS, *PEERS, "cascade")), "to&nbsp;best", "/floor"],
-        [_step(record) for record in get(load(folder, PREFILL), PREFILL, "records")],
-    )
+STEPS = {  # what the benchmark's cases are
+    "short": "short prompts, nothing shared",
+    "groups-5x5k": "5 groups \u00d7 5,000 tokens",
+    "groups-20x10k": "20 groups \u00d7 10,000 tokens",
+    "few-shot": "prompts behind shared examples",
+    "samples-1": "samples of one prompt, 1 new token each",
+    "samples-16": "samples of one prompt, 16 new tokens each",
+    "long": "one long prompt",
+    "chunk": "the second half of a longer prompt",
+    "traces": "prompts of a real trace",
+}
+
+
+def steps(folder: Path) -> tuple[str, str]:
+    """What each step is, and its attention in one layer."""
+    records = get(load(folder, PREFILL), PREFILL, "records")
+    sizes = [
+        [STEPS.get(name, name), *(f"{get(record, PREFILL, key):,}" for key in ("requests", "rows"))]
+        for record in records
+        for name in (get(record, PREFILL, "case"),)
+    ]
+    return (
+        table(["prefill step", "requests", "tokens computed"], sizes),
+        table(
+            ["prefill step", *(f"`{name}`, µs" for name in (OURS, *PEERS)), "cascade, µs", "`pat` to the better",
+             "to the floor"],
+            [_step(record) for record in records],
+        ),
+    )  # fmt: skip
 
 
 def _step(record: dict[str, Any]) -> list[str]:
     ours, *peers = (get(record, PREFILL, "systems", name, "warm_us") for name in (OURS, *PEERS))
     cascade = get(record, PREFILL, "systems").get("cascade", {}).get("warm_us")  # two calls, as nobody serves them
+    name = get(record, PREFILL, "case")
     return [
-        get(record, PREFILL, "case"),
-        *(f"{get(record, PREFILL, key):,}" for key in ("requests", "rows")),
+        STEPS.get(name, name),
         *(f"{time:,.0f}" for time in (ours, *peers)),
         f"{cascade:,.0f}" if cascade else "-",
         f"**{ours / min(peers):.2f}**",
@@ -48,19 +72,39 @@ def on_servers(folder: Path) -> dict[str, float]:
     return found
 
 
-def _verdict(ratios: dict[str, float]) -> str:
-    gain = "no gain" if min(ratios.values()) < 1 else "a gain"
-    return f"On servers, on/off: tokens/s {min(ratios.values()):.2f}-{max(ratios.values()):.2f}x, {gain}."
-
-
-def section(folder: Path) -> Section:
-    """What ``--feather-pat-prefill`` takes, and where auto has it."""
+def page(folder: Path) -> Page:
+    """What packed prefill takes, and what it brings on servers."""
     content = load(folder, PREFILL)
-    return Section(
-        "Prefill",
-        ["One layer, packed (`--feather-pat-prefill`):",
-         steps(folder), _verdict(on_servers(folder))],
-        f"{get(content, PREFILL, 'machine', 'gpu')}, {day(content, PREFILL)}.",
+    where = f"{get(content, PREFILL, 'machine', 'gpu')}, {day(content, PREFILL)}"
+    sizes, times = steps(folder)
+    layer = Section(
+        "One layer",
+        [
+            "The prefill steps that were measured:",
+            sizes,
+            f"The time of one layer's attention, over the better of FlashAttention-3 and FlashInfer, and over the "
+            f"{term('floor')}. The cascade takes two calls that no backend of SGLang makes; it is shown where prompts "
+            "share a prefix.",
+            times,
+            caption(where, "floor", "chunk", "group"),
+        ],
+        [PREFILL],
         [command(get(content, PREFILL, "command"))],
-        [PREFILL, SERVERS, TRACE],
+    )
+    ratios = on_servers(folder)
+    servers = Section(
+        "On servers",
+        [
+            f"Output tokens/s with packed prefill over the same without it: {min(ratios.values()):.2f} to "
+            f"{max(ratios.values()):.2f}.",
+            table(["workload", "with packed prefill to without"],
+                  [[f"`{case}`", f"{ratio:.2f}"] for case, ratio in ratios.items()]),
+            caption(setup(folder, SERVERS), "workloads"),
+        ],
+        [SERVERS, TRACE],
     )  # fmt: skip
+    return Page(
+        "What does packed prefill bring?",
+        "With `--feather-pat-prefill`, prefill steps read shared KV once, as decode steps do with `pat`.",
+        [layer, servers],
+    )

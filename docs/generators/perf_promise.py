@@ -8,20 +8,26 @@ from typing import Any, NamedTuple
 
 from perf_results import ResultError, get, load
 from perf_servers import setup
-from perf_text import Section, number, table
+from perf_text import Page, Section, caption, number, table, term
 
 # Prompts of real traces, 500,000 KV tokens; prefixes that fill or exceed 200,000; both kinds with prefill graphs.
 WITHOUT, SHARED, WITH = "bounds_h200_traces.json", "bounds_h200.json", "bounds_h200_graphs.json"
 SHORT = "bounds_h200_short.json"  # short prompts too, not under each flag; 200,000 KV tokens, prefill graphs
-FILES = {WITHOUT: "", SHARED: "", WITH: ", prefill graphs", SHORT: ", prefill graphs, 200,000 KV tokens"}
+FILES = {
+    WITHOUT: "",
+    SHARED: "",
+    WITH: ", CUDA graphs for prefill",
+    SHORT: ", CUDA graphs for prefill, 200,000 KV tokens",
+}
+STARS = "with one star the servers had CUDA graphs for prefill, with two stars a KV pool of 200,000 tokens, too"
 PLAIN = "feather"
 FLAGS = {"feather, tbt 250": "`--feather-tbt 250`", "feather, tbt 50": "`--feather-tbt 50`",
          "feather, slo mooncake": "`--feather-slo mooncake`"}  # fmt: skip
 STATIC = ("interval", "chunks of")  # SGLang's own settings
-NAMES = {"trace:mooncake_synthetic_first1800,500,150,2.7": "synthetic trace, 150 requests at 2.7/s",
-         "trace:mooncake_conversation,0,80,3": "conversation trace, 80 requests at 3/s",
-         "W2": "W2, prefixes exceed the pool", "W6": "W6, prefixes fill the pool", "W3": "W3, nothing shared",
-         "few-shot, 1000 requests": "few-shot, answers of a few tokens, 200 requests/s"}  # fmt: skip
+NAMES = {"trace:mooncake_synthetic_first1800,500,150,2.7": "Mooncake's synthetic trace, 2.7 requests/s",
+         "trace:mooncake_conversation,0,80,3": "Mooncake's conversation trace, 3 requests/s",
+         "W2": "W2, prefixes exceed the KV pool", "W6": "W6, prefixes fill the KV pool", "W3": "W3, nothing shared",
+         "few-shot, 1000 requests": "few-shot prompts, short answers, 200 requests/s"}  # fmt: skip
 
 
 class Bounded(NamedTuple):
@@ -65,17 +71,36 @@ def best_static(runs: dict[str, Bounded]) -> Bounded | None:
     return max(static, key=lambda run: run.goodput, default=None)
 
 
-def rows(runs: dict[str, Bounded], where: str) -> list[list[str]]:
-    """The lines of a workload: no bound, the flags, and the best of SGLang's own settings."""
-    plain, best = runs[PLAIN], best_static(runs)
-    shown = [("no bound", plain), *((text, runs[name]) for name, text in FLAGS.items() if name in runs)]
-    if best is not None:
-        shown.append((f"SGLang's best: {best.setting.partition(', ')[2]}", best))
-    return [
-        [where, text, number(run.tok_s), f"{run.tok_s / plain.tok_s:.2f}", f"{run.tbt_p99_ms:,.0f}",
-         f"{run.longest_ms / 1e3:.2f}", f"{run.ttft_s:.1f}", f"{run.e2e_s:.1f}", f"{run.goodput:.2f}"]
-        for text, run in shown
-    ]  # fmt: skip
+def shown(runs: dict[str, Bounded]) -> list[tuple[str, Bounded]]:
+    """The settings of a workload: no bound, the flags, and the best of SGLang's own settings."""
+    best = best_static(runs)
+    rows = [("no bound", runs[PLAIN]), *((text, runs[name]) for name, text in FLAGS.items() if name in runs)]
+    return rows + ([(f"SGLang's best: {best.setting.partition(', ')[2]}", best)] if best is not None else [])
+
+
+def gap_rows(runs: dict[str, Bounded]) -> list[list[str]]:
+    """What each setting brings."""
+    return [[text, f"{run.longest_ms / 1e3:.2f}", f"{run.tbt_p99_ms:,.0f}", f"{run.goodput:.2f}"]
+            for text, run in shown(runs)]  # fmt: skip
+
+
+def cost_rows(runs: dict[str, Bounded]) -> list[list[str]]:
+    """What each setting costs."""
+    return [[text, number(run.tok_s), f"{run.tok_s / runs[PLAIN].tok_s:.2f}", f"{run.ttft_s:.1f}", f"{run.e2e_s:.1f}"]
+            for text, run in shown(runs)]  # fmt: skip
+
+
+def all_runs(folder: Path) -> dict[str, dict[str, Bounded]]:
+    """The runs of all files by what the workload and its server are."""
+    return {NAMES[case] + server: runs for file, server in FILES.items()
+            for case, runs in measured(folder, file).items()}  # fmt: skip
+
+
+def beaten(folder: Path, name: str = "feather, tbt 250") -> tuple[int, int]:
+    """In how many workloads SGLang's own setting has more goodput than a flag, and of how many with both."""
+    both = [(runs[name], static) for runs in all_runs(folder).values()
+            if name in runs and (static := best_static(runs))]  # fmt: skip
+    return sum(static.goodput > run.goodput for run, static in both), len(both)
 
 
 def spans(folder: Path) -> tuple[str, dict[str, tuple[str, str]]]:
@@ -93,7 +118,7 @@ def spans(folder: Path) -> tuple[str, dict[str, tuple[str, str]]]:
 def summary(folder: Path) -> str:
     """What each flag costs and brings, in a line."""
     before, flags = spans(folder)
-    lines = [f"Without a bound, one request in a hundred waited {before} for a token."]
+    lines = [f"Without a bound, one request in a hundred waited {before} for its next token."]
     lines += [f"With {text} it waited {gaps}, at {costs} of the throughput." for text, (gaps, costs) in flags.items()]
     return "\n".join(f"- {line}" for line in lines)
 
@@ -108,25 +133,44 @@ def readme_line(folder: Path) -> str:
     )
 
 
-def section(folder: Path) -> Section:
-    """The table of the page."""
-    body = [
-        "A bound on the time between two tokens, under loads that a server cannot quite carry:",
-        summary(folder),
-        "The longest gap is that of a request, and its p99 over the requests. Goodput counts requests whose first "
-        "token came within 10 s and 99% of whose gaps were within 300 ms.",
-    ]
-    head = ["workload", "setting", "tokens/s", "to no bound", "TBT p99, ms", "longest gap, s", "TTFT mean, s",
-            "end to end mean, s", "goodput, requests/s"]  # fmt: skip
-    lines = []
-    for file, server in FILES.items():
-        for case, runs in measured(folder, file).items():
-            lines += rows(runs, NAMES[case] + server)
-    body.append(table(head, lines))
-    body.append(
-        "Two things were mended after all runs but those with 200,000 KV tokens and prefill graphs: a decode step "
-        "followed every prefill step, however short, and `--feather-slo mooncake` did not bound the first burst on an "
-        "idle server, which its longest gaps on the conversation trace, W2 and W6 show."
+def page(folder: Path) -> Page:
+    """A bound's costs and gains under each workload."""
+    overall = Section(
+        "Over all loads",
+        [
+            summary(folder),
+            "![The longest gap of a request by load and setting](between_tokens.svg)",
+            caption(f"{setup(folder, WITHOUT)}, `feather` with `pat`; {STARS}", "workloads"),
+        ],
+        list(FILES),
     )
-    where = f"{setup(folder, WITHOUT)}, `feather` with `pat`; a stream of single tokens; single runs, of W6 two."
-    return Section("Between tokens on servers", body, where, files=list(FILES))
+    each = []
+    for file, server in FILES.items():
+        where = f"{setup(folder, file)}, `feather` with `pat`"
+        for case, runs in measured(folder, file).items():
+            body = [
+                table(["setting", "longest gap, s", "TBT p99, ms", "requests/s within the bounds"], gap_rows(runs)),
+                table(["setting", "output tokens/s", "to no bound", "TTFT mean, s", "arrival to last token, mean, s"],
+                      cost_rows(runs)),
+                caption(where, "tbt", "ttft", "share-within-the-bounds"),
+            ]  # fmt: skip
+            each.append(Section(f"{NAMES[case]}{server}", body, [file]))
+    limits = Section(
+        "What was changed since",
+        [
+            "Two faults were mended after all of these runs but those with CUDA graphs for prefill and 200,000 KV "
+            "tokens. A decode step followed every prefill step, however short. And `--feather-slo mooncake` did not "
+            "bound the first burst of prefill on an idle server, which the longest gaps on the conversation trace, W2 "
+            "and W6 show.",
+        ],
+    )
+    return Page(
+        "How long do requests wait between tokens?",
+        "Loads that a server cannot quite carry, each without a bound on the time between two tokens, with the flags "
+        f"that set one, and with the best of SGLang's own settings. Of each request the longest gap counts, and the "
+        f"tables have its p99 over the requests. A request is {term('share-within-the-bounds', 'within the bounds')} "
+        "if its first token came within 10 s and 99% of its gaps were within 300 ms. Answers are streamed token by "
+        "token. Each figure is of a single run, that of W6 of two. SGLang's own settings are the number of prefill "
+        "steps between decode steps (interval) and the tokens of a prefill step (chunks).",
+        [overall, *each, limits],
+    )

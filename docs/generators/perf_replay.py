@@ -1,4 +1,4 @@
-"""Replay against real servers, and the tail by replay: tables of the performance page."""
+"""Replay against real servers, and the tail by replay: two pages."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from statistics import mean
 
 from perf_results import FIGURES, STOCK_POLICIES, Pair, ResultError, geometric_mean, get, load, pairs
-from perf_text import Section, command, number, table
+from perf_text import Page, Section, caption, command, number, table, term
 
 REPLAYS, TAIL_SERVER, TAIL = "replays.json", "tail_h200.json", "tail.json"
 NAMES = {
     "output_tok_s": "tokens/s",
-    "ttft_mean": "TTFT, mean",
-    "ttft_p99": "TTFT, p99",
+    "ttft_mean": "TTFT mean",
+    "ttft_p99": "TTFT p99",
     "e2e_mean": "end to end, mean",
-    "tbt_p99_ms": "TBT, p99",
+    "tbt_p99_ms": "TBT p99",
 }
 BEHIND = 1.01
 LISTED = 5
@@ -55,14 +55,16 @@ def split(found: Sequence[Pair]) -> dict[str, list[Pair]]:
     return {name: part for name, part in parts.items() if part}
 
 
-def summary(found: Sequence[Pair]) -> str:
-    """Of each part the geometric mean of replay over server in throughput, and the errors of each figure."""
-    rows = []
+def summary(found: Sequence[Pair]) -> tuple[str, str]:
+    """Of each part throughput, replay over server, and the errors of each time."""
+    rates, times = [], []
     for name, part in split(found).items():
         level = geometric_mean(pair.ratio("output_tok_s") for pair in part)
-        errors = [f"{distance(part, figure):.0%}, {worst(part, figure)[0]:.0%}" for figure in FIGURES]
-        rows.append([name, str(len(part)), f"{level:.2f}", *errors])
-    return table(["", "runs", "tokens/s, replay to server", *NAMES.values()], rows)
+        first, *errors = [f"{distance(part, figure):.0%}, {worst(part, figure)[0]:.0%}" for figure in FIGURES]
+        rates.append([name, str(len(part)), f"{level:.2f}", first])
+        times.append([name, *errors])
+    first, *others = NAMES.values()
+    return table(["", "runs", f"{first}, replay to server", f"{first}, distance"], rates), table(["", *others], times)
 
 
 def order(found: Sequence[Pair], figure: str) -> tuple[int, int]:
@@ -83,42 +85,76 @@ def furthest_apart(found: Sequence[Pair]) -> str:
     for pair in sorted(found, key=lambda pair: -abs(pair.ratio("output_tok_s") - 1))[:LISTED]:
         cells = [
             f"{number(pair.server[figure])} / {number(pair.replay[figure])} / {pair.ratio(figure):.2f}"
-            for figure in ("output_tok_s", "ttft_mean", "ttft_p99")
+            for figure in ("output_tok_s", "ttft_mean")
         ]
         policy = pair.policy.replace("feather-bandit", "feather") + (f", {pair.options}" if pair.options else "")
-        rows.append([pair.case, pair.attention, policy, pair.release, *cells])
-    return table(["workload", "backend", "policy", "SGLang", "tokens/s", "TTFT mean, s", "TTFT p99, s"], rows)
+        rows.append([f"`{pair.case}`<br>{pair.attention}, {policy}", pair.release, *cells])
+    return table(["workload, backend and policy", "SGLang", "tokens/s", "TTFT mean, s"], rows)
 
 
-def agreement(folder: Path) -> Section:
+def agreement(folder: Path) -> Page:
     """How near the replay is to a server."""
     found = measured(folder)
     replays = load(folder, REPLAYS)
     orders = [(*order(found, figure), name) for figure, name in
               (("output_tok_s", "throughput"), ("ttft_mean", "mean TTFT"))]  # fmt: skip
     said = " and ".join(f"{same} of {differ} pairs by {name}" for same, differ, name in orders)
-    body = [
-        "Each workload that was measured on a server was replayed, too. A cell has the mean and the largest distance "
-        "of the replay from the server, |replay / server - 1|. Requests queue where the server's mean TTFT is a second "
-        "or more. The profile was fitted to steps of other loads with Qwen3-8B on SGLang 0.5.23 (`feather calibrate`), "
-        "and to none of these runs.",
-        summary(found),
-        f"Where two policies differ by 3% or more on a server, the replay has them in the same order in {said}.",
-        "![Replay against server](performance/agreement.svg)",
-        "The runs whose throughput is furthest apart, each as server / replay / ratio:",
-        furthest_apart(found),
-        "What binds: the host's speed changes by up to 1.7x from one half-minute to the next, which a short run "
-        "without a queue shows; at the edge of overload, as W1 and W4 are under SGLang's policies with `pat`, a little "
-        "decides whether a queue forms; FlashInfer's prefill is timed as FlashAttention-3's. Runs with more than "
-        "1,000 single tokens a second in their streams are left out: a replay makes the front end pay for each what a "
-        "piece of 16 costs, and has a third to two thirds of a busy server's throughput. Steps of 512 tokens are "
-        "launched faster than by the model.",
-    ]
-    setup = (
-        f"Replay: SGLang {get(replays, REPLAYS, 'sglang')}, profile {get(replays, REPLAYS, 'profile')}. Servers: "
-        "NVIDIA H200; `conversation` is in the next section."
+    releases = " and ".join(sorted({pair.release for pair in found}))
+    where = (
+        f"Servers: NVIDIA H200, SGLang {releases}; replay: SGLang {get(replays, REPLAYS, 'sglang')}, profile "
+        f"`{get(replays, REPLAYS, 'profile')}`"
     )
-    return Section("Replay against servers", body, setup, [command(get(replays, REPLAYS, "command"))])
+    rates, times = summary(found)
+    close = Section(
+        "How far apart are they?",
+        [
+            "Each workload that was measured on a server was also replayed without a GPU. The profile of step times "
+            "was fitted to steps of other loads with Qwen3-8B on SGLang 0.5.23 (`feather calibrate`), and to none of "
+            "these runs. A distance is |replay / server - 1|; each cell has the mean distance and the largest. "
+            "Requests queue where the server's mean TTFT is a second or more.",
+            "Throughput in output tokens/s:",
+            rates,
+            caption(where),
+            f"Distances of {term('ttft')}, of the time from arrival to the last token, and of {term('tbt')}:",
+            times,
+            caption(where, "ttft", "tbt"),
+            "![Replay against server](agreement.svg)",
+            caption(where, "ttft", "tbt"),
+        ],
+        [REPLAYS, TAIL_SERVER],
+        [command(get(replays, REPLAYS, "command"))],
+    )
+    ordered = Section(
+        "Does the replay order policies as servers do?",
+        [
+            f"Where two policies differ by {APART:.0%} or more on a server, the replay has them in the same order in "
+            f"{said}."
+        ],
+    )
+    lost = Section(
+        "Where they differ most",
+        [
+            "The runs whose throughput is furthest apart, each as server / replay / replay to server:",
+            furthest_apart(found),
+            caption(where, "workloads", "ttft"),
+            "These are the causes that are known:",
+            "- The speed of a server's host changes by up to 1.7x from one half-minute to the next, which shows in "
+            "short runs without a queue.\n"
+            "- At the edge of overload, where W1 and W4 are under SGLang's policies with `pat`, a small difference "
+            "decides whether a queue forms.\n"
+            "- The prefill of FlashInfer is timed as that of FlashAttention-3.\n"
+            "- Prefill steps of 512 tokens are launched faster on a server than in the replay.\n"
+            "- Runs that stream more than 1,000 single tokens a second are left out: the replay charges the front end "
+            "for each token what a piece of 16 tokens costs, and reaches a third to two thirds of the server's "
+            "throughput.",
+        ],
+    )
+    return Page(
+        "How near is the replay to a server?",
+        "`feather ab` replays a workload in virtual time with SGLang's real scheduler. This page compares such replays "
+        "with servers.",
+        [close, ordered, lost],
+    )
 
 
 def ratios(row: dict[str, dict[str, float]], policy: str) -> dict[str, float]:
@@ -130,7 +166,7 @@ def ratios(row: dict[str, dict[str, float]], policy: str) -> dict[str, float]:
         "TTFT mean to hrrn's": mine["ttft_mean"] / row["hrrn"]["ttft_mean"],
         "TTFT p99 to fcfs's": mine["ttft_p99"] / row["fcfs"]["ttft_p99"],
         "longest wait to fcfs's": mine["max_wait"] / row["fcfs"]["max_wait"],
-        "tok/s to the best": mine["output_tok_s"] / best,
+        "tokens/s to the best": mine["output_tok_s"] / best,
     }
 
 
@@ -156,30 +192,109 @@ def on_server(folder: Path, figure: str) -> float:
     return mean(figures["feather"]) / mean(figures["fcfs"])
 
 
-def tail(folder: Path) -> Section:
-    """Who waits on real traces, by replay."""
-    found = tail_ratios(folder)
-    what = list(next(iter(found.values()))[0])
+def slice_rows(folder: Path) -> list[list[str]]:
+    """feather on each slice of a trace: its mean TTFT, p99 and longest wait to fcfs's."""
+    names, found = list(load(folder, TAIL)), tail_ratios(folder)["feather"]
+    shown = [slice_name(name) for name in names]
+    keys = ("TTFT mean to fcfs's", "TTFT p99 to fcfs's", "longest wait to fcfs's")
+    return [[name, *(f"{one[key]:.2f}" for key in keys)] for name, one in zip(shown, found, strict=True)]
+
+
+def slice_name(name: str) -> str:
+    """A slice in words: the trace, its first request, the load and the KV pool."""
+    start, _, rest = name.partition(", load ")
+    load_, _, pool = rest.partition(", ")
+    trace, _, first = start.partition(" ")
+    return (
+        f"{trace} from request {int(first):,}, {load_} of the load, {pool.replace('K', ',000')} KV tokens"
+        if rest
+        else name
+    )
+
+
+def server_rows(folder: Path) -> list[list[str]]:
+    """The same on a server, by policy, each the mean of its runs."""
+    runs = get(load(folder, TAIL_SERVER), TAIL_SERVER, "server")
     rows = []
-    for name in what:
+    for policy in dict.fromkeys(run["policy"] for run in runs):
+        mine = [run for run in runs if run["policy"] == policy]
+        values = [mean(run[figure] for run in mine) for figure in ("output_tok_s", "ttft_mean", "ttft_p99")]
+        rows.append([f"`{policy}`", number(values[0]), *(f"{value:.2f}" for value in values[1:])])
+    return rows
+
+
+def lost_slices(folder: Path) -> dict[str, int]:
+    """In how many slices feather is behind, by figure."""
+    found = tail_ratios(folder)["feather"]
+    return {name: sum(one[name] > BEHIND for one in found) for name in list(found[0])[:-1]}
+
+
+def where_on_server(folder: Path) -> str:
+    """The server that one slice was measured on."""
+    server = load(folder, TAIL_SERVER)
+    return f"{get(server, TAIL_SERVER, 'gpu')}, SGLang {get(server, TAIL_SERVER, 'versions', 'sglang')}"
+
+
+WHERE = "Replayed without a GPU, profile `h200` of an NVIDIA H200, Qwen3-8B, `pat`"
+
+
+def tail(folder: Path) -> Page:
+    """How long requests of real traces wait, by replay and on a server."""
+    found = tail_ratios(folder)
+    slices = len(found["feather"])
+    rows = []
+    for name in next(iter(found.values()))[0]:
         cells = []
         for ratio in found.values():
             values = [one[name] for one in ratio]
             cells.append(f"{geometric_mean(values):.2f}<br>{min(values):.2f}\u2011{max(values):.2f}")
         rows.append([name, *cells])
-    lost = {name: sum(one[name] > BEHIND for one in found["feather"]) for name in what[:-1]}
-    slices = len(found["feather"])
-    counts = ", ".join(f"{name} in {count}" for name, count in lost.items() if count)
-    server = load(folder, TAIL_SERVER)
-    body = [
-        f"{slices} slices of Mooncake's traces at 0.5 to 1.2 of what fcfs sustains, replayed: "
-        "geometric mean, least-most.",
-        table(["", *found], rows),
-    ]
-    if counts:
-        body.append(f"`feather` is behind on {counts} of {slices} slices.")
-    setup = (
-        f"Profile h200, Qwen3-8B, `pat`. The `conversation` rows: {get(server, TAIL_SERVER, 'slice')}, "
-        f"{get(server, TAIL_SERVER, 'gpu')}, SGLang {get(server, TAIL_SERVER, 'versions', 'sglang')}."
+    lost = {name: count for name, count in lost_slices(folder).items() if count}
+    overall = Section(
+        "Over all slices",
+        [
+            f"{slices} slices of Mooncake's traces of a chat service, replayed at 0.5 to 1.2 of the load that `fcfs` "
+            "sustains. A cell has the geometric mean and, below it, the least and the greatest ratio of a slice; for "
+            "times, below 1 is better. The best in the last row is the policy of SGLang with the most throughput.",
+            table(["", *(f"`{name}`" for name in found)], rows),
+            caption(WHERE, "ttft"),
+            "![Times of feather to those of fcfs on each slice](real_traffic.svg)",
+            caption(WHERE, "ttft"),
+        ],
+        [TAIL],
+        ["python benchmarks/bench_tail.py TRACES"],
     )
-    return Section("Real traces", body, setup, ["python benchmarks/bench_tail.py TRACES"])
+    each = Section(
+        "Each slice",
+        [
+            "The times of `feather` to those of `fcfs`:",
+            table(["slice", "TTFT mean", "TTFT p99", "longest wait"], slice_rows(folder)),
+            caption(WHERE, "ttft"),
+        ],
+        [TAIL],
+    )
+    server = load(folder, TAIL_SERVER)
+    on = Section(
+        "On a server",
+        [
+            f"One slice was also measured on a server: {get(server, TAIL_SERVER, 'slice')}. Each figure is the mean of "
+            "a policy's runs.",
+            table(["policy", "output tokens/s", "TTFT mean, s", "TTFT p99, s"], server_rows(folder)),
+            caption(where_on_server(folder), "ttft"),
+        ],
+        [TAIL_SERVER],
+    )  # fmt: skip
+    behind = Section(
+        "Where `feather` is behind",
+        [
+            f"By more than 1%, in so many of {slices} slices:",
+            table(["figure of `feather`", "slices"], [[name, str(count)] for name, count in lost.items()]),
+            caption(WHERE, "ttft"),
+        ],
+        [TAIL],
+    )
+    return Page(
+        "What does real traffic gain?",
+        "How long requests of recorded production traffic wait under `feather`, `fcfs` and `hrrn`.",
+        [overall, each, on, *([behind] if lost else [])],
+    )

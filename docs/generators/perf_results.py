@@ -176,18 +176,23 @@ def evicts(case: str, kv_tokens: int) -> bool:
 
 
 def described(case: str) -> str:
-    """A workload in a few words: groups x tokens of a prefix, requests a second."""
+    """A workload as it is read aloud: groups and the tokens of their prefixes, requests a second."""
     name, _, rest = case.partition(":")
     if name == "open":
         groups, tokens, _, rate, *more = map(int, rest.partition("@")[0].split(","))
         output = f", {more[0]} output tokens" if more else ""
-        levels = f", {more[1]} levels" if len(more) > 1 else ""
-        shared = f"{groups} x {tokens // 1000}K" if groups else f"{tokens} tokens unshared"
-        return f"{shared}, {rate}/s{output}{levels}"
+        levels = f", {more[1]} levels of prefixes" if len(more) > 1 else ""
+        return f"{prefixes(groups, tokens)}, {rate} requests/s{output}{levels}"
     keywords = WORKLOADS[name.partition("@")[0]].keywords
-    if "groups" in keywords:
-        return f"{keywords['groups']} x {keywords['prefix_tokens'] // 1000}K, {keywords['rate']}/s"
-    return f"{keywords['prompt_tokens'] // 1000}K unshared, {keywords['rate']}/s"
+    tokens = keywords.get("prefix_tokens") or keywords["prompt_tokens"]
+    return f"{prefixes(keywords.get('groups', 0), tokens)}, {keywords['rate']} requests/s"
+
+
+def prefixes(groups: int, tokens: int) -> str:
+    """Groups of requests and the tokens that those of a group share; without groups nothing is shared."""
+    if not groups:
+        return f"nothing shared, {tokens:,} tokens a prompt"
+    return f"{groups} {'groups' if groups > 1 else 'group'} \u00d7 {tokens:,} tokens"
 
 
 def requests(case: str) -> int:

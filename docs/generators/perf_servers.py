@@ -1,4 +1,4 @@
-"""Attention backends and policies on real servers: tables of the performance page."""
+"""Attention backends and policies on real servers: the page of servers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from perf_results import (
     geometric_mean,
     get,
     load,
+    prefixes,
     server_runs,
 )
-from perf_text import Section, command, number, table
+from perf_text import Page, Section, caption, command, number, table, term
 from server_names import COMMON_FLAGS, words_of_start
 
 from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS
@@ -68,12 +69,9 @@ def prefill_graphs(folder: Path, file: str) -> bool:
 
 
 def unlike(folder: Path) -> str:
-    """What the servers side by side do not have in common."""
-    without = [name for name, file in SERVERS.items() if not prefill_graphs(folder, file)]
-    graphs = f", {' and '.join(f'`{name}`' for name in without)} without prefill CUDA graphs" if without else ""
-    tokens = [server_runs(folder, file)[0].kv_tokens for file in (SERVERS["pat"], DECODE[0])]
-    steady = f" Steady batches: {tokens[1]:,} KV tokens." if tokens[0] != tokens[1] else ""
-    return f" W1-W7: separate runs{graphs}.{steady}"
+    """A sentence on what the servers side by side do not have in common, where there is something."""
+    without = [f"`{name}`" for name, file in SERVERS.items() if not prefill_graphs(folder, file)]
+    return f"The servers of {' and '.join(without)} had no CUDA graphs for prefill. " if without else ""
 
 
 def unshared(case: str) -> bool:
@@ -91,15 +89,29 @@ def by_backend(folder: Path, files: Sequence[str]) -> dict[str, dict[str, Run]]:
     return {case: runs for case, runs in found.items() if len(runs) > 1 and "pat" in runs}
 
 
-def backend_rows(found: dict[str, dict[str, Run]], label: str = "") -> list[list[str]]:
-    """Tokens a second of each backend, and pat's to the best other."""
+def to_best(runs: dict[str, Run]) -> tuple[float, str]:
+    """pat's tokens/s to the best other backend's, and which one that is."""
+    best = max((run for name, run in runs.items() if name != "pat"), key=lambda run: run.tok_s)
+    return runs["pat"].tok_s / best.tok_s, best.attention
+
+
+def gain_rows(found: dict[str, dict[str, Run]]) -> list[list[str]]:
+    """pat beside the best other backend."""
     rows = []
     for case, runs in sorted(found.items(), key=lambda item: by_size(item[0])):
-        best = max(run.tok_s for name, run in runs.items() if name != "pat")
-        cells = [number(runs[name].tok_s) if name in runs else "-" for name in BACKENDS]
-        name = f"{case.partition(':')[0]}, {label}" if label else shown(case)
-        rows.append([name, f"**{runs['pat'].tok_s / best:.2f}**", *cells])
+        ratio, best = to_best(runs)
+        rows.append(
+            [shown(case), number(runs["pat"].tok_s), f"{number(runs[best].tok_s)} ({best})", f"**{ratio:.2f}**"]
+        )
     return rows
+
+
+def backend_rows(found: dict[str, dict[str, Run]]) -> list[list[str]]:
+    """Tokens a second of each backend."""
+    return [
+        [shown(case), *(number(runs[name].tok_s) if name in runs else "-" for name in BACKENDS)]
+        for case, runs in sorted(found.items(), key=lambda item: by_size(item[0]))
+    ]
 
 
 def by_size(case: str) -> tuple[str, list[int]]:
@@ -113,47 +125,77 @@ def shown(case: str) -> str:
     """A workload's name with what it is."""
     if case.startswith("decode:"):
         batch, groups, tokens, *_ = map(int, case.removeprefix("decode:").split(","))
-        if not groups:
-            return f"decode {batch}, {tokens // 1000}K unshared"
-        return f"decode {batch}, {groups} x {tokens // 1000}K"
+        return f"{batch} {'requests' if batch > 1 else 'request'}, {prefixes(groups, tokens)}"
     if case.startswith("open:"):
         draw = case.partition("@")[2]
         return described(case) + (f", draw {draw}" if draw else "")
     name, _, first = case.partition(":")
-    return f"{name}: {described(case)}" + (f", first {first}" if first else "")
+    return f"{name}: {described(case)}" + (f", the first {int(first):,} requests" if first else "")
 
 
-def backends(folder: Path) -> Section:
+def behind_a_backend(folder: Path) -> dict[str, dict[str, Run]]:
+    """The workloads in which another backend is faster by more than 1%."""
+    found = {**by_backend(folder, list(SERVERS.values())), **by_backend(folder, DECODE), **by_backend(folder, [LONG])}
+    return {case: runs for case, runs in found.items() if to_best(runs)[0] < SLOWER}
+
+
+GAIN = ["workload", "`pat`, tokens/s", "fastest other backend, tokens/s", "`pat` to it"]
+
+
+def backends(folder: Path) -> list[Section]:
     """Decode backends under fcfs."""
     steady = by_backend(folder, DECODE)
-    full = {
-        case: runs
-        for case, runs in steady.items()
-        if len(runs) == len(BACKENDS) and case.startswith(("decode:500", "decode:32"))
-    }
-    rows = backend_rows(by_backend(folder, list(SERVERS.values())))
-    rows += backend_rows(by_backend(folder, [TWO_GPUS]), "2 GPUs")
-    rows += backend_rows(full)
-    ratios = [runs["pat"].tok_s / max(r.tok_s for n, r in runs.items() if n != "pat") for runs in steady.values()]
-    lost = {
-        case: runs
-        for case, runs in {**steady, **by_backend(folder, [LONG])}.items()
-        if full.get(case) is not runs  # else it stands in the table above
-        and runs["pat"].tok_s < SLOWER * max(run.tok_s for run in runs.values())
-    }
-    body = [
-        "Output tokens/s under fcfs, and the ratio of `pat` to the best other backend. 5 x 5K: five prefixes of "
-        f"5,000 tokens.{unlike(folder)}",
-        table(["workload", "ratio", *BACKENDS], rows),
-        "![Decode throughput by batch](performance/backends.svg)",
-        f"All {len(ratios)} steady batches: {geometric_mean(ratios):.2f}x the best other (geometric mean), "
-        f"{min(ratios):.2f}x to {max(ratios):.2f}x.",
-    ]
-    if lost:
-        body += ["Others behind:", table(["workload", "ratio", *BACKENDS], backend_rows(lost))]
-    files = [SERVERS["flashinfer"], *DECODE, TWO_GPUS, LONG]
-    where = f"{setup(folder, SERVERS['pat'])}; others: {days(folder, [SERVERS['fa3'], *files])}."
-    return Section("Decode backends on servers", body, where, [command_of(folder, DECODE[0])], files)
+    some = {case: runs for case, runs in steady.items()
+            if len(runs) == len(BACKENDS) and case.startswith(("decode:500", "decode:32"))}  # fmt: skip
+    workloads, two = by_backend(folder, list(SERVERS.values())), by_backend(folder, [TWO_GPUS])
+    lost = behind_a_backend(folder)
+    ratios = [to_best(runs)[0] for runs in steady.values()]
+    where = setup(folder, SERVERS["pat"])
+    older = f"{setup(folder, DECODE[0]).rpartition(', ')[0]}, {days(folder, DECODE)}"
+    first = Section(
+        "Decode backends under load",
+        [
+            "Output tokens/s under SGLang's policy `fcfs`, on servers that differ in the decode attention backend "
+            f"alone. {unlike(folder)}The first table is of one GPU, the second of two GPUs with tensor parallelism.",
+            table(GAIN, gain_rows(workloads)),
+            caption(where, "workloads", "group"),
+            table(GAIN, gain_rows(two)),
+            caption(f"Two GPUs: {setup(folder, TWO_GPUS)}", "workloads", "group"),
+            "Each backend of the servers with one GPU:",
+            table(["workload", *(f"`{name}`" for name in BACKENDS if name != "triton")],
+                  [row[:-1] for row in backend_rows(workloads)]),
+            caption(where, "workloads", "group"),
+        ],
+        [*SERVERS.values(), TWO_GPUS],
+        [command_of(folder, SERVERS["pat"])],
+    )  # fmt: skip
+    second = Section(
+        "Decode backends on steady batches",
+        [
+            f"A batch whose requests all decode at once. Over all {len(ratios)} batches, `pat` has "
+            f"{geometric_mean(ratios):.2f}x the throughput of the fastest other backend (geometric mean), "
+            f"{min(ratios):.2f}x to {max(ratios):.2f}x.",
+            "![Decode throughput by batch](backends.svg)",
+            caption(older, "group"),
+            "The batches that ran on all four backends, in output tokens/s:",
+            table(GAIN, gain_rows(some)),
+            caption(older, "group"),
+            table(["batch", *(f"`{name}`" for name in BACKENDS)], backend_rows(some)),
+            caption(older, "group"),
+        ],
+        DECODE,
+        [command_of(folder, DECODE[0])],
+    )
+    third = Section(
+        "Where another backend is faster",
+        [
+            "All workloads and steady batches in which another backend is faster by more than 1%.",
+            table(GAIN, gain_rows(lost)),
+            caption(f"{older}; of one request: {setup(folder, LONG)}", "group"),
+        ],
+        [*DECODE, LONG],
+    )
+    return [first, second, *([third] if lost else [])]
 
 
 class Policies(NamedTuple):
@@ -188,24 +230,42 @@ def policies(folder: Path, attention: str, files: Sequence[str]) -> Policies:
     return Policies(attention, names, {case: whole[case] for case in order}, "" if model == MODEL else f"{model} ")
 
 
-def policy_tables(measured: Sequence[Policies]) -> tuple[str, str]:
-    """Tokens a second, and time to the first token."""
-    rate_rows, wait_rows = [], []
-    names = max((one.names for one in measured), key=len)
+def policy_tables(one: Policies) -> list[tuple[str, str, str]]:
+    """(which workloads, tokens a second, time to the first token) of one backend, a column a workload."""
+    tables = []
+    for text, full in (("whose prefixes fill or exceed the KV pool", True), ("whose prefixes fit", False)):
+        cases = [case for case, runs in one.runs.items() if evicts(case, runs["fcfs"].kv_tokens) is full]
+        if not cases:
+            continue
+        rates, waits = [], []
+        for name in one.names:
+            runs = [one.runs[case].get(name) for case in cases]
+            shown_as = "`feather`" if name == one.names[-1] else f"`{name}`"
+            rates.append([shown_as, *(number(run.tok_s) if run else "-" for run in runs)])
+            waits.append([shown_as, *(f"{run.ttft_mean:.2f} / {run.ttft_p99:.1f}" if run else "-" for run in runs)])
+        heads = ["policy", *(case.partition(":")[0] for case in cases)]
+        tables.append((text, table(heads, rates), table(heads, waits)))
+    return tables
+
+
+def to_stock(one: Policies, case: str) -> tuple[float, float, str]:
+    """feather's tokens/s to fcfs's, to those of the best of SGLang's policies, and which one that is."""
+    runs = one.runs[case]
+    ours = runs[one.names[-1]].tok_s
+    best = max((name for name in one.names[:-1] if name in runs), key=lambda name: runs[name].tok_s)
+    return ours / runs["fcfs"].tok_s, ours / runs[best].tok_s, best
+
+
+def policy_gains(measured: Sequence[Policies]) -> list[list[str]]:
+    """feather beside fcfs and beside the best of SGLang's policies."""
+    rows = []
     for one in measured:
         for case, runs in one.runs.items():
-            ours, fcfs = runs[one.names[-1]], runs["fcfs"]
-            best = max(runs[name].tok_s for name in one.names[:-1] if name in runs)
-            cells = [runs.get(name) for name in (*names[:-1], one.names[-1])]
-            place = [f"{case.partition(':')[0]}, `{one.attention}`"]
-            rates = [number(run.tok_s) if run else "-" for run in cells]
-            rate_rows.append([*place, f"**{ours.tok_s / fcfs.tok_s:.2f}**", f"{ours.tok_s / best:.2f}", *rates])
-            waits = [f"{run.ttft_mean:.2f} / {run.ttft_p99:.1f}" if run else "-" for run in cells]
-            wait_rows.append([*place, *waits])
-    heads = [*names[:-1], "feather"]
-    return table(["workload, backend", "feather to fcfs", "to SGLang's best", *heads], rate_rows), table(
-        ["workload, backend", *heads], wait_rows
-    )
+            of_fcfs, of_best, best = to_stock(one, case)
+            place = f"{case.partition(':')[0]}, `{one.attention}`"
+            ours = number(runs[one.names[-1]].tok_s)
+            rows.append([place, ours, f"**{of_fcfs:.2f}**", f"{of_best:.2f} (`{best}`)"])
+    return rows
 
 
 def behind(measured: Sequence[Policies]) -> tuple[list[list[str]], list[list[str]]]:
@@ -217,7 +277,7 @@ def behind(measured: Sequence[Policies]) -> tuple[list[list[str]], list[list[str
             place = f"{one.model}{shown(case)}, `{one.attention}`"
             best = max(run.tok_s for run in stock)
             if ours.tok_s < SLOWER * best:
-                rates.append((ours.tok_s / best, [place, "tok/s", number(ours.tok_s), number(best)]))
+                rates.append((ours.tok_s / best, [place, "output tokens/s", number(ours.tok_s), number(best)]))
             for what, name in (("TTFT mean, s", "ttft_mean"), ("TTFT p99, s", "ttft_p99")):
                 least = min(run.figure(name) for run in stock)
                 if ours.figure(name) > LATER * least:
@@ -229,25 +289,74 @@ def behind(measured: Sequence[Policies]) -> tuple[list[list[str]], list[list[str
     return first, second
 
 
-def policy_section(folder: Path) -> Section:
+def headline_policies(folder: Path) -> list[Policies]:
+    """The workloads on both backends."""
+    return [policies(folder, attention, POLICIES[attention]) for attention in ("pat", "fa3")]
+
+
+def further_policies(folder: Path) -> list[Policies]:
+    """Other loads, and another model."""
+    return [policies(folder, name, [file]) for name, file in zip(("pat", "fa3", "fa3"), LOADS, strict=True)]
+
+
+def policy_sections(folder: Path) -> list[Section]:
     """Policies on both backends, the workloads that evict first."""
-    main = [policies(folder, attention, POLICIES[attention]) for attention in ("pat", "fa3")]
-    other = [policies(folder, attention, [file]) for attention, file in zip(("pat", "fa3", "fa3"), LOADS, strict=True)]
-    rates, waits = policy_tables(main)
-    body = [
-        "Workloads as above, those whose prefixes fill or exceed the KV pool first. Output tokens/s:",
-        rates,
-        "![Throughput of each policy to fcfs](performance/policies.svg)",
-        "Time to the first token, mean / p99, seconds:",
-        waits,
-    ]
+    main, other = headline_policies(folder), further_policies(folder)
+    where = setup(folder, SERVERS["pat"])
+    files = [*POLICIES["pat"], *POLICIES["fa3"]]
+    gains = Section(
+        "Policies: `feather` beside SGLang's",
+        [
+            "Output tokens/s of `feather`, to those of SGLang's `fcfs`, and to those of the fastest of SGLang's "
+            "policies on the same backend. The prefixes of W2 and W6 fill the KV pool or exceed it.",
+            table(["workload, backend", "`feather`, tokens/s", "to `fcfs`", "to SGLang's fastest"], policy_gains(main)),
+            caption(where, "workloads"),
+            "![Throughput of each policy to fcfs](policies.svg)",
+            caption(where, "workloads"),
+        ],
+        files,
+        [command_of(folder, SERVERS["pat"])],
+    )
+    each = []
+    for one in main:
+        body = []
+        for which, rates, waits in policy_tables(one):
+            body += [
+                f"Output tokens/s of the workloads {which}:",
+                rates,
+                caption(where, "workloads"),
+                f"{term('ttft', 'Time to the first token')} of the same, mean / p99, in seconds:",
+                waits,
+                caption(where, "workloads", "ttft"),
+            ]
+        each.append(Section(f"Every policy on the backend `{one.attention}`", body))
     slower, later = behind([*main, *other])
-    if slower or later:
-        body += [
-            f"Behind SGLang's best measured policy, these and {sum(len(one.runs) for one in other)} other loads: "
-            f"throughput in {len(slower)}, TTFT mean or p99 in {len(later)}; the worst:",
-            table(["workload", "figure", "feather", "best", "ratio"], [*slower[:RATES], *later[:WAITS]]),
-        ]
-    where = f"{setup(folder, SERVERS['pat'])}; other loads: {days(folder, LOADS)}."
-    files = [*POLICIES["pat"], *POLICIES["fa3"], *LOADS]
-    return Section("Policies on servers", body, where, [command_of(folder, SERVERS["pat"])], files)
+    lost = Section(
+        "Where a policy of SGLang's is better",
+        [
+            f"Of the workloads above and {sum(len(one.runs) for one in other)} other loads, the fastest of SGLang's "
+            f"policies has more throughput by over 1% in {len(slower)}; in {len(later)} figures of the time to the "
+            "first token, mean or p99, the best of SGLang's policies is shorter by over 10%. The worst:",
+            table(["workload, backend", "figure", "`feather`", "SGLang's best", "ratio"],
+                  [*slower[:RATES], *later[:WAITS]]),
+            caption(f"{where}; other loads: NVIDIA H200, SGLang {_release(folder, LOADS[0])}, {days(folder, LOADS)}",
+                    "group", "ttft"),
+        ],
+        [*files, *LOADS],
+    )  # fmt: skip
+    return [gains, *each, *([lost] if slower or later else [])]
+
+
+def _release(folder: Path, file: str) -> str:
+    return str(get(load(folder, file), file, "machine", "versions", "sglang"))
+
+
+def page(folder: Path) -> Page:
+    """Backends and policies on servers."""
+    tokens = [server_runs(folder, file)[0].kv_tokens for file in (SERVERS["pat"], DECODE[0])]
+    return Page(
+        "What do servers gain?",
+        f"Servers of Qwen3-8B's shapes with random weights. The KV pool has {tokens[0]:,} tokens under load and "
+        f"{tokens[1]:,} for steady batches. Each figure is of a single run unless said.",
+        [*backends(folder), *policy_sections(folder)],
+    )

@@ -1,18 +1,34 @@
-"""Markdown of the performance page."""
+"""Markdown of the performance pages: tables with their captions, sections, pages and links to the glossary."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+MADE = "<!-- Made by docs/generators/performance.py from docs/measured; edit those. -->"
+TERMS = {  # by their anchor in the glossary
+    "workloads": "W1 to W7",
+    "tree-notation": "notation of trees",
+    "floor": "floor",
+    "chunk": "chunk",
+    "group": "group",
+    "ttft": "TTFT",
+    "tbt": "TBT",
+    "share-within-the-bounds": "requests within the bounds",
+}
 LIMITS = ("--time-limit", "--case-limit", "--start-timeout", "--json", "--plot", "--logs")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose numbers stand right."""
-    rule = ["---", *["--:"] * (len(head) - 1)]
+    """A table whose columns of numbers stand right."""
+    columns = list(zip(*rows, strict=True))[1:] or [()] * (len(head) - 1)
+    rule = ["---", *("--:" if all(map(_figure, column)) else "---" for column in columns)]
     return "\n".join("|" + "|".join(line) + "|" for line in (head, rule, *rows))
+
+
+def _figure(cell: str) -> bool:
+    return len(cell) <= 28 and cell.lstrip("*")[:1] in "-0123456789"
 
 
 def command(text: str, most: int = 1) -> str:
@@ -33,23 +49,50 @@ def command(text: str, most: int = 1) -> str:
     return shlex.join(words)
 
 
+def term(anchor: str, text: str = "", up: str = "../") -> str:
+    """A word linked to the glossary; `up` leads from the page to ``docs/``."""
+    return f"[{text or TERMS[anchor]}]({up}reference/glossary.md#{anchor})"
+
+
+def caption(where: str, *anchors: str, up: str = "../") -> str:
+    """Below a table or a chart: what it was measured on, and where its terms are explained."""
+    explained = f" Terms: {', '.join(term(anchor, up=up) for anchor in anchors)}." if anchors else ""
+    return f"*{where}.*{explained}"
+
+
 @dataclass(frozen=True)
 class Section:
-    """One claim: title, paragraphs, what it was measured on, and the commands that measured it."""
+    """One subject of a page: its paragraphs and tables, the files that were read and the commands that made them."""
 
     title: str
     body: list[str]
-    setup: str
-    commands: list[str] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)  # what all was read; each names its own command
+    files: Sequence[str] = ()
+    commands: Sequence[str] = ()
 
     def markdown(self) -> str:
         """The section as it stands on the page."""
-        files = f"Files: {', '.join(f'`{name}`' for name in self.files)}." if self.files else ""
-        parts = [f"## {self.title}", *self.body, f"{self.setup} {files}".strip()]
+        parts = [f"## {self.title}", *self.body]
+        if self.files:
+            parts.append(
+                f"Result files in `docs/measured`: {', '.join(f'`{name}`' for name in dict.fromkeys(self.files))}."
+            )
         if self.commands:
-            parts.append("\n".join(["```", *self.commands, "```"]))
+            parts += ["Measured by:", "\n".join(["```", *self.commands, "```"])]
         return "\n\n".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page below the front page: a sentence or two, then its sections."""
+
+    title: str
+    lead: str
+    sections: Sequence[Section]
+
+    def markdown(self) -> str:
+        """The whole page."""
+        parts = [f"{MADE}\n# {self.title}", self.lead, *(section.markdown() for section in self.sections)]
+        return "\n\n".join(parts) + "\n"
 
 
 def number(value: float) -> str:

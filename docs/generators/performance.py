@@ -1,4 +1,4 @@
-"""Make the performance page, its plots, README's chart and README's numbers from docs/measured.
+"""Make the performance pages, their plots, README's chart and README's numbers from docs/measured.
 
     python docs/generators/performance.py            # write them
     python docs/generators/performance.py --check    # exit 1 and name what differs from what would be written
@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import perf_front
 import perf_kernel
 import perf_models
 import perf_plots
@@ -27,28 +28,24 @@ from perf_results import ResultError, evicts, geometric_mean, trees
 
 ROOT = Path(__file__).parents[2]
 START, END = "<!-- performance -->", "<!-- end -->"
-HEAD = """<!-- Made by docs/generators/performance.py from docs/measured; edit those. -->
-# Performance
+PAGES = {  # under docs/performance, with the question that each answers
+    "kernel": perf_kernel.page,
+    "servers": perf_servers.page,
+    "real_traffic": perf_replay.tail,
+    "between_tokens": perf_promise.page,
+    "models": perf_models.page,
+    "speculation": perf_speculation.page,
+    "prefill": perf_prefill.page,
+    "agreement": perf_replay.agreement,
+}
 
-Generated from `docs/measured`. Servers: Qwen3-8B's shapes, dummy weights, {kv_tokens:,} KV tokens
-unless said, single runs. Ratios: above 1 is better for throughput, below 1 for times."""
 
-
-def page(folder: Path) -> str:
-    """The Markdown of docs/performance.md."""
-    kv_tokens = perf_servers.server_runs(folder, perf_servers.SERVERS["pat"])[0].kv_tokens
-    sections = [
-        perf_kernel.section(folder),
-        perf_servers.backends(folder),
-        perf_models.section(folder),
-        perf_speculation.section(folder),
-        perf_prefill.section(folder),
-        perf_servers.policy_section(folder),
-        perf_replay.agreement(folder),
-        perf_replay.tail(folder),
-        perf_promise.section(folder),
-    ]
-    return "\n\n".join([HEAD.format(kv_tokens=kv_tokens), *(section.markdown() for section in sections)]) + "\n"
+def pages(folder: Path) -> dict[Path, str]:
+    """The Markdown of the front page and of those below it, by their paths in the repository."""
+    below = {name: make(folder) for name, make in PAGES.items()}
+    made = {Path(f"docs/performance/{name}.md"): page.markdown() for name, page in below.items()}
+    titles = {name: page.title for name, page in below.items()}
+    return {Path("docs/performance.md"): perf_front.page(folder, titles), **made}
 
 
 def span(values: Iterable[float], digits: int = 1) -> str:
@@ -101,7 +98,7 @@ def everything(root: Path) -> dict[Path, str]:
     """What is written, by path under the root of the repository."""
     folder = root / "docs" / "measured"
     made = {Path("docs") / name: text for name, text in perf_plots.all_plots(folder).items()}
-    made[Path("docs/performance.md")] = page(folder)
+    made |= pages(folder)
     readme = root / "README.md"
     if readme.exists():
         text = readme.read_text()
@@ -111,7 +108,7 @@ def everything(root: Path) -> dict[Path, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write, or compare."""
-    parser = argparse.ArgumentParser(description="The performance page and README's numbers, from docs/measured.")
+    parser = argparse.ArgumentParser(description="The performance pages and README's numbers, from docs/measured.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 and name what differs")
     parser.add_argument("--root", type=Path, default=ROOT, help="of the repository (this one)")
     args = parser.parse_args(argv)
