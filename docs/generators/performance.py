@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import model_names
 import perf_front
 import perf_kernel
 import perf_models
@@ -99,6 +100,7 @@ def everything(root: Path) -> dict[Path, str]:
     folder = root / "docs" / "measured"
     made = {Path("docs") / name: text for name, text in perf_plots.all_plots(folder).items()}
     made |= pages(folder)
+    made[Path("docs/start/models.md")] = model_names.page(folder)
     readme = root / "README.md"
     if readme.exists():
         text = readme.read_text()

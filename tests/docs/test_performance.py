@@ -1,4 +1,4 @@
-"""The performance page says what docs/measured holds, that holds what is won, and the generator hides no loss."""
+"""The performance pages say what docs/measured holds, that holds what is won, and the generator hides no loss."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs" / "generators"))
 
+import model_names
 import perf_kernel
 import perf_models
 import perf_prefill
@@ -38,13 +39,53 @@ def test_what_is_committed_is_what_the_generator_writes() -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_every_plot_of_the_page_is_there_and_readmes_numbers_are_few() -> None:
-    page = (DOCS / "performance.md").read_text()
-    plots = [line.split("](")[1].rstrip(")") for line in page.splitlines() if line.startswith("![")]
-    assert len(plots) == 4 and all((DOCS / plot).is_file() for plot in plots)
+def test_every_plot_is_there_and_the_front_page_has_one_a_claim() -> None:
+    shown = {}
+    for path in performance.pages(MEASURED):
+        lines = (ROOT / path).read_text().splitlines()
+        shown[path] = [line.split("](")[1].rstrip(")") for line in lines if line.startswith("![")]
+        assert all((ROOT / path.parent / plot).is_file() for plot in shown[path]), path
+    assert len(shown[Path("docs/performance.md")]) == len(performance.perf_front.CLAIMS) == 4
+    drawn = {Path(plot).name for plots in shown.values() for plot in plots}
+    assert drawn == {Path(plot).name for plot in performance.perf_plots.PLOTS}
+
+
+def test_readmes_numbers_are_few_and_name_their_hardware() -> None:
     block = (ROOT / "README.md").read_text().split(performance.START)[1].split(performance.END)[0]
     numbers = [line for line in block.splitlines() if line.startswith("- ")]
     assert 1 <= len(numbers) <= 5 and all("H200" in line for line in numbers)
+
+
+def test_older_links_to_the_front_page_still_lead_somewhere() -> None:
+    page = (DOCS / "performance.md").read_text()
+    assert all(f'id="{name}"' in page for name in ("between-tokens-on-servers", "prefill", "policies-on-servers"))
+
+
+def test_each_model_that_was_run_is_there_by_name_and_has_the_heads_that_ran() -> None:
+    named = {one.run: one for models in model_names.FAMILIES.values() for one in models if one.run}
+    assert named.keys() == model_names.SHAPES.keys()
+    for name, one in named.items():
+        assert (one.group, one.head_dim) == model_names.heads(model_names.SHAPES[name]), name
+        assert one.kind == model_names.SHAPES[name].kind, name
+
+
+def test_the_checks_decide_how_a_named_model_is_served() -> None:
+    by_name = {one.name: model_names.served(one) for models in model_names.FAMILIES.values() for one in models}
+    assert by_name["DeepSeek V2-Lite"] == by_name["Kimi K2"] == model_names.REFUSED
+    assert by_name["Qwen3 8B"] != model_names.REFUSED and by_name["gpt-oss-120b"].startswith("18 of 36")
+    odd = model_names.Named("odd", "dense", 32, 8, 80, 4)
+    assert model_names.served(odd) == model_names.REFUSED
+
+
+def test_a_named_model_is_likened_to_the_nearest_that_was_run() -> None:
+    assert model_names.nearest(model_names.Named("Gemma 2 9B", "windows", 16, 8, 256, 21, 21)) == "gemma-2-2b"
+    assert model_names.nearest(model_names.Named("gpt-oss-120b", "sinks", 64, 8, 64, 18, 18)) == "gpt-oss-20b"
+
+
+def test_a_gpu_is_served_only_where_something_ran_on_it() -> None:
+    served = {row[0]: row[2] for row in model_names.gpu_rows(MEASURED)}
+    assert served["H200"] == served["H100"] == "served" and "not run" in served["A100, A30"]
+    assert served["T4"] == model_names.REFUSED
 
 
 def test_plots_are_light_cards_that_need_no_font_and_no_date() -> None:
@@ -180,7 +221,7 @@ def test_on_real_traces_the_mean_is_half_of_arrival_orders() -> None:
     assert geometric_mean(one["TTFT mean to fcfs's"] for one in ratios) < 0.57
     assert geometric_mean(one["TTFT p99 to fcfs's"] for one in ratios) < 1.10
     assert geometric_mean(one["longest wait to fcfs's"] for one in ratios) < 1.25
-    assert min(one["tok/s to the best"] for one in ratios) > 0.98
+    assert min(one["tokens/s to the best"] for one in ratios) > 0.98
 
 
 def test_models_are_right_and_lose_little_without_sharing() -> None:
@@ -316,13 +357,14 @@ def speculation_files() -> dict[str, dict[str, Any]]:
         "floor_us": 10.0,
         "systems": {name: {"warm_us": us} for name, us in (("pat", 20.0), ("fa3", 80.0), ("flashinfer", 50.0))},
     }
+    shared, alone = perf_speculation.CASES.values()
     rows = [
         {"drafter": "eagle", "case": case, "backend": name, "tok_s": rate, "accepted": 2.5}
         for case, name, rate in (
-            (perf_speculation.CASES["W1's batch"], "pat", 180.0),
-            (perf_speculation.CASES["W1's batch"], "fa3", 100.0),
-            (perf_speculation.CASES["unshared"], "fa3", 100.0),
-            (perf_speculation.CASES["unshared"], "pat", 90.0),
+            (shared, "pat", 180.0),
+            (shared, "fa3", 100.0),
+            (alone, "fa3", 100.0),
+            (alone, "pat", 90.0),
         )
     ]
     return {perf_speculation.VERIFY: {"command": "bench_verify.py --json v.json", **about, "records": [verify]},
@@ -370,9 +412,12 @@ def files() -> dict[str, Any]:
     batch = {"pat": 300.0, "fa3": 100.0, "flashinfer": 110.0, "triton": 90.0}
     made: dict[str, Any] = {name: kernel_file() for name in (*perf_kernel.SETS.values(), perf_kernel.H100)}
     on_fp8 = {name: {"warm_us": us} for name, us in (("feather", 10.0), ("feather-16bit", 16.0), ("triton", 40.0))}
-    made[perf_kernel.FP8] = {"records": [{"systems": on_fp8, "floor_us": 8.0}]}
-    of_sglang = {name: {"warm_us": us} for name, us in (("feather", 12.0), ("trtllm_mha", 80.0))}
-    made[perf_kernel.SGLANG] = {"records": [{"systems": of_sglang | {"hpc_ops": {"error": "none"}}, "floor_us": 8.0}]}
+    about = {"machine": kernel_file()["machine"]}
+    made[perf_kernel.FP8] = about | {"records": [{"systems": on_fp8, "floor_us": 8.0}]}
+    of_sglang: dict[str, Any] = {name: {"warm_us": us} for name, us in (("feather", 12.0), ("trtllm_mha", 80.0))}
+    made[perf_kernel.SGLANG] = about | {
+        "records": [{"systems": of_sglang | {"hpc_ops": {"error": "none"}}, "floor_us": 8.0}]
+    }
     made |= {file: one_backend(name) for name, files in perf_servers.POLICIES.items() for file in files}
     made |= {file: server_file(steady, {"decode:500,5,5000,64": batch}) for file in perf_servers.DECODE}
     made |= {file: server_file(steady, {"W1": batch}) for file in (perf_servers.TWO_GPUS, perf_servers.LONG)}
@@ -420,27 +465,34 @@ def rows_with(page: str, *cells: str) -> list[str]:
     return [line for line in page.splitlines() if line.startswith("|") and all(cell in line for cell in cells)]
 
 
-def test_a_page_without_losses_lists_none(files: dict[str, Any], tmp_path: Path) -> None:
-    page = performance.page(written(files, tmp_path))
-    assert "ehind" not in page.replace("behind by >1%", "")
+def everything(folder: Path) -> str:
+    """All pages of performance, one after the other."""
+    return "\n".join(performance.pages(folder).values())
+
+
+def test_pages_without_losses_list_none(files: dict[str, Any], tmp_path: Path) -> None:
+    folder = written(files, tmp_path)
+    assert not perf_kernel.losses(folder) and not perf_servers.behind_a_backend(folder)
+    page = everything(folder)
+    assert not rows_with(page, "|TTFT p99, s|", "W") and "|0 of 8|" in page
 
 
 def test_a_losing_kernel_row_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
     files["decode_h200_small.json"]["records"][0]["systems"]["feather"]["warm_us"] = 17.0
-    page = performance.page(written(files, tmp_path))
+    page = everything(written(files, tmp_path))
     assert rows_with(page, "`1,8_100,10`", "17.0", "FlashInfer", "1.70")
 
 
 def test_a_losing_backend_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
     files[perf_servers.LONG]["records"][0]["overall"]["tok_s"] = 77.0
-    page = performance.page(written(files, tmp_path))
-    assert rows_with(page, "|77.0|", "|**0.70**|")
+    page = everything(written(files, tmp_path))
+    assert rows_with(page, "|77.0|110 (flashinfer)|**0.70**|")
 
 
 def test_packed_prefill_that_loses_on_a_server_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
-    assert "1.10-1.20x, a gain" in performance.page(written(files, tmp_path / "won"))
     files[perf_prefill.SERVERS]["records"][1]["overall"]["tok_s"] = 80.0
-    assert "0.80-1.10x, no gain" in performance.page(written(files, tmp_path / "lost"))
+    page = everything(written(files, tmp_path))
+    assert rows_with(page, "|`W1`|0.80|") and rows_with(page, "|`W2`|1.10|")
 
 
 def test_a_model_has_its_row_with_what_was_cut_and_the_best_other_backend(
@@ -450,34 +502,35 @@ def test_a_model_has_its_row_with_what_was_cut_and_the_best_other_backend(
     content["rows"][1]["all_tok_s"]["shared"] |= {"pat": [110.0], "triton": [220.0]}
     content["rows"][1]["all_tok_s"]["private"]["pat"] = [77.0]
     content["rows"][1]["answers"] = {"wrong": ["another token"], "spread": {"largest": 3.0}}
-    page = performance.page(written(files, tmp_path))
-    assert rows_with(page, "|small|nothing|none|0.5.17|full|yes|0.25|0.50|")
-    assert rows_with(page, "|small|none|shared prefix|110|100|fa3|**1.10**|177%|")
-    assert rows_with(page, "|small|none|nothing shared|97.0|100|fa3|**0.97**|2%|")
-    assert rows_with(page, "|large|4 of 32 experts|none|0.5.17|windows, full, sinks|**no**|3.00|0.50|")
-    assert rows_with(page, "|large|none|shared prefix|110|220|triton|**0.50**|1%|")
-    assert rows_with(page, "|large|none|nothing shared|77.0|100|fa3|**0.77**|0%|")
-    assert rows_with(page, "|small|nothing|`--dp 2`|0.5.17|full|")  # and no flag of room
+    page = everything(written(files, tmp_path))
+    assert rows_with(page, "|small|nothing|full|0.5.17|yes|") and rows_with(page, "|small|0.25|0.50|")
+    assert rows_with(page, "|small|110|100 (fa3)|**1.10**|177%|")
+    assert rows_with(page, "|small|97.0|100 (fa3)|**0.97**|2%|")
+    assert rows_with(page, "|large|4 of 32 experts|windows, full, sinks|0.5.17|**no**|")
+    assert rows_with(page, "|large|3.00|0.50|")
+    assert rows_with(page, "|large|110|220 (triton)|**0.50**|1%|")
+    assert rows_with(page, "|large|77.0|100 (fa3)|**0.77**|0%|")
+    assert rows_with(page, "|small<br>`--dp 2`|nothing|full|0.5.17|")  # and no flag of room
     assert "\npython benchmarks/checks/check_models.py --repeat 2\n" in page
 
 
 def test_drafts_have_their_row_and_their_server(files: dict[str, Any], tmp_path: Path) -> None:
     files[perf_speculation.VERIFY]["records"][0]["systems"]["pat"]["warm_us"] = 60.0  # slower than one of both
-    page = performance.page(written(files, tmp_path))
-    assert rows_with(page, "|9|3|4|5,150|60|80|50|**1.20**|6.00|")
-    assert "W1's batch 180, **1.80**; unshared 90.0, **0.90**." in page
+    page = everything(written(files, tmp_path))
+    assert rows_with(page, "9 requests", "5,150", "4 drafts|60|80|50|**1.20**|6.00|")
+    assert rows_with(page, "500 requests", "|180|100|**1.80**|") and rows_with(page, "|90.0|100|**0.90**|")
 
 
 def test_steps_that_lose_packed_are_shown_beside_those_that_gain(files: dict[str, Any], tmp_path: Path) -> None:
-    page = performance.page(written(files, tmp_path))
-    assert rows_with(page, "|gains|3|1,200|20|40|25|22|**0.80**|2.00|")
-    assert rows_with(page, "|loses|3|1,200|60|40|50|-|**1.50**|6.00|")
+    page = everything(written(files, tmp_path))
+    assert rows_with(page, "|gains|20|40|25|22|**0.80**|2.00|")
+    assert rows_with(page, "|loses|60|40|50|-|**1.50**|6.00|")
 
 
 def test_replays_that_are_furthest_from_their_server_are_shown(files: dict[str, Any], tmp_path: Path) -> None:
     files[perf_replay.REPLAYS]["runs"][4]["replay"]["output_tok_s"] = 550.0
-    page = performance.page(written(files, tmp_path))
-    assert rows_with(page, "|W2|", "100 / 550 / 5.50")
+    page = everything(written(files, tmp_path))
+    assert rows_with(page, "|`W2`<br>", "100 / 550 / 5.50")
 
 
 def test_a_losing_policy_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
@@ -488,34 +541,35 @@ def test_a_losing_policy_is_shown(files: dict[str, Any], tmp_path: Path) -> None
     )  # fmt: skip
     slow["overall"]["tok_s"] = 75.0
     late["overall"]["ttft_s"]["p99"] = 400.0
-    page = performance.page(written(files, tmp_path))
-    assert rows_with(page, "W2", "tok/s", "|75.0|150|0.50|")
+    page = everything(written(files, tmp_path))
+    assert rows_with(page, "W2", "tokens/s", "|75.0|150|0.50|")
     assert rows_with(page, "W3", "p99", "|400.000|4.000|100.00|")
 
 
 def test_bounds_stand_beside_the_best_of_the_servers_own_settings(files: dict[str, Any], tmp_path: Path) -> None:
-    page = performance.page(written(files, tmp_path))
-    assert rows_with(page, "|no bound|100|1.00|50|5.00|1.0|2.0|1.00|")
-    assert rows_with(page, "|`--feather-tbt 250`|96.0|0.96|50|0.25|")
-    assert rows_with(page, "|SGLang's best: interval 4|98.0|0.98|50|0.60|") and not rows_with(page, "chunks of 512")
+    page = everything(written(files, tmp_path))
+    assert rows_with(page, "|no bound|100|1.00|1.0|2.0|") and rows_with(page, "|no bound|5.00|50|1.00|")
+    assert rows_with(page, "|`--feather-tbt 250`|96.0|0.96|") and rows_with(page, "|`--feather-tbt 250`|0.25|50|")
+    assert rows_with(page, "|SGLang's best: interval 4|98.0|0.98|") and not rows_with(page, "chunks of 512")
 
 
 def test_a_cache_of_8_bits_is_beside_triton_and_16_bits(files: dict[str, Any], tmp_path: Path) -> None:
     slow = {name: {"warm_us": us} for name, us in (("feather", 40.0), ("feather-16bit", 16.0), ("triton", 40.0))}
     files[perf_kernel.FP8]["records"].append({"systems": slow, "floor_us": 8.0})
-    assert "|0.50 (1.00)|1.25 (2.50)|2.50|2|" in performance.page(written(files, tmp_path))
+    page = everything(written(files, tmp_path))
+    assert rows_with(page, "Triton", "|0.50|1.00|2|") and rows_with(page, "16 bits", "|1.25|2.50|2|")
 
 
 def test_sglangs_backends_that_ran_are_named_with_the_nearest_to_the_floor_first(
     files: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert "pages of 32: pat 1.50, trtllm_mha 10.00." in performance.page(written(files, tmp_path))
+    assert "|`pat`|1.50|\n|`trtllm_mha`|10.00|" in everything(written(files, tmp_path))
 
 
 def test_a_replay_that_is_far_off_is_shown(files: dict[str, Any], tmp_path: Path) -> None:
     files[perf_replay.REPLAYS]["runs"][0]["replay"] = {
         "output_tok_s": 500.0, "ttft_mean": 2.0, "ttft_p99": 4.0, "e2e_mean": 8.0, "tbt_p99_ms": 9.0}  # fmt: skip
-    page = performance.page(written(files, tmp_path))
+    page = everything(written(files, tmp_path))
     assert rows_with(page, "|all runs|", ", 400%") and "100 / 500 / 5.00" in page
 
 
@@ -556,7 +610,7 @@ def test_what_is_missing_is_said_in_one_line(
     break_it(files[file])
     folder = written(files, tmp_path)
     with pytest.raises(ResultError) as error:
-        performance.page(folder)
+        everything(folder)
     message = str(error.value)
     assert "\n" not in message and file in message and named in message
 
@@ -578,7 +632,12 @@ def test_writing_again_changes_nothing_and_a_changed_file_is_named(
     capsys.readouterr()
     assert performance.main(check) == 1
     named = {line.partition(":")[0] for line in capsys.readouterr().out.splitlines()}
-    assert named == {"docs/performance.md", "docs/performance/kernel.svg", "README.md"}
+    assert named == {
+        "docs/performance.md",
+        "docs/performance/kernel.md",
+        "docs/performance/kernel.svg",
+        "README.md",
+    }
     (folder / "tail.json").unlink()
     assert performance.main(write) == 1
     said = capsys.readouterr().err

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("", "performance/", "guide/pat/")
+PAGES = ("", "performance/", "performance/servers/", "performance/between_tokens/", "start/models/", "guide/pat/")
 PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 800}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
