@@ -128,8 +128,8 @@ def readme_line(folder: Path) -> str:
     before, flags = spans(folder)
     text, (gaps, costs) = next(iter(flags.items()))
     return (
-        f"- overload, H200 server: the longest wait of a request for its next token, **{before}**, is **{gaps}** with "
-        f"{text}, at **{costs}** of the throughput"
+        f"- Under overload, one request in a hundred waits **{before}** for its next token, and **{gaps}** with "
+        f"{text}, at **{costs}** of the throughput (H200 server)."
     )
 
 

@@ -25,7 +25,7 @@ import perf_promise
 import perf_replay
 import perf_servers
 import perf_speculation
-from perf_results import ResultError, evicts, geometric_mean, trees
+from perf_results import ResultError, evicts, geometric_mean
 
 ROOT = Path(__file__).parents[2]
 START, END = "<!-- performance -->", "<!-- end -->"
@@ -56,33 +56,31 @@ def span(values: Iterable[float], digits: int = 1) -> str:
 
 
 def readme_block(folder: Path) -> str:
-    """README's numbers, each with its hardware."""
-    kernel = [row for row in trees(folder, perf_kernel.PAT) if row.heads == "32/8" and row.page_size == 1]
-    of_kernel = geometric_mean(row.ratio for row in kernel)
-    ours = [perf_servers.policies(folder, attention, files) for attention, files in perf_servers.POLICIES.items()]
-    tight = [(runs[one.names[-1]].tok_s, runs["fcfs"].tok_s, max(runs[name].tok_s for name in one.names[:-1]))
-             for one in ours for case, runs in one.runs.items() if evicts(case, runs["fcfs"].kv_tokens)]  # fmt: skip
-    beside = [perf_servers.by_backend(folder, files) for files in
-              (list(perf_servers.SERVERS.values()), perf_servers.DECODE, [perf_servers.LONG])]  # fmt: skip
-    level = [runs["pat"].tok_s / max(run.tok_s for name, run in runs.items() if name != "pat")
-             for found in beside for case, runs in found.items() if perf_servers.unshared(case)]  # fmt: skip
-    found = perf_replay.measured(folder)
+    """README's chart and numbers, each with its hardware."""
+    main = [(one, case) for one in perf_servers.headline_policies(folder) for case, runs in one.runs.items()
+            if evicts(case, runs["fcfs"].kv_tokens)]  # fmt: skip
+    tight = [perf_servers.to_stock(one, case) for one, case in main]
+    loaded = perf_servers.by_backend(folder, list(perf_servers.SERVERS.values()))
+    others = [perf_servers.by_backend(folder, files) for files in (perf_servers.DECODE, [perf_servers.LONG])]
+    shared = [perf_servers.to_best(runs)[0] for case, runs in loaded.items() if not perf_servers.unshared(case)]
+    alone = [perf_servers.to_best(runs)[0] for found in (loaded, *others) for case, runs in found.items()
+             if perf_servers.unshared(case)]  # fmt: skip
     ratios = perf_replay.tail_ratios(folder)["feather"]
-    mean, late, longest = (geometric_mean(one[f"{name} to fcfs's"] for one in ratios)
-                           for name in ("TTFT mean", "TTFT p99", "longest wait"))  # fmt: skip
+    mean, longest = (
+        geometric_mean(one[f"{name} to fcfs's"] for one in ratios) for name in ("TTFT mean", "longest wait")
+    )
     seen_mean, seen_late = perf_replay.on_server(folder, "ttft_mean"), perf_replay.on_server(folder, "ttft_p99")
-    apart = perf_replay.distance(found, "output_tok_s")
     lines = [
         "![Output tokens a second: SGLang at its best, with pat, with pat and feather](docs/readme_chart.svg)\n",
-        f"- decode attention, PAT's 20 trees, 32/8 heads, H200: **{of_kernel:.2f}** of the best of FlashAttention-3's "
-        "and FlashInfer's time",
-        f"- prefixes that fill or exceed the KV pool, H200 server: `feather` has "
-        f"{span(t / best for t, _, best in tight)} the throughput of SGLang's best policy, "
-        f"{span(t / fcfs for t, fcfs, _ in tight)} of fcfs",
-        f"- nothing shared, H200 server: `pat` has {span(level, 2)} the throughput of the best other backend",
-        f"- real traces, simulated H200: **{mean:.2f}x** fcfs's mean time to the first token, **{late:.2f}x** its "
-        f"p99, **{longest:.2f}x** its longest wait; on a server, one slice, {seen_mean:.2f}x and {seen_late:.2f}x; the "
-        f"simulation is {apart:.0%} from servers in throughput",
+        f"- Under load from requests that share prefixes, `pat` has {span(shared)} the throughput of the fastest other "
+        "backend (H200 server).",
+        f"- Where the prefixes fill the KV pool or exceed it, `feather` has {span(best for _, best, _ in tight)} the "
+        f"throughput of SGLang's fastest policy and {span(fcfs for fcfs, *_ in tight)} that of `fcfs` (H200 server).",
+        f"- Where nothing is shared, `pat` has {span(alone, 2)} the throughput of the fastest other backend (H200 "
+        "server).",
+        f"- On recorded traffic, the mean time to the first token under `feather` is **{seen_mean:.2f}x** that of "
+        f"`fcfs` and its p99 **{seen_late:.2f}x** (H200 server, one slice); over {len(ratios)} slices replayed "
+        f"without a GPU, the mean is {mean:.2f}x and the longest wait {longest:.2f}x.",
         perf_promise.readme_line(folder),
     ]
     return "\n".join(lines)
