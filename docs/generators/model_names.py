@@ -276,7 +276,8 @@ def page(folder: Path) -> str:
         "The attention shapes are those of each model's published configuration. A model that is not here: "
         "`feather doctor --matrix` and [what `pat` serves](../reference/support.md) have every rule.",
         "## GPUs",
-        "`pat` serves each model below on these GPUs; `feather` alone works on every GPU that SGLang serves on.",
+        "Whether `pat` serves the models below depends on the GPU; `feather` alone works on every GPU that "
+        "SGLang supports.",
         table(["GPU", "compute capability", "`pat`", "what was run on it"], gpu_rows(folder)),
         "An H100 has the compute capability of an H200 and gets the same compiled kernel; "
         "[its times](../performance/kernel.md) are beside those of the H200. On a GPU for which `pat` is refused, use "

@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 from perf_results import ResultError, day, get, load
-from perf_servers import setup
+from perf_servers import setup, titled
 from perf_text import Page, Section, caption, command, table, term
 
 PREFILL, SERVERS, TRACE = "prefill_h200.json", "prefill_server_h200.json", "prefill_conversation_h200.json"
@@ -98,7 +98,7 @@ def page(folder: Path) -> Page:
             f"Output tokens/s with packed prefill over the same without it: {min(ratios.values()):.2f} to "
             f"{max(ratios.values()):.2f}.",
             table(["workload", "with packed prefill to without"],
-                  [[f"`{case}`", f"{ratio:.2f}"] for case, ratio in ratios.items()]),
+                  [[titled(case), f"{ratio:.2f}"] for case, ratio in ratios.items()]),
             caption(setup(folder, SERVERS), "workloads"),
         ],
         [SERVERS, TRACE],

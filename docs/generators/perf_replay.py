@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean
 
 from perf_results import FIGURES, STOCK_POLICIES, Pair, ResultError, geometric_mean, get, load, pairs
+from perf_servers import titled
 from perf_text import Page, Section, caption, command, number, table, term
 
 REPLAYS, TAIL_SERVER, TAIL = "replays.json", "tail_h200.json", "tail.json"
@@ -88,7 +89,7 @@ def furthest_apart(found: Sequence[Pair]) -> str:
             for figure in ("output_tok_s", "ttft_mean")
         ]
         policy = pair.policy.replace("feather-bandit", "feather") + (f", {pair.options}" if pair.options else "")
-        rows.append([f"`{pair.case}`<br>{pair.attention}, {policy}", pair.release, *cells])
+        rows.append([f"{titled(pair.case)}<br>{pair.attention}, {policy}", pair.release, *cells])
     return table(["workload, backend and policy", "SGLang", "tokens/s", "TTFT mean, s"], rows)
 
 

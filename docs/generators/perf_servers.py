@@ -25,6 +25,7 @@ from perf_text import Page, Section, caption, command, number, table, term
 from server_names import COMMON_FLAGS, words_of_start
 
 from feather_sglang.compare.server.config import NO_PREFILL_GRAPHS
+from feather_sglang.replay.workloads import WORKLOADS
 
 SERVERS = {"pat": "servers_h200_pat.json", "fa3": "servers_h200_fa3.json", "flashinfer": "servers_h200_flashinfer.json"}
 # The first file that has a workload counts: one has more policies than the backends' runs.
@@ -196,6 +197,12 @@ def backends(folder: Path) -> list[Section]:
         [*DECODE, LONG],
     )
     return [first, second, *([third] if lost else [])]
+
+
+def titled(case: str) -> str:
+    """A workload in words where it is one of W1 to W7 or drawn like them, else its name."""
+    known = case.partition(":")[0].partition("@")[0] in {"open", *WORKLOADS}
+    return shown(case) if known else f"`{case}`"
 
 
 class Policies(NamedTuple):
