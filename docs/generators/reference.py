@@ -170,9 +170,9 @@ def support_page() -> str:
     parts = [
         "# What does `pat` serve?",
         "",
-        "A server is served where its kind of model, its mode, its GPU and its SGLang are all served below. [Which models "
-        "and GPUs it works with](../start/models.md) names models. This page is generated from the checks that refuse a "
-        "start; `feather doctor --matrix` prints the same.",
+        "A server is served where its kind of model, its mode, its GPU and its SGLang are all served below. "
+        "[Which models and GPUs it works with](../start/models.md) names models. This page is generated from the "
+        "checks that refuse a start; `feather doctor --matrix` prints the same.",
     ]
     for title, heads, rows in tables():
         cells = [
