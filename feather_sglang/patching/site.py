@@ -17,7 +17,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from feather_sglang.errors import FeatherError
 from feather_sglang.patching.series import Series
@@ -72,19 +73,37 @@ class Site:
     def state(self) -> str:
         """In words."""
         if self.is_patched:
-            if changed := self._changed():
+            try:
+                changed = self._changed()
+                whole = all(self._now(name) == was["after"] for name, was in self._manifest().items())
+            except FeatherError as error:
+                return f"patched, and cannot be reverted: {error}"
+            if changed:
                 return f"patched, and changed since: {', '.join(changed)}"
-            whole = all(self._now(name) == was["after"] for name, was in self._manifest().items())
             return "patched" if whole else "patched in part"
         return "has extension points of its own" if (self.root / REGISTRY).is_file() else "not patched"
 
     def _manifest(self) -> dict[str, dict[str, str | None]]:
-        files = json.loads((self._backup / MANIFEST).read_text())["files"]
-        assert isinstance(files, dict)
-        return files
+        """Digests of each file before and after; raises ``FeatherError`` where that cannot be trusted."""
+        path = self._backup / MANIFEST
+        try:
+            files = json.loads(path.read_bytes())["files"]
+            whole = bool(files) and all(_is_path(name) and _has_digests(was) for name, was in files.items())
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            whole = False
+        if not whole:
+            raise FeatherError(f"{path} is damaged: reinstall sglang {self.release}")
+        return dict(files)
 
     def _now(self, name: str) -> str | None:
         path = self.root / name
+        return digest(path.read_bytes()) if path.is_file() else None
+
+    def _kept(self, name: str) -> str | None:
+        """Digest of what the backup would put back."""
+        path = self._backup / name
+        if path.is_symlink():  # a relative one means what it meant in its place
+            path = (self.root / name).parent / path.readlink()
         return digest(path.read_bytes()) if path.is_file() else None
 
     def _changed(self) -> list[str]:
@@ -123,8 +142,8 @@ class Site:
     def revert(self) -> list[str]:
         """Put every file back; returns those that the patch had changed.
 
-        Raises ``FeatherError``, and writes nothing, where there is no backup, a file was changed since, or somebody
-        else patches.
+        Raises ``FeatherError``, and writes nothing, where there is no backup or a damaged one, a file was changed since,
+        or somebody else patches.
         """
         with self._alone():
             return self._revert()
@@ -137,6 +156,11 @@ class Site:
                 f"{', '.join(changed)}: changed since it was patched; undo that, or reinstall sglang {self.release}"
             )
         files = self._manifest()
+        differ = {name: was["before"] for name, was in files.items() if was["before"] != self._now(name)}
+        if damaged := [name for name, before in differ.items() if self._kept(name) != before]:
+            raise FeatherError(
+                f"{', '.join(damaged)}: the backup in {self._backup} is damaged; reinstall sglang {self.release}"
+            )
         for name, was in sorted(files.items(), key=lambda item: item[1]["before"] is not None):
             path = self.root / name
             _scratch(path).unlink(missing_ok=True)  # of one that was killed
@@ -144,7 +168,7 @@ class Site:
                 path.unlink(missing_ok=True)
                 for stale in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
                     stale.unlink()
-            elif self._now(name) != was["before"]:
+            elif name in differ:
                 self._put_back(name)
         # The backup is there whole or not at all.
         with tempfile.TemporaryDirectory(dir=self._info, prefix=f".{BACKUP}-") as scratch:
@@ -179,8 +203,8 @@ class Site:
         ]
         kept = [name for name in [*made, self._name(record)] if name not in added]
         lines += [f"{self._name(self._backup / name)},," for name in [MANIFEST, *kept]]
-        text = record.read_bytes().decode()
-        return (text + ("" if text.endswith("\n") else "\n") + "".join(f"{line}\n" for line in lines)).encode()
+        text = record.read_bytes()
+        return text + (b"" if text.endswith(b"\n") else b"\n") + "".join(f"{line}\n" for line in lines).encode()
 
     def _back_up(self, made: dict[str, bytes]) -> None:
         """Write the backup beside its place and move it there, so that it is there whole or not at all."""
@@ -223,3 +247,15 @@ class Site:
 
 def _scratch(path: Path) -> Path:
     return path.with_name(f".feather-{path.name}")
+
+
+def _is_path(name: str) -> bool:
+    """Whether it names a file below a root."""
+    path = PurePosixPath(name)
+    return name.isprintable() and bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _has_digests(was: Any) -> bool:
+    """Whether a file's entry says what it was, perhaps nothing, and what it became."""
+    texts = [was["after"], *([] if was["before"] is None else [was["before"]])]
+    return all(isinstance(text, str) for text in texts)

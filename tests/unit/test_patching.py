@@ -1,6 +1,7 @@
 """`feather patch`: strict, all or nothing, and back to the byte; on small trees, and the shape of the real series."""
 
 import difflib
+import json
 import os
 import re
 import signal
@@ -234,6 +235,11 @@ def test_a_file_that_is_a_link_is_one_again(patches, root, tmp_path):
     assert cache.read_text() == BEFORE[ONE] and (root / ONE).read_text() == AFTER[ONE]
     site.revert()
     assert (root / ONE).readlink() == cache
+    (root / ONE).unlink()
+    (root / ONE).symlink_to("../../../cache.py")  # told from its place, not from that of the backup
+    site.apply()
+    site.revert()
+    assert (root / ONE).readlink() == Path("../../../cache.py") and (root / ONE).read_text() == BEFORE[ONE]
 
 
 def test_other_line_ends_and_other_encodings_are_refused_visibly(patches, root):
@@ -265,6 +271,62 @@ def test_what_was_changed_after_patching_is_not_overwritten(patches, root):
     assert content(root) == before and site.state().endswith(TWO)
     with pytest.raises(FeatherError, match="revert first"):
         site.apply()
+
+
+DAMAGED = [
+    "", "{", "[]", "null", "{}", '{"files": 1}', '{"files": {}}', '{"files": []}', '{"files": {"a.py": 1}}',
+    '{"files": {"a.py": {"before": "x"}}}', '{"files": {"a.py": {"before": 1, "after": "x"}}}',
+    '{"files": {"../a.py": {"before": null, "after": "x"}}}', '{"files": {"/a.py": {"before": null, "after": "x"}}}',
+    r'{"files": {"\ud800": {"before": null, "after": "x"}}}', "[" * 100_000, b"\xff\xfe",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_manifest_is_one_line_and_changes_nothing(patches, root, capsys, text):
+    Site.find(root).apply()
+    manifest = root / INFO / "feather_patch" / "manifest.json"
+    manifest.write_bytes(text if isinstance(text, bytes) else text.encode())
+    before = content(root)
+    capsys.readouterr()
+    for action, status in (("check", 1), ("list", 0), ("apply", 2), ("revert", 2)):
+        assert main(["patch", action, "--site", str(root)]) == status
+        printed = capsys.readouterr()
+        told = [line for line in (printed.out + printed.err).splitlines() if "damaged" in line]
+        assert len(told) == 1 and str(manifest) in told[0] and "reinstall" in told[0]
+        assert content(root) == before
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone", "a folder", "said to be new"])
+def test_a_damaged_backup_is_not_put_in_place(patches, root, damage):
+    site = Site.find(root)
+    site.apply()
+    kept = root / INFO / "feather_patch" / ONE
+    manifest = kept.parents[2] / "manifest.json"
+    if damage == "said to be new":
+        entries = json.loads(manifest.read_text())
+        entries["files"][ONE]["before"] = None
+        manifest.write_text(json.dumps(entries))
+    elif damage == "changed":
+        kept.write_text(BEFORE[ONE].replace("line 7", "line 8"))
+    elif damage == "cut":
+        kept.write_text(BEFORE[ONE][:-1])
+    else:
+        kept.unlink()
+        if damage == "a folder":
+            kept.mkdir()
+    before = content(root)
+    with pytest.raises(FeatherError, match=f"^{ONE}: the backup in .* is damaged"):
+        site.revert()
+    assert content(root) == before
+
+
+def test_a_backup_that_is_not_needed_may_be_damaged(patches, root):
+    before = content(root)
+    site = Site.find(root)
+    site.apply()
+    write(root, {ONE: BEFORE[ONE], f"{INFO}/feather_patch/{ONE}": "damaged"})  # put back by hand
+    site.revert()
+    assert content(root) == before
 
 
 def test_files_that_another_installation_shares_by_hard_links_stay_as_they_are(patches, root, tmp_path):
