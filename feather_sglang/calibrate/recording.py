@@ -86,7 +86,7 @@ class Recording:
             content = json.loads(gzip.decompress(path.read_bytes()))
         except OSError as error:
             raise FeatherError(f"--from {path}: {error.strerror or 'not a recording'}") from None
-        except (ValueError, EOFError, zlib.error) as error:
+        except (ValueError, EOFError, RecursionError, zlib.error) as error:
             raise FeatherError(f"--from {path}: not a recording: {error}") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise FeatherError(f"--from {path}: not a recording of `feather calibrate`")

@@ -48,6 +48,6 @@ def _logs(target: Path, out: Path) -> list[Path]:
         content = json.loads(target.read_bytes())
         labels = [Path(label).name for label in (*content.get("runs", ()), *content.get("failed", ()))]
         servers = [Path(record["log"]).name for record in content.get("records", ()) if record.get("log")]
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
     return [*(out / f"{label}.log" for label in labels), *(out / "logs" / name for name in servers)]

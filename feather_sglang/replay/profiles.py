@@ -28,6 +28,9 @@ _MAY_BE_ZERO = {
     "split_rows",
     "longest_share",
 }
+# What is beyond these is no machine, and steps that it took no time or forever.
+_SMALLEST, _LARGEST = 1e-18, 1e21
+_AT_MOST = {"memory_bytes": 1e13, "memory_share": 1.0, "products_overlap": 32.0, "overlap": 32.0}
 
 
 @dataclass(frozen=True)
@@ -163,9 +166,14 @@ def _parse(document: Any) -> HardwareProfile:
         names = [f.name for f in fields(HostTime)]
         host = HostTime(**_numbers(document["host"], names, "host", sources, may_be_zero=True))
     name, title = document.get("name"), document.get("title")
-    if not isinstance(name, str) or not isinstance(title, str):
-        raise ValueError("name and title must be strings")
+    if not _is_text(name) or not _is_text(title) or not all(map(_is_text, kernels)):
+        raise ValueError("name and title must be strings, as names of kernels are, of one line each")
     return HardwareProfile(name=name, title=title, attention=attention, sources=sources, host=host, **numbers)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether reports can print it, and files have it."""
+    return isinstance(value, str) and value.isprintable()
 
 
 def _numbers(
@@ -190,7 +198,11 @@ def _numbers(
         if not number or value < 0 or (value == 0 and not zero):
             least = "at least 0" if zero else "more than 0"
             raise ValueError(f"{key}.value: must be a finite number of {least}, not {quoted(value)}")
-        if not isinstance(source, str) or not source.strip():
+        most = _AT_MOST.get(name, _LARGEST)
+        least_number = 0.1 if "overlap" in name else _SMALLEST
+        if value > most or 0 < value < least_number:
+            raise ValueError(f"{key}.value: must be from {least_number:g} to {most:g}, not {quoted(value)}")
+        if not _is_text(source) or not source.strip():
             raise ValueError(f"{key}.source: must say where the value is from")
         values[name] = value
         sources[key] = source

@@ -30,7 +30,8 @@ from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.scheduling.policy_names import FEATHER, REPLAYED, STOCK
 from feather_sglang.suite.cases import chosen, patterns
 from feather_sglang.suite.report import page, tables
-from feather_sglang.suite.runner import PROMISING, VERSION, Suite, Terms
+from feather_sglang.suite.results_file import read
+from feather_sglang.suite.runner import PROMISING, Suite, Terms
 
 EVERY = (*STOCK, *REPLAYED, *(name for name in FEATHER if name != "feather-bandit"), PROMISING)  # feather is that one
 # Of all cases' servers, by --server-flags.
@@ -120,18 +121,3 @@ def policies_of(text: str | None) -> list[str]:
     if text is None:
         return available(EVERY)
     return list(dict.fromkeys(["fcfs", *named(text, (*STOCK, *REPLAYED, *FEATHER, PROMISING))]))
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The results of an earlier run."""
-    try:
-        results = json.loads(path.read_bytes())
-        version, cases = results["version"], results.get("cases")
-    except OSError as error:
-        raise FeatherError(f"--show {path}: cannot read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError):
-        raise FeatherError(f"--show {path}: no results of feather suite") from None
-    of_suite = isinstance(cases, dict) and all("policies" in case for case in cases.values())
-    if version != VERSION or not of_suite:
-        raise FeatherError(f"--show {path}: no results of feather suite in version {VERSION}")
-    return dict(results)

@@ -106,7 +106,7 @@ class Cell:
         """What an earlier run found, if nothing that it depends on has changed."""
         try:
             content = json.loads(self.path.read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         if not isinstance(content, dict) or content.get("provenance") != self.provenance:
             return None

@@ -114,6 +114,16 @@ def test_what_was_fitted_is_written_with_its_source_and_read_back(tmp_path):
         (lambda d: d["parameters"]["memory_bytes"].update(value=-1), "parameters.memory_bytes.value: must be"),
         (lambda d: d["parameters"]["memory_bytes"].update(value=float("nan")), "memory_bytes.value: must be"),
         (lambda d: d["parameters"]["memory_bytes"].update(value=True), "memory_bytes.value: must be"),
+        (lambda d: d["parameters"]["memory_bytes"].update(value=10**400), "memory_bytes.value: must be"),
+        (lambda d: d["parameters"]["memory_share"].update(value=2), "memory_share.value: must be"),
+        (lambda d: d["parameters"]["gemm_flop_per_s"].update(value=1e-300), "gemm_flop_per_s.value: must be"),
+        (lambda d: d["parameters"]["products_overlap"].update(value=5000), "products_overlap.value: must be"),
+        (lambda d: d["attention"]["fa3"]["parameters"]["overlap"].update(value=1e-9), "fa3.overlap.value: must be"),
+        (lambda d: d.update(name="\ud800"), "name and title must be strings"),
+        (lambda d: d.update(title="two\nlines"), "name and title must be strings"),
+        (lambda d: d["attention"].update({"a\nb": d["attention"]["fa3"]}), "names of kernels"),
+        (lambda d: d["parameters"]["memory_bytes"].update(value=[1]), "memory_bytes.value: must be"),
+        (lambda d: d["parameters"]["memory_bytes"].update(source=1), "memory_bytes.source: must say"),
         (lambda d: d["parameters"]["memory_bytes"].update(source=" "), "memory_bytes.source: must say"),
         (lambda d: d["parameters"]["copy_bytes_per_s"].update(value=0), "copy_bytes_per_s.value: must be"),
         (lambda d: d.update(attention={}), "attention: must be"),
@@ -130,11 +140,26 @@ def test_a_damaged_profile_is_refused_in_one_line(tmp_path, change, reason):
     assert reason in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("extreme", [1e-18, 1e21, 1e13, 32, 0.1])
+def test_every_value_that_is_allowed_gives_times(tmp_path, extreme):
+    """Whatever one parameter of a profile is, a step takes a finite time."""
+    model, parameters = load_model("qwen3-8b"), json.loads(changed(tmp_path, lambda d: None).read_text())["parameters"]
+    for name in parameters:
+        path = changed(tmp_path, lambda d, name=name: d["parameters"][name].update(value=extreme))
+        try:
+            profile = load_profile(path)
+        except FeatherError:
+            continue
+        step = StepTimeModel(profile, model, "fa3").prefill([100, 2000], [0, 500])
+        assert 0 <= step < float("inf")
+
+
 def test_what_is_no_profile_is_refused(tmp_path):
     (tmp_path / "text.json").write_text("not json")
     (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     with pytest.raises(FeatherError, match="choose from h200, rtx6000ada, or give"):
         load_profile("a100")
-    for name in ("text.json", "list.json", "none.json"):
+    for name in ("text.json", "list.json", "deep.json", "none.json"):
         with pytest.raises(FeatherError, match=name):
             load_profile(tmp_path / name)

@@ -333,3 +333,44 @@ def test_the_command_reads_the_variable(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         main(["suite", "--seed", "3", "--out", str(tmp_path)])
     assert given[0].options == {"chunk_size": 32} and given[0].seed == 3
+
+
+ODD = (None, True, -1, 10**400, float("nan"), float("inf"), "", "\ud800", [], [1], {}, {"a": []}, [[]], "x")
+
+
+def places(value, path=()):
+    """The path of every entry of a document."""
+    yield path
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from places(value[key], (*path, key))
+
+
+def replaced(value, path, odd):
+    if not path:
+        return odd
+    made = value.copy()
+    made[path[0]] = replaced(value[path[0]], path[1:], odd)
+    return made
+
+
+def test_odd_results_are_shown_or_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    Replays(monkeypatch)
+    results = {**run(tmp_path), "skipped": ["c"], "server": {"server_flags": ["--x"]}, "environment": {"A": "b"}}
+    results["cases"].pop("b")
+    path, refused = tmp_path / "odd.json", 0
+    for place in places(results):
+        for odd in ODD:
+            path.write_text(json.dumps(replaced(results, place, odd)))
+            status = main(["suite", "--show", str(path), "--page", str(tmp_path / "p.md")])
+            error = capsys.readouterr().err
+            assert status in (0, 1) or (status == 2 and error.startswith(f"feather: error: --show {path}: ")), place
+            assert error.count("\n") == (status == 2), (place, odd, error)
+            refused += status == 2
+    assert refused > 100
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"version":' * 2000, "[]", "1", "null", '{"version": 1}'])
+def test_what_is_no_result_is_one_line(tmp_path, capsys, text):
+    (tmp_path / "odd.json").write_text(text)
+    assert main(["suite", "--show", str(tmp_path / "odd.json")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

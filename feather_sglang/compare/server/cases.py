@@ -163,7 +163,7 @@ def vocabulary_of(model: str) -> int:
     try:
         config = json.loads(path.read_bytes())
         vocabulary = int(config.get("vocab_size") or config["text_config"]["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise FeatherError(f"{path}: not the configuration of a language model: no vocab_size") from None
     fold(array("q"), vocabulary)  # refuses one that is too small
     return vocabulary
