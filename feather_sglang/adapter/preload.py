@@ -1,16 +1,26 @@
 """Imported by the fork server of `feather ab`: SGLang is imported once, and every replay starts from that process.
 
-Whatever goes wrong here goes wrong again in the replay's own process, which reports it.
+Whatever goes wrong here goes wrong again in the replay's own process, which reports it. A file, named by `READY`, tells
+the command that it is done.
 """
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import os
+import signal
 from importlib import import_module
+from pathlib import Path
 
 from feather_sglang.adapter import cpu_shims
 
+READY = "FEATHER_PRELOADED"
+_PR_SET_PDEATHSIG = 1
+
+# It ends with the command, amid an import too, and does not take down for seconds what it has imported.
+with contextlib.suppress(OSError, AttributeError):  # not Linux
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a replay runs on the CPU; a process forked after CUDA started cannot use it
 _kept = os.dup(1), os.dup(2)
 gc.disable()  # looking for garbage takes a sixth of the time of importing
@@ -29,3 +39,6 @@ os.dup2(_kept[0], 1)
 os.dup2(_kept[1], 2)
 os.close(_kept[0])
 os.close(_kept[1])
+if _ready := os.environ.pop(READY, None):
+    with contextlib.suppress(OSError):  # nobody waits any more
+        Path(_ready).touch()

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -20,6 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from feather_sglang import ending
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.jobs import Job, replay
+
+_READY = "FEATHER_PRELOADED"  # adapter/preload.py
+_HAS_ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
 class Event(NamedTuple):
@@ -56,13 +60,25 @@ def _child(work: Callable[[Any, Any], Any], job: Any, log: Path, scratch: str, q
 
 
 def _start_fork_server() -> None:
-    """Start what replays are forked from. Ctrl-C in a terminal is told to every process; this one ends the others."""
+    """Start what replays are forked from, and wait until it has imported SGLang; a signal ends the wait at once.
+
+    Ctrl-C in a terminal is told to every process; this one ends the others.
+    """
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is not None:
+        return forkserver.ensure_running()  # it is ready, or starts again if it has died
     resource_tracker.ensure_running()  # which lets SIGINT through again when it starts
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as which it is inherited
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder, "ready")
+        os.environ[_READY] = str(ready)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as which it is inherited
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            del os.environ[_READY]
+        while not ready.exists() and not os.waitid(os.P_PID, server._forkserver_pid, _HAS_ENDED):
+            time.sleep(0.02)
 
 
 def events(

@@ -17,6 +17,7 @@ from feather_sglang.adapter.hooks import SUPPORTED, installed_version
 newest_only = pytest.mark.skipif(installed_version() != SUPPORTED[-1], reason=f"long: runs on SGLang {SUPPORTED[-1]}")
 WORK = ["--policies", "fcfs,lpm", "--requests", "20000", "--prefix-tokens", "400", "--output-tokens", "400"]
 PATIENCE = 120  # seconds in which a slow machine has imported SGLang
+AT_ONCE = 5  # seconds, of such a machine; importing SGLang, or taking down what was imported, takes it longer
 
 
 def processes(mark):
@@ -65,15 +66,20 @@ def test_a_signal_ends_the_command_and_its_replays(number, status, line, tmp_pat
         process.send_signal(number)
         said = process.communicate(timeout=PATIENCE)[1]
         assert (process.returncode, said) == (status, line)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + AT_ONCE
         while left := processes(mark):
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
         assert os.listdir(folder) == []
 
 
-def test_ctrl_c_while_it_starts_is_one_line(tmp_path):
-    """A terminal tells all processes, and what replays are forked from imports SGLang for seconds."""
+@pytest.mark.parametrize(
+    ("number", "status", "line"),
+    [(signal.SIGINT, 130, "feather: interrupted\n"), (signal.SIGKILL, -signal.SIGKILL, "")],
+    ids=["SIGINT", "SIGKILL"],
+)
+def test_what_comes_while_it_starts_ends_it_at_once(number, status, line, tmp_path):
+    """A terminal tells all processes of Ctrl-C, and what replays are forked from imports SGLang for seconds."""
     mark = secrets.token_hex(16)
     process = subprocess.Popen(
         [sys.executable, "-m", "feather_sglang.cli", "ab", *WORK, "--out", str(tmp_path / "out")],
@@ -86,10 +92,24 @@ def test_ctrl_c_while_it_starts_is_one_line(tmp_path):
         assert process.poll() is None and time.monotonic() < deadline, processes(mark)
         time.sleep(0.01)
     time.sleep(0.5)
-    os.killpg(process.pid, signal.SIGINT)
+    deadline = time.monotonic() + AT_ONCE
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        process.kill()
     said = process.communicate(timeout=PATIENCE)[1]
-    assert (process.returncode, said) == (130, "feather: interrupted\n")
-    deadline = time.monotonic() + 10
+    assert (process.returncode, said) == (status, line)
+    while left := processes(mark):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def test_nothing_computes_on_after_the_end(tmp_path):
+    mark = secrets.token_hex(16)
+    work = ["--policies", "fcfs", "--requests", "20", "--prefix-tokens", "100", "--output-tokens", "4"]
+    command = [sys.executable, "-m", "feather_sglang.cli", "ab", *work, "--out", str(tmp_path / "out")]
+    subprocess.run(command, env={**os.environ, "REPLAY_MARK": mark}, check=True, capture_output=True)
+    deadline = time.monotonic() + AT_ONCE
     while left := processes(mark):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
