@@ -171,6 +171,9 @@ int64_t first_difference(const Id* a, const Id* b, int64_t from, int64_t to) {
   return from;
 }
 
+// A group shares the pages before `page`, and its node. Of those with one more page in common, each is compared once
+// with a leader's row, from that page to where it differs, and from there on with those that differ there too: no page
+// of a row is looked at twice, but where a comparison ended.
 template <typename Id>
 int64_t forest_from_block_table(const Id* table, int32_t n_requests, int64_t n_pages, int64_t page_size,
                                 const int32_t* seq_len, int32_t* parent, int32_t* length, int32_t* request_node) {
@@ -179,6 +182,7 @@ int64_t forest_from_block_table(const Id* table, int32_t n_requests, int64_t n_p
     int64_t page;
   };
   std::vector<int32_t> raw_parent, raw_length, members(n_requests), node(n_requests, -1);
+  std::vector<int64_t> common(n_requests);  // pages of each request that are its leader's, too
   std::vector<Group> groups{{0, n_requests, -1, 0}};
   for (int32_t r = 0; r < n_requests; ++r) {
     members[r] = r;
@@ -201,15 +205,24 @@ int64_t forest_from_block_table(const Id* table, int32_t n_requests, int64_t n_p
     });
     for (int32_t i = group.first, j; i < end; i = j) {
       const int32_t lead = members[i];
-      int64_t stop = full_pages(lead);
       for (j = i + 1; j < end && id(members[j], group.page) == id(lead, group.page); ++j) {
-        stop = first_difference(table + lead * n_pages, table + members[j] * n_pages, group.page,
-                                std::min<int64_t>(stop, full_pages(members[j])));
+        const int32_t r = members[j];
+        common[r] = first_difference(table + lead * n_pages, table + r * n_pages, group.page,
+                                     std::min<int64_t>(full_pages(lead), full_pages(r)));
       }
-      if (j - i < 2) continue;
-      groups.push_back({i, j, static_cast<int32_t>(raw_parent.size()), stop});
-      raw_parent.push_back(group.node);
-      raw_length.push_back(static_cast<int32_t>((stop - group.page) * page_size));
+      std::sort(members.begin() + i + 1, members.begin() + j, [&](int32_t a, int32_t b) {
+        return std::make_pair(common[a], a) < std::make_pair(common[b], b);
+      });
+      int64_t page = group.page;
+      for (int32_t k = i + 1, next; k < j; k = next) {  // down the leader's path
+        const int64_t stop = common[members[k]];
+        for (next = k + 1; next < j && common[members[next]] == stop;) ++next;
+        raw_parent.push_back(node[lead]);
+        raw_length.push_back(static_cast<int32_t>((stop - page) * page_size));
+        node[lead] = static_cast<int32_t>(raw_parent.size()) - 1;
+        page = stop;
+        groups.push_back({k, next, node[lead], page});
+      }
     }
   }
   const std::vector<int64_t> no_rows(n_requests, 0);

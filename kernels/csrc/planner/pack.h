@@ -14,6 +14,8 @@
 namespace feather {
 
 enum Choice : char { kNoPack, kEndedOnly, kCheaperSides, kAllSplit };
+constexpr char kMergedSide = 4;  // besides a choice
+constexpr int64_t kNoEntries = -1;
 
 struct PackScratch {
   struct Lists {
@@ -24,15 +26,21 @@ struct PackScratch {
     std::vector<int32_t> place, cursor, order, pack_of, left;
   } lists;
   struct Table {
-    std::vector<int64_t> offset;             // of each node: its first state
-    std::vector<int32_t> start;              // of each state: where the carried range starts
-    std::vector<int32_t> depth;              // of each node
-    std::vector<int32_t> leaves, ended;      // of each node: requests with a tail, and requests that end there
-    std::vector<int32_t> stay;               // of each state: requests of children for which to split is cheaper
-    std::vector<int64_t> state;              // of each node: as decided
-    std::vector<double> cost, best, merged;  // of each state; of its children, on their cheaper sides; all merged
-    std::vector<double> split;               // of each node: of its children, all split
-    std::vector<char> choice;                // of each state
+    std::vector<int64_t> offset;         // of each node: its first state
+    std::vector<char> choice;            // of each state; with kMergedSide, what is cheaper for the node's parent
+    std::vector<int32_t> depth;          // of each node
+    std::vector<int32_t> leaves, ended;  // of each node: requests with a tail, and requests that end there
+    std::vector<int64_t> state;          // of each node: as decided
+    std::vector<double> split;           // of each node: of its children, all split
+    std::vector<int32_t> order, below;   // nodes, each before those below it; and how many those are, with itself
+    // Of the node at hand: the ancestor in each depth, where the range starts that is carried from there, and its cost.
+    std::vector<int32_t> path, start;
+    std::vector<double> cost;
+    // Of nodes between the roots and the one at hand, some of whose children are done, by where the range starts: these
+    // children on their cheaper sides; all merged; and the requests of those for which to split is cheaper.
+    std::vector<int64_t> row;  // of each node: its first entry there, or kNoEntries
+    std::vector<double> best, merged;
+    std::vector<int32_t> stay;
   } table;
 };
 
@@ -130,7 +138,8 @@ struct TrafficCosts {
   explicit TrafficCosts(const Config& config)
       : token(config.token_bytes()), overhead(config.item_overhead), part(config.part_bytes()) {}
 
-  double pack(int32_t, int32_t length) const { return token * length + overhead; }
+  int pack_of(int32_t) const { return 0; }  // however many requests
+  double pack(int, int32_t length) const { return token * length + overhead; }
   double tail(int32_t length) const { return token * length; }  // merged into a tail
   double alone(int32_t length) const { return token * length + overhead; }  // a request's that ends at its node
 };
@@ -153,8 +162,8 @@ struct TimeCosts {
     const uint32_t n = static_cast<uint32_t>(config.tile(t).n);
     return config.unit_ns[t] + config.step_ns[t] * ((static_cast<uint32_t>(length) + n - 1) / n);
   }
-  double pack(int32_t count, int32_t length) const {
-    const RowCut cut = config.cut_rows(count, capacity);
+  RowCut pack_of(int32_t count) const { return config.cut_rows(count, capacity); }
+  double pack(RowCut cut, int32_t length) const {
     const double last = row_tile(cut.last, length);
     return cut.tiles == 1 ? last : last + (cut.tiles - 1) * row_tile(config.n_tiles - 1, length);
   }
@@ -166,37 +175,48 @@ struct TimeCosts {
 inline void list_states(const Forest& forest, const Tree& tree, bool grow, const char* strategy,
                         PackScratch::Table& table) {
   const int32_t n = tree.n_nodes();
-  auto& [offset, start, depth, leaves, ended, stay, state, cost, best, merged, split, choice] = table;
+  auto& [offset, choice, depth, leaves, ended, state, split, order, below, path, start, cost, row, best, merged, stay] =
+      table;
   offset.resize(n + 1);
   depth.resize(n);
   state.resize(n);
   offset[0] = 0;
+  int32_t deepest = 0;
   for (int32_t u = 0; u < n; ++u) {
     depth[u] = tree.parent[u] < 0 ? 0 : depth[tree.parent[u]] + 1;
+    deepest = std::max(deepest, depth[u]);
     offset[u + 1] = offset[u] + depth[u] + 1;
     state[u] = offset[u] + depth[u];
   }
   const int64_t states = offset[n];
   FEATHER_REQUIRE(states <= (int64_t{1} << 25), "strategy " << strategy << " needs " << states
                                                 << " states for this forest of " << n << " nodes: use profit");
-  start.resize(states);
-  for (int32_t u = 0; u < n; ++u) {
-    const int32_t p = tree.parent[u];
-    if (p >= 0) std::copy_n(start.begin() + offset[p], depth[u], start.begin() + offset[u]);
-    start[offset[u] + depth[u]] = tree.begin[u];
-  }
   leaves.assign(n, 0);
   ended.assign(n, 0);
   for (int32_t r = 0; r < forest.n_requests; ++r) {
     const int32_t u = tree.node[r];
     if (u >= 0) ++(grow || forest.seq_len[r] > tree.end[u] ? leaves : ended)[u];
   }
-  cost.resize(states);
+  below.assign(n, 1);
+  for (int32_t u = n - 1; u >= 0; --u) {
+    if (tree.parent[u] >= 0) below[tree.parent[u]] += below[u];
+  }
+  order.resize(n);
+  path.resize(n);  // of each node: the place of its next child, first
+  int32_t root = 0;
+  for (int32_t u = 0; u < n; ++u) {
+    int32_t& slot = tree.parent[u] < 0 ? root : path[tree.parent[u]];
+    order[slot] = u;
+    path[u] = slot + 1;
+    slot += below[u];
+  }
+  path.assign(deepest + 1, -1);
+  start.resize(deepest + 1);
+  cost.resize(deepest + 1);
   choice.resize(states);
-  best.assign(states, 0);
-  stay.assign(states, 0);
-  merged.assign(states, 0);
+  row.assign(n, kNoEntries);
   split.assign(n, 0);
+  best.clear(), merged.clear(), stay.clear();
 }
 
 // Dynamic programming over a node u and the ancestor a at which its carried range starts; O(nodes * depth). cost(u, a)
@@ -220,57 +240,82 @@ void decide_cheapest(const Config& config, const Forest& forest, const Tree& tre
                      const Costs& costs, const char* strategy) {
   const bool grow = config.grow, fused = config.fused();
   list_states(forest, tree, grow, strategy, scratch.table);
-  auto& [offset, start, depth, leaves, ended, stay, state, cost, best, merged, split, choice] = scratch.table;
+  auto& [offset, choice, depth, leaves, ended, state, split, order, below, path, start, cost, row, best, merged, stay] =
+      scratch.table;
   const double part = costs.part, tail_split = fused ? part : 2 * part;
   auto closes = [&](int32_t from) { return fused || from == 0 ? 0 : part; };  // of a request's own pack
   auto tail_merged = [&](int32_t carried, int32_t from) { return costs.tail(carried) + closes(from); };
-  for (int32_t u = tree.n_nodes() - 1; u >= 0; --u) {
-    const int32_t size = tree.size[u];
+  // The first entry of a node. A node's children come in turn, so who has entries last is the first to be done.
+  auto entries_of = [&](int32_t u) {
+    if (row[u] == kNoEntries) {
+      row[u] = static_cast<int64_t>(best.size());
+      const size_t size = best.size() + depth[u] + 1;
+      best.resize(size), merged.resize(size), stay.resize(size);
+    }
+    return row[u];
+  };
+  for (int32_t i = tree.n_nodes() - 1; i >= 0; --i) {  // nodes below one before it, the last child first
+    const int32_t u = order[i], p = tree.parent[u], size = tree.size[u], last = depth[u];
+    for (int32_t v = u; v >= 0 && path[depth[v]] != v; v = tree.parent[v]) {
+      path[depth[v]] = v;
+      start[depth[v]] = tree.begin[v];
+    }
+    const int64_t own = entries_of(u);
+    const double *const own_best = best.data() + own, *const own_merged = merged.data() + own;
+    const int32_t* const own_stay = stay.data() + own;
+    char* const choices = choice.data() + offset[u];
     split[u] += leaves[u] * tail_split;
-    for (int32_t j = 0; j <= depth[u]; ++j) {
-      const int64_t at = offset[u] + j;
-      const int32_t from = start[at], carried = tree.end[u] - from;
+    const auto of_all = costs.pack_of(size), of_ended = costs.pack_of(std::max(1, ended[u]));
+    auto of_staying = of_all;
+    int32_t counted = size;  // in it
+    for (int32_t j = 0; j <= last; ++j) {
+      const int32_t from = start[j], carried = tree.end[u] - from;
       const double tail = tail_merged(carried, from), ends = ended[u] * (from == 0 ? 0 : part);
-      stay[at] += ended[u] + (tail_split < tail ? leaves[u] : 0);
-      merged[at] += leaves[u] * tail;
-      choice[at] = kNoPack;
-      cost[at] = merged[at];
-      if (ended[u] > 0) cost[at] += ended[u] * (costs.alone(carried) + closes(from));
+      const int32_t staying = own_stay[j] + ended[u] + (tail_split < tail ? leaves[u] : 0);
+      const double all_merged = own_merged[j] + leaves[u] * tail;
+      Choice taken = kNoPack;
+      double least = all_merged;
+      if (ended[u] > 0) least += ended[u] * (costs.alone(carried) + closes(from));
       auto consider = [&](Choice chosen, double other) {
         // At equal costs merged; but requests that end here save no part on their own without the fused merge.
-        const bool at_equal = choice[at] == kNoPack && !fused && ended[u] > 0;
-        if (other > cost[at] || (other == cost[at] && !at_equal)) return;
-        choice[at] = chosen;
-        cost[at] = other;
+        const bool at_equal = taken == kNoPack && !fused && ended[u] > 0;
+        if (other > least || (other == least && !at_equal)) return;
+        taken = chosen;
+        least = other;
       };
-      const double whole = costs.pack(size, carried) + ends;
-      if (stay[at] > 0) {
-        const double pack = stay[at] == size ? whole : costs.pack(stay[at], carried) + ends;
-        consider(kCheaperSides, best[at] + leaves[u] * std::min(tail, tail_split) + pack);
+      const double whole = costs.pack(of_all, carried) + ends;
+      if (staying > 0) {
+        if (staying != counted) of_staying = costs.pack_of(counted = staying);
+        const double pack = staying == size ? whole : costs.pack(of_staying, carried) + ends;
+        consider(kCheaperSides, own_best[j] + leaves[u] * std::min(tail, tail_split) + pack);
       }
-      if (stay[at] < size) consider(kAllSplit, split[u] + whole);
-      if (ended[u] > 0) consider(kEndedOnly, merged[at] + costs.pack(ended[u], carried) + ends);
+      if (staying < size) consider(kAllSplit, split[u] + whole);
+      if (ended[u] > 0) consider(kEndedOnly, all_merged + costs.pack(of_ended, carried) + ends);
+      choices[j] = taken;
+      cost[j] = least;
     }
-    const int32_t p = tree.parent[u];
+    best.resize(own), merged.resize(own), stay.resize(own);
     if (p < 0) continue;
-    const double apart = cost[offset[u] + depth[u]] + size * part;
+    const double apart = cost[last] + size * part;
     split[p] += apart;
-    for (int32_t j = 0; j <= depth[p]; ++j) {
-      const double within = cost[offset[u] + j];
-      best[offset[p] + j] += std::min(within, apart);
-      stay[offset[p] + j] += apart < within ? size : 0;
-      merged[offset[p] + j] += within;
+    const int64_t above = entries_of(p);
+    for (int32_t j = 0; j < last; ++j) {
+      const double within = cost[j];
+      best[above + j] += std::min(within, apart);
+      stay[above + j] += apart < within ? size : 0;
+      merged[above + j] += within;
+      if (within <= apart) choices[j] |= kMergedSide;
     }
   }
   decide(forest, tree, scratch, [&](const Edge& edge, int32_t u) {
     const int32_t p = edge.parent;
-    const char chosen = choice[state[p]];
+    const char chosen = choice[state[p]] & ~kMergedSide;
     if (edge.ends(grow)) return chosen == kNoPack;
     if (edge.leaf >= 0 && chosen == kCheaperSides) return tail_merged(edge.carried, edge.from) <= tail_split;
     if (edge.leaf >= 0) return chosen != kAllSplit;
-    const int64_t within = offset[u] + (state[p] - offset[p]), apart = state[u];
+    const int64_t within = offset[u] + (state[p] - offset[p]);
     bool merged_here = chosen != kAllSplit;
-    if (chosen == kCheaperSides) merged_here = cost[within] <= cost[apart] + edge.size * part;
+    if (chosen == kCheaperSides) merged_here = choice[within] & kMergedSide;
     if (merged_here) state[u] = within;
     return merged_here;
   });
@@ -338,6 +383,9 @@ inline void make_packs(const Config& config, const Forest& forest, const Tree& t
   }
   const int64_t most = std::accumulate(pack_of.begin(), pack_of.end(), int64_t{forest.n_requests});
   FEATHER_REQUIRE(most <= INT32_MAX, "packs of up to " << most << " members are too many: use another strategy");
+  const int64_t at_least = most - forest.n_requests;  // so many that their plan is refused: not to be listed first
+  FEATHER_REQUIRE(at_least <= config.max_members, "a plan of more than " << at_least << " members exceeds the planner's "
+                                                      << config.max_members << ": raise max_members");
   out.packs.clear();
   int32_t members = 0;
   for (int32_t u = 0; u < n; ++u) {
