@@ -64,7 +64,7 @@ def _start_fork_server() -> None:
 
     Ctrl-C in a terminal is told to every process; this one ends the others.
     """
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         return forkserver.ensure_running()  # it is ready, or starts again if it has died
     resource_tracker.ensure_running()  # which lets SIGINT through again when it starts
@@ -77,7 +77,8 @@ def _start_fork_server() -> None:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             del os.environ[_READY]
-        while not ready.exists() and not os.waitid(os.P_PID, server._forkserver_pid, _HAS_ENDED):
+        pid = server._forkserver_pid
+        while not ready.exists() and pid is not None and not os.waitid(os.P_PID, pid, _HAS_ENDED):
             time.sleep(0.02)
 
 

@@ -8,7 +8,7 @@ import os
 from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from feather_sglang.errors import FeatherError, quoted
 from feather_sglang.replay.attention_time import KINDS, AttentionTime
@@ -171,7 +171,7 @@ def _parse(document: Any) -> HardwareProfile:
     return HardwareProfile(name=name, title=title, attention=attention, sources=sources, host=host, **numbers)
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: Any) -> TypeGuard[str]:
     """Whether reports can print it, and files have it."""
     return isinstance(value, str) and value.isprintable()
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from feather_kernels.errors import PlanError
+from feather_kernels.errors import PlanError, is_number, is_whole
 from feather_kernels.tiles import TILES
 
 # For an H200, tiles of the hopper path, by m; near what benchmarks/measure_unit_costs.py prints. A step is of the n in
@@ -44,8 +44,10 @@ class UnitCosts:
     part_row: float = 60.0
 
     def __post_init__(self) -> None:
-        numbers = (*self.unit.values(), *self.step.values(), self.part, self.part_row)
-        if not self.unit or not self.step or not all(math.isfinite(cost) and cost >= 0 for cost in numbers):
+        tiles = [self.unit, self.step]
+        whole = all(isinstance(costs, Mapping) and costs and all(map(is_whole, costs)) for costs in tiles)
+        numbers = [self.part, self.part_row, *(cost for costs in tiles if whole for cost in costs.values())]
+        if not whole or not all(is_number(cost) and 0 <= cost < math.inf for cost in numbers):
             raise PlanError(f"costs are {self}: give finite numbers of at least 0, unit and step for at least one m")
 
     @classmethod

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from feather_kernels.errors import PlanError
+from feather_kernels.errors import PlanError, is_whole
 
 IntArray = npt.NDArray[np.integer]
 Ints = IntArray | Sequence[int]
+_LARGEST_PAGE = 1 << 30  # tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +90,9 @@ class Forest:
 
     def with_seq_len(self, seq_len: Ints) -> Forest:
         """The same sharing after the private tails have grown (or shrunk) to ``seq_len``, int32 [requests]."""
-        return Forest(self.parent, self.length, self.request_node, np.asarray(seq_len), self.row_offset)
+        return Forest(
+            self.parent, self.length, self.request_node, _vector("seq_len", seq_len, np.int32), self.row_offset
+        )
 
     @classmethod
     def from_nodes(
@@ -168,8 +171,8 @@ class Forest:
         if not isinstance(table, np.ndarray) or table.ndim != 2 or table.dtype not in (np.int32, np.int64):
             kind = f"{table.dtype} {list(table.shape)}" if isinstance(table, np.ndarray) else type(table).__name__
             raise PlanError(f"table is {kind}: give a NumPy array int32 or int64 [requests, pages]")
-        if page_size < 1 or page_size & (page_size - 1):
-            raise PlanError(f"page_size is {page_size}: give a power of two")
+        if not is_whole(page_size) or not 1 <= page_size <= _LARGEST_PAGE or page_size & (page_size - 1):
+            raise PlanError(f"page_size is {page_size!r}: give a power of two up to {_LARGEST_PAGE}")
         seq_len = _vector("seq_lens", seq_lens, np.int32)
         if len(seq_len) != len(table):
             raise PlanError(f"table has {len(table)} rows and seq_lens {len(seq_len)} entries: give one row a request")
@@ -178,7 +181,13 @@ class Forest:
             row_offset = np.arange(len(table), dtype=np.int64) * table.shape[1]
         found = np.empty((2, len(table)), np.int32), np.empty(len(table), np.int32)
         build = _planner().forest_from_block_table
-        return _shared(cls, build, (table, page_size, seq_len), *found, seq_len, np.asarray(row_offset))
+        return _shared(cls, build, (table, int(page_size), seq_len), *found, seq_len, row_offset)
+
+
+def check_forest(forest: Any) -> None:
+    """Raise `PlanError` for what is no forest."""
+    if not isinstance(forest, Forest):
+        raise PlanError(f"forest is {type(forest).__name__}: give a Forest")
 
 
 def _shared(
@@ -188,7 +197,7 @@ def _shared(
     nodes: IntArray,
     request_node: IntArray,
     seq_len: IntArray,
-    row_offset: IntArray,
+    row_offset: Ints,
 ) -> Forest:
     """Let C++ find the shared nodes of ``source``; ``nodes`` has room for their parents and lengths."""
     parent, length = nodes
@@ -196,7 +205,7 @@ def _shared(
         count = build(*source, parent, length, request_node)
     except ValueError as error:
         raise PlanError(str(error)) from None
-    return cls(parent[:count], length[:count], request_node, seq_len, row_offset)
+    return cls(parent[:count], length[:count], request_node, seq_len, _vector("row_offset", row_offset, np.int64))
 
 
 def _planner() -> Any:
@@ -206,7 +215,10 @@ def _planner() -> Any:
 
 
 def _vector(name: str, values: Ints, dtype: type[np.integer]) -> IntArray:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # rows of unlike lengths, or a tensor on a GPU
+        raise PlanError(f"{name} is no vector of integers: {str(error).splitlines()[0]}") from None
     if array.ndim != 1:
         raise PlanError(f"{name} has {array.ndim} dimensions: give a vector")
     if array.size and array.dtype.kind not in "iu":

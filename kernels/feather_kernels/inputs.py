@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from feather_kernels.config import FP8, KernelConfig
-from feather_kernels.errors import PlanError
-from feather_kernels.forest import Forest
+from feather_kernels.errors import PlanError, is_number
+from feather_kernels.forest import Forest, check_forest
 from feather_kernels.plan import PackPlan
 
+_MOST_BYTES, _MOST_SLOTS = 2**31 - 1, 2**31  # of a slot, and in a cache: the kernels multiply numbers of 32 bits
 
-def check_batch(forest: Forest, table: torch.Tensor, seq_lens: torch.Tensor | None, device: torch.device) -> None:
+
+def check_batch(
+    forest: Forest, table: torch.Tensor, seq_lens: torch.Tensor | None, device: torch.device, page_size: int
+) -> None:
     """The table of slots or pages and the lengths of a batch that is to be planned."""
+    check_forest(forest)
+    _check_tensors(table=table, seq_lens=seq_lens)
     if table.dtype not in (torch.int32, torch.int64) or table.device != device or not table.is_contiguous():
         raise PlanError(
             f"table is {table.dtype} on {table.device}: give a contiguous int32 or int64 tensor on {device}"
         )
-    starts = forest.row_offset[forest.seq_len > 0]  # nothing is read of other rows: they may begin at the end
-    if len(starts) and int(starts.max()) >= table.numel():
-        raise PlanError(f"a row starts at entry {int(starts.max())} of a table of {table.numel()}")
+    pages = -(-forest.seq_len.astype(np.int64) // page_size)
+    # Nothing is read of rows without tokens: they may begin at the end. A sum of what is not negative would wrap.
+    outside = (pages > 0) & (forest.row_offset > table.numel() - pages)
+    if outside.any():
+        request = int(outside.argmax())
+        start, entries = int(forest.row_offset[request]), int(pages[request])
+        raise PlanError(
+            f"request {request} has a row of {entries} entries from entry {start} on, in a table of {table.numel()}"
+        )
     if seq_lens is not None and (
         seq_lens.dtype != torch.int32 or seq_lens.device != device or seq_lens.shape != (forest.n_requests,)
         or not seq_lens.is_contiguous()
@@ -33,12 +46,13 @@ def check_batch(forest: Forest, table: torch.Tensor, seq_lens: torch.Tensor | No
 
 def check_scores(scale: float, cap: float) -> None:
     """Scale and soft cap of a layer's scores."""
-    if not scale > 0 or cap < 0:
+    if not _is_finite(scale) or scale <= 0 or not _is_finite(cap) or cap < 0:
         raise PlanError(f"sm_scale is {scale} and logit_soft_cap {cap}: give a positive scale and no negative cap")
 
 
 def check_sinks(config: KernelConfig, sinks: torch.Tensor) -> None:
     """Attention sinks of a layer."""
+    _check_tensors(sinks=sinks)
     if (
         sinks.shape != (config.num_qo_heads,) or sinks.dtype not in (torch.float32, config.dtype)
         or sinks.device != config.device or not sinks.is_contiguous()
@@ -53,7 +67,7 @@ def check_kv_scales(kv_dtype: torch.dtype, k_scale: float, v_scale: float) -> No
     """What a layer's keys and values stand for times."""
     if kv_dtype != FP8 and (k_scale, v_scale) != (1.0, 1.0):
         raise PlanError(f"k_scale is {k_scale} and v_scale {v_scale}: caches in {kv_dtype} have none")
-    if not (0 < k_scale < math.inf and 0 < v_scale < math.inf):
+    if not all(_is_finite(scale) and scale > 0 for scale in (k_scale, v_scale)):
         raise PlanError(f"k_scale is {k_scale} and v_scale {v_scale}: give finite scales above 0")
 
 
@@ -62,6 +76,7 @@ def checked_tensors(
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The caches by slots, (slots, kv_heads, head_dim), if all tensors fit a plan of so many requests."""
+    _check_tensors(q=q, k_cache=k, v_cache=v, out=out)
     heads, kv_heads, dim = config.num_qo_heads, config.num_kv_heads, config.head_dim
     k, v = _by_slots(k, page_size), _by_slots(v, page_size)
     shape = (requests, heads, dim)
@@ -85,6 +100,11 @@ def checked_tensors(
             raise PlanError(
                 f"{name} has strides {tensor.stride()}: a slot's heads must lie side by side, 16-byte aligned"
             )
+        if tensor.stride(0) * tensor.element_size() > _MOST_BYTES or len(tensor) > _MOST_SLOTS:
+            raise PlanError(
+                f"{name} has {len(tensor)} slots, {tensor.stride(0) * tensor.element_size()} bytes from one to the "
+                f"next: give up to {_MOST_SLOTS} slots and {_MOST_BYTES} bytes"
+            )
     dtypes = (("q", q, config.dtype), ("k_cache", k, config.kv_dtype), ("v_cache", v, config.kv_dtype))
     for name, tensor, dtype in (*dtypes, ("out", out, config.dtype)):
         if tensor is not None and (tensor.dtype != dtype or tensor.device != config.device):
@@ -92,6 +112,19 @@ def checked_tensors(
                 f"{name} is {tensor.dtype} on {tensor.device}: the wrapper is for {dtype} on {config.device}"
             )
     return k, v
+
+
+_MAY_LACK = ("seq_lens", "out")
+
+
+def _check_tensors(**tensors: object) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) and not (tensor is None and name in _MAY_LACK):
+            raise PlanError(f"{name} is {type(tensor).__name__}: give a tensor")
+
+
+def _is_finite(value: object) -> bool:
+    return is_number(value) and abs(value) < math.inf  # type: ignore[arg-type]
 
 
 def _by_slots(cache: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from feather_kernels.costs import UnitCosts
-from feather_kernels.errors import BuildError, PlanError
+from feather_kernels.errors import BuildError, PlanError, is_number, is_whole
 from feather_kernels.pack import MERGES, SPLITS, STRATEGIES
 from feather_kernels.paths import KernelPath
 from feather_kernels.tiles import TILES, WIDEST_HEAD
@@ -31,6 +31,7 @@ _THIN_ROWS = 8  # of the tile that runs one request's query heads
 _MAX_TILES = 15
 _MAX_TILE = 1 << 20  # rows, or tokens: more than any kernel has, and far from the planner's int32
 _MAX_PROCESSORS = 1 << 12
+_MOST_TEAMS = 1 << 16  # of a processor: more than any has threads
 
 # ``PlannerOptions`` of csrc/planner/interface.h. The first line's fields are the places of names in their tables.
 _CHOICES = {"strategy": tuple(STRATEGIES), "split": tuple(SPLITS), "merge": tuple(MERGES)}
@@ -166,19 +167,26 @@ class PlannerOptions:
             "tail_warps",
             "group_capacity",
         )
+        for name in ("grow", "causal_tails"):
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise PlanError(f"{name} is {getattr(self, name)!r}: give True or False")
         if self.n_sm > _MAX_PROCESSORS:
             raise PlanError(f"n_sm is {self.n_sm}: a GPU has no more than {_MAX_PROCESSORS} processors")
         if self.num_qo_heads % self.num_kv_heads:
             raise PlanError(f"num_qo_heads {self.num_qo_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
-        if not 0 <= self.fan_in <= UNLIMITED:
-            raise PlanError(f"fan_in is {self.fan_in}: give a number from 0 (no limit) to {UNLIMITED}")
-        if self.kv_value_bytes not in (1, 2):
-            raise PlanError(f"kv_value_bytes is {self.kv_value_bytes}: give 2 or 1")
-        if not 0 <= self.item_overhead <= UNLIMITED:
-            raise PlanError(f"item_overhead is {self.item_overhead}: give a number from 0 to {UNLIMITED}")
-        factor = self.profit_factor
-        if not 0 <= self.compute_split_cost < math.inf or not (factor is None or 0 < factor < math.inf):
-            raise PlanError("compute_split_cost is at least 0, profit_factor above 0, and both are finite")
+        if not _is_count(self.fan_in):
+            raise PlanError(f"fan_in is {self.fan_in!r}: give a number from 0 (no limit) to {UNLIMITED}")
+        if not is_whole(self.kv_value_bytes) or self.kv_value_bytes not in (1, 2):
+            raise PlanError(f"kv_value_bytes is {self.kv_value_bytes!r}: give 2 or 1")
+        if not _is_count(self.item_overhead):
+            raise PlanError(f"item_overhead is {self.item_overhead!r}: give a number from 0 to {UNLIMITED}")
+        factor, cost = self.profit_factor, self.compute_split_cost
+        of_profit = factor is None or (is_number(factor) and 0 < factor < math.inf)
+        if not (is_number(cost) and 0 <= cost < math.inf) or not of_profit:
+            raise PlanError(
+                f"compute_split_cost is {cost!r} and profit_factor {factor!r}: compute_split_cost is at least 0, "
+                "profit_factor above 0, and both are finite"
+            )
         if self.causal_tails and self.grow:
             raise PlanError("causal_tails is for tails that do not grow: give grow=False")
         for name, choices in _CHOICES.items():
@@ -195,11 +203,13 @@ class PlannerOptions:
         if self.max_parts is None:
             self._settle(max_parts=UNLIMITED)
         self._require_positive("max_items", "max_members")
-        if not 0 <= self.max_parts <= UNLIMITED:
-            raise PlanError(f"max_parts is {self.max_parts}: give a number from 0 to {UNLIMITED}")
+        if not _is_count(self.max_parts):
+            raise PlanError(f"max_parts is {self.max_parts!r}: give a number from 0 to {UNLIMITED}")
         self._settle(alpha=_alpha(self.alpha, tiles, self.head_dim > WIDEST_HEAD))
         if self.costs is None:
             self._settle(costs=UnitCosts.default(tiles))
+        if not isinstance(self.costs, UnitCosts):
+            raise PlanError(f"costs is {self.costs!r}: give UnitCosts")
 
     def _settle(self, **fields: Any) -> None:
         for name, value in fields.items():
@@ -207,8 +217,9 @@ class PlannerOptions:
 
     def _require_positive(self, *names: str) -> None:
         for name in names:
-            if not 1 <= getattr(self, name) <= UNLIMITED:
-                raise PlanError(f"{name} is {getattr(self, name)}: give a number from 1 to {UNLIMITED}")
+            value = getattr(self, name)
+            if not _is_count(value) or value < 1:
+                raise PlanError(f"{name} is {value!r}: give a number from 1 to {UNLIMITED}")
 
     @property
     def group_size(self) -> int:
@@ -290,11 +301,23 @@ def tail_warps_of(path: str, head_dim: int) -> int:
     return KernelPath.of(path, head_dim).teams_per_processor(_THIN_ROWS)
 
 
+def _is_count(value: Any) -> bool:
+    return is_whole(value) and 0 <= value <= UNLIMITED
+
+
 def _checked_tiles(tiles: Tiles, group_size: int) -> tuple[tuple[int, int], ...]:
-    checked = tuple((int(m), int(n)) for m, n in tiles)
+    try:
+        checked = tuple((m, n) for m, n in tiles)
+    except (TypeError, ValueError):
+        checked = ()
+    if not all(is_whole(size) for tile in checked for size in tile):
+        checked = ()
+    if not checked:
+        raise PlanError(f"tiles are {tiles!r}: give 1 to {_MAX_TILES} pairs (m, n) of integers")
+    checked = tuple((int(m), int(n)) for m, n in checked)
     rows = [m for m, _ in checked]
     sizes = [size for tile in checked for size in tile]
-    in_range = 1 <= len(checked) <= _MAX_TILES and 1 <= min(sizes) and max(sizes) <= _MAX_TILE
+    in_range = len(checked) <= _MAX_TILES and 1 <= min(sizes) and max(sizes) <= _MAX_TILE
     if not in_range or rows != sorted(set(rows)):
         raise PlanError(f"tiles are {checked}: give 1 to {_MAX_TILES} pairs (m, n) of ascending m, up to {_MAX_TILE}")
     if group_size > rows[-1]:
@@ -303,8 +326,8 @@ def _checked_tiles(tiles: Tiles, group_size: int) -> tuple[tuple[int, int], ...]
 
 
 def _check_head_pack(head_pack: int | None, group_size: int, num_kv_heads: int, tiles: Tiles) -> None:
-    if head_pack not in (None, 1, 2):
-        raise PlanError(f"head_pack is {head_pack}: give 1, 2 or None")
+    if head_pack is not None and (not is_whole(head_pack) or head_pack not in (1, 2)):
+        raise PlanError(f"head_pack is {head_pack!r}: give 1, 2 or None")
     tail_rows = next(m for m, _ in tiles if m >= group_size)
     if head_pack == 2 and (tail_rows != _THIN_ROWS or 2 * group_size > _THIN_ROWS or num_kv_heads % 2):
         raise PlanError(
@@ -319,6 +342,11 @@ def _alpha(alpha: Sequence[float] | None, tiles: tuple[tuple[int, int], ...], ha
             max((share for m, share in DEFAULT_ALPHA.items() if m <= tile[0]), default=0.3) for tile in tiles
         )
         return tuple(min(1.0, 2 * share) for share in shares) if half else shares
-    if len(alpha) != len(tiles) or not all(0 < share < math.inf for share in alpha):
-        raise PlanError(f"alpha is {tuple(alpha)}: give a finite number above 0 for each of the {len(tiles)} tiles")
-    return tuple(float(share) for share in alpha)
+    given = tuple(alpha) if isinstance(alpha, Sequence | np.ndarray) and not isinstance(alpha, str) else ()
+    in_range = all(is_number(share) and 1 / _MOST_TEAMS <= share < math.inf for share in given)
+    if len(given) != len(tiles) or not in_range:
+        raise PlanError(
+            f"alpha is {alpha!r}: give a finite number above 0 for each of the {len(tiles)} tiles, one over a "
+            f"processor's teams, of which there are no more than {_MOST_TEAMS}"
+        )
+    return tuple(float(share) for share in given)

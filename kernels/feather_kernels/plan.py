@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from feather_kernels.errors import PlanError
-from feather_kernels.forest import Forest, IntArray
+from feather_kernels.forest import Forest, IntArray, check_forest
 from feather_kernels.options import UNLIMITED, PlannerOptions, PlanStats
 
 SHARED_LEVELS = 5  # shared levels that there is memory for
@@ -81,6 +81,7 @@ class Planner:
         PlanError
             A forest that contradicts itself, or a plan that exceeds the capacity. The buffer keeps its last plan.
         """
+        check_forest(forest)
         stats = _fit(self.options, self._record, forest, self.buffer)
         return PackPlan(self, forest, self.buffer, int(self.buffer[_SERIAL]), stats)
 
@@ -256,7 +257,7 @@ class PackPlan:
         else:
             seq_len = np.asarray(batch)
         if seq_len.shape != self.forest.seq_len.shape:
-            return False, f"the batch has {len(seq_len)} requests, the plan {self.n_requests}"
+            return False, f"the batch has {seq_len.size} requests, the plan {self.n_requests}"
         if not self.options.grow:
             same = np.array_equal(seq_len, self.forest.seq_len)
             return same, "" if same else "a sequence length has changed and the plan was made with grow=False"
@@ -289,6 +290,7 @@ def make_plan(forest: Forest, *, max_requests: int | None = None, **arguments: A
 
     With ``max_items``, ``max_members`` or ``buffer`` given, the capacity is that of `Planner` instead.
     """
+    check_forest(forest)
     requests = max(forest.n_requests, 1) if max_requests is None else max_requests
     if not arguments.keys() & {"max_items", "max_members", "buffer"}:
         scout = PlannerOptions(max_requests=requests, **arguments, max_items=UNLIMITED, max_members=UNLIMITED)
@@ -335,8 +337,17 @@ def _call(record: npt.NDArray[np.int64], forest: Forest, buffer: IntArray) -> Pl
 
 def _checked_buffer(buffer: IntArray | None, size: int) -> IntArray:
     if buffer is None:
-        return np.zeros(size, np.int32)
-    if buffer.dtype != np.int32 or buffer.ndim != 1 or not buffer.flags.c_contiguous or not buffer.flags.writeable:
+        try:
+            return np.zeros(size, np.int32)
+        except MemoryError:
+            raise PlanError(f"no memory for a buffer of {size} entries: lower max_requests or max_items") from None
+    if (
+        not isinstance(buffer, np.ndarray)
+        or buffer.dtype != np.int32
+        or buffer.ndim != 1
+        or not buffer.flags.c_contiguous
+        or not buffer.flags.writeable
+    ):
         raise PlanError("buffer is no writable contiguous int32 vector")
     if len(buffer) < size:
         raise PlanError(f"buffer has {len(buffer)} entries: this capacity needs {size}")

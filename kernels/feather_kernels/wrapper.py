@@ -139,7 +139,7 @@ class PackedDecodeWrapper:
         ValueError
             A batch that does not fit the wrapper, or tensors of the wrong kind.
         """
-        check_batch(forest, table, seq_lens, self.config.device)
+        check_batch(forest, table, seq_lens, self.config.device, self.page_size)
         plan = self.planner.plan(forest)
         self._lens = self.scratch.take(plan, seq_lens)
         self.pack_plan, self._table = plan, table

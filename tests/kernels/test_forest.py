@@ -1,5 +1,7 @@
 """Forests from radix nodes and from block tables are the same forests."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -91,6 +93,22 @@ def test_long_common_prefixes_end_at_the_first_difference():
     assert forest.shared_length.tolist() == [999, 64, 63, 500, 999]
 
 
+def test_a_table_in_which_each_row_shares_a_page_less_than_the_one_before_takes_time_by_its_size():
+    n = 2048
+    table = np.tile(np.arange(n, dtype=np.int32), (n, 1))
+    behind = np.arange(n)[None, :] >= n - np.arange(n)[:, None]  # the last i pages of request i
+    table[behind] = np.arange(n * n, 2 * n * n, dtype=np.int32).reshape(n, n)[behind]
+    begun = time.perf_counter()
+    forest = Forest.from_block_table(table, np.full(n, n), 1)
+    taken = time.perf_counter() - begun
+    assert taken < 0.5  # a hundredth of a second, of a few megabytes; each row with each on every level took two
+    assert forest.shared_length.tolist() == [n - 1, *range(n - 1, 0, -1)]
+    rng = np.random.default_rng(0)
+    order = rng.permutation(n)
+    mixed = Forest.from_block_table(table[order], np.full(n, n), 1)
+    assert mixed.shared_length.tolist() == forest.shared_length[order].tolist()
+
+
 def test_a_deep_chain_of_nodes():
     n = 3000  # each request ends one token below the last
     forest = Forest(np.arange(-1, n - 1), np.ones(n, int), np.arange(n), np.arange(n) + 2, np.zeros(n, int))
@@ -149,6 +167,12 @@ TABLE = np.zeros((2, 3), np.int32)
         ({4: [20, 2**40]}, "seq_lens has a value outside int32"),
         ({4: [[20, 20]]}, "seq_lens has 2 dimensions"),
         ({2: [2**31 - 1, 2]}, "beyond int32"),
+        ({0: ["a", "b"]}, "node_ids is <U1: give integers"),
+        ({0: [[1], [2, 3]]}, "node_ids is no vector of integers"),
+        ({0: None}, "node_ids has 0 dimensions"),
+        ({0: [1, 2**70]}, "node_ids is object: give integers"),
+        ({2: [5, 5.5]}, "lengths is float64: give integers"),
+        ({4: [True, True]}, "seq_lens is bool: give integers"),
     ],
 )
 def test_wrong_nodes(change, message):
@@ -164,6 +188,13 @@ def test_wrong_nodes(change, message):
         ((TABLE.tolist(), [1, 1], 1), "table is list"),
         ((TABLE.astype(np.float32), [1, 1], 1), "table is float32"),
         ((TABLE, [1, 1], 3), "page_size is 3: give a power of two"),
+        ((TABLE, [1, 1], 1.0), "page_size is 1.0: give a power of two"),
+        ((TABLE, [1, 1], "1"), "page_size is '1': give a power of two"),
+        ((TABLE, [1, 1], None), "page_size is None: give a power of two"),
+        ((TABLE, [1, 1], 2**31), "page_size is 2147483648: give a power of two up to"),
+        ((TABLE, [1, 1.5], 1), "seq_lens is float64: give integers"),
+        ((TABLE, [1, 1], 1, [0, 0.5]), "row_offset is float64: give integers"),
+        ((TABLE, [1, 1], 1, [[0], [0, 1]]), "row_offset is no vector"),
         ((TABLE, [1], 1), "table has 2 rows and seq_lens 1"),
         ((TABLE, [1, 49], 16), "request 1 has 49 tokens: its row has 3 pages of 16"),
         ((TABLE, [1, -1], 16), "request 1 has -1 tokens"),

@@ -1,6 +1,8 @@
 """A user's mistake is one clear line, and leaves the last plan in place."""
 
 import math
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
@@ -11,6 +13,7 @@ from feather_kernels.build import load_planner
 from feather_kernels.errors import BuildError, PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.options import UNLIMITED, PlannerOptions, check_interface
+from feather_kernels.pack import STRATEGIES
 from feather_kernels.plan import Planner, make_plan
 from feather_kernels.tiles import TILES
 from feather_kernels.trees import tree_forest
@@ -43,6 +46,34 @@ FOREST = tree_forest((1, 8), (400, 100))
         ({"alpha": (1.0, 0, 1, 1)}, "give a finite number above 0"),
         ({"alpha": (math.nan,) * 4}, "give a finite number above 0"),
         ({"alpha": (1, 1, 1, math.inf)}, "give a finite number above 0"),
+        ({"alpha": (2.0**-57,) * 4}, "give a finite number above 0 .*no more than 65536"),  # a product wrapped to 0
+        ({"alpha": (5e-324,) * 4}, "give a finite number above 0"),
+        ({"alpha": "abcd"}, "alpha is 'abcd': give a finite number"),
+        ({"alpha": 1.0}, "alpha is 1.0: give a finite number"),
+        ({"alpha": ("1",) * 4}, "give a finite number above 0"),
+        ({"num_kv_heads": 2.0}, "num_kv_heads is 2.0: give a number from 1"),
+        ({"num_qo_heads": "8"}, "num_qo_heads is '8': give a number from 1"),
+        ({"head_dim": 64.5}, "head_dim is 64.5: give a number from 1"),
+        ({"max_requests": "8"}, "max_requests is '8'"),
+        ({"max_requests": True}, "max_requests is True"),
+        ({"max_items": 100.5}, "max_items is 100.5"),
+        ({"max_parts": 1.5}, "max_parts is 1.5"),
+        ({"fan_in": 1.5}, "fan_in is 1.5"),
+        ({"fan_in": None}, "fan_in is None"),
+        ({"item_overhead": [1]}, r"item_overhead is \[1\]"),
+        ({"kv_value_bytes": 1.0}, "kv_value_bytes is 1.0: give 2 or 1"),
+        ({"head_pack": 1.0}, "head_pack is 1.0: give 1, 2 or None"),
+        ({"head_pack": [1]}, "give 1, 2 or None"),
+        ({"profit_factor": "4"}, "profit_factor '4'"),
+        ({"compute_split_cost": None}, "compute_split_cost is None"),
+        ({"grow": "no"}, "grow is 'no': give True or False"),
+        ({"causal_tails": None, "grow": False}, "causal_tails is None: give True or False"),
+        ({"strategy": ["time"]}, r"strategy is \['time'\]: use one of"),
+        ({"tiles": 3}, "tiles are 3: give 1 to 15 pairs"),
+        ({"tiles": ((16, 16.5),)}, "give 1 to 15 pairs .* of integers"),
+        ({"tiles": ((16,),)}, "give 1 to 15 pairs"),
+        ({"costs": 5.0}, "costs is 5.0: give UnitCosts"),
+        ({"buffer": [0] * 10_000}, "buffer is no writable contiguous int32 vector"),
         ({"min_chunk": 0}, "min_chunk is 0"),
         ({"n_sm": 0}, "n_sm is 0"),
         ({"n_sm": 5000}, "n_sm is 5000: a GPU has no more than 4096"),
@@ -70,6 +101,74 @@ def test_arguments(arguments, message):
     with pytest.raises(PlanError, match=message) as error:
         plan_of(FOREST, **arguments)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("forest", [None, 3, [[0], [1]], {"parent": []}])
+def test_what_is_no_forest(forest):
+    with pytest.raises(PlanError, match=r"forest is .*: give a Forest"):
+        Planner(**HEADS, max_requests=8).plan(forest)
+    with pytest.raises(PlanError, match=r"forest is .*: give a Forest"):
+        make_plan(forest, **HEADS)
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_every_allowed_share_of_a_processor_is_planned_with(strategy):
+    for alpha in (2.0**-16, 2.0**-9, 1.0, 1e300):
+        assert plan_of(FOREST, strategy=strategy, alpha=(alpha,) * 4).n_requests == 8
+
+
+def test_more_bytes_than_are_counted_are_refused():
+    forest = Forest([], [], [-1] * 3, [2**31 - 1] * 3, [0] * 3)
+    with pytest.raises(PlanError, match="more than is counted"):
+        make_plan(forest, num_qo_heads=2**20, num_kv_heads=2**20, head_dim=2**20)
+
+
+CHAIN = """
+import resource, sys
+import numpy as np
+from feather_kernels import Forest, PlanError, Planner, make_plan
+def chain(n):
+    return Forest(np.arange(-1, n - 1), np.ones(n, int), np.append(np.arange(n), n - 1), np.append(np.arange(n) + 1, n),
+                  np.zeros(n + 1, int))
+HEADS = dict(num_qo_heads=8, num_kv_heads=2, head_dim=64)
+def megabytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+make_plan(chain(9), **HEADS)
+before = megabytes()
+"""
+
+
+def told_by(program):
+    ran = subprocess.run([sys.executable, "-c", CHAIN + program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.split("\n")
+
+
+def test_a_chain_of_shared_nodes_takes_little_memory():
+    """Sixteen million states: with tables of all that is known of each they would be 530 MB."""
+    more, *_ = told_by("Planner(**HEADS, max_requests=8192).plan(chain(5600)); print(megabytes() - before)")
+    assert float(more) < 100
+
+
+def test_members_beyond_the_capacity_are_refused_before_they_are_listed():
+    said, more, *_ = told_by(
+        "try: Planner(**HEADS, max_requests=20_001, strategy='naive').plan(chain(20_000))\n"
+        "except PlanError as error: print(error)\n"
+        "print(megabytes() - before)"
+    )
+    assert "members exceeds the planner's" in said and "raise max_members" in said
+    assert float(more) < 100  # they would be 800 MB
+
+
+def test_a_batch_beyond_memory_is_one_line_and_the_next_one_is_planned():
+    said, planned, *_ = told_by(
+        "now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (now + (300 << 20),) * 2)\n"
+        "try: make_plan(chain(20_000), **HEADS, strategy='naive')\n"
+        "except PlanError as error: print(error)\n"
+        "print(make_plan(chain(9), **HEADS).n_requests)"
+    )
+    assert said.startswith("memory does not suffice") and planned == "10"
 
 
 def test_a_failed_plan_leaves_the_last_one():

@@ -173,6 +173,7 @@ def test_a_step_of_another_n_costs_in_proportion_by_default():
     "costs",
     [
         {"unit": {8: -1}}, {"step": {8: 1, 16: nan}}, {"part": inf}, {"part_row": -0.5}, {"unit": {}}, {"step": {}},
+        {"unit": {8: "1"}}, {"unit": {"8": 1}}, {"step": 5}, {"part": None}, {"part_row": [1]}, {"unit": [1]},
     ],
 )  # fmt: skip
 def test_costs_are_finite_and_not_negative(costs):

@@ -17,10 +17,11 @@ from plan_checks import HEADS
 
 import feather_kernels.config as config_module
 import feather_kernels.wrapper as wrapper_module
-from feather_kernels.config import KernelConfig
+from feather_kernels.config import FP8, KernelConfig
 from feather_kernels.device import Device, NRule
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
+from feather_kernels.inputs import check_kv_scales, check_scores
 from feather_kernels.tiles import TILES
 from feather_kernels.wrapper import PackedDecodeWrapper
 
@@ -96,8 +97,54 @@ def test_rows_of_requests_without_tokens_may_lie_behind_the_table(made):
     table = torch.arange(3)
     for forest in (alone([3, 0], [0, 3]), alone([0, 0], [3, 3]), alone([], [])):
         assert wrapper.plan(forest, table).n_requests == forest.n_requests
-    with pytest.raises(PlanError, match="a row starts at entry 3 of a table of 3"):
+    with pytest.raises(PlanError, match="request 1 has a row of 1 entries from entry 3 on, in a table of 3"):
         wrapper.plan(alone([3, 1], [0, 3]), table)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_row_must_end_within_the_table(made, page_size):
+    wrapper = made(page_size=page_size)
+    table = torch.zeros(10, dtype=torch.int32)
+    assert wrapper.plan(alone([4 * page_size, page_size], [6, 9]), table).n_requests == 2
+    with pytest.raises(PlanError, match="request 0 has a row of 5 entries from entry 6 on, in a table of 10"):
+        wrapper.plan(alone([4 * page_size + 1, page_size], [6, 9]), table)
+    with pytest.raises(PlanError, match="request 1 has a row of 1 entries from entry 9223372036854775807 on"):
+        wrapper.plan(alone([1, 1], [0, 2**63 - 1]), table)
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+@pytest.mark.parametrize(("slots", "stride"), [(1, 2**30), (2**31 + 1, 0)], ids=["2 GB from slot to slot", "slots"])
+def test_what_the_kernels_32_bits_do_not_hold_is_refused(made, name, slots, stride):
+    wrapper = made()
+    caches = {"k_cache": tensor(2), "v_cache": tensor(2)}
+    wrapper._checked(tensor(8), **{key[0]: cache for key, cache in caches.items()}, out=None)
+    caches[name] = torch.zeros(128, dtype=torch.float16).as_strided((slots, 2, 64), (stride, 64, 1))
+    with pytest.raises(PlanError, match=f"{name} has {slots} slots, {2 * stride} bytes from one to the next"):
+        wrapper._checked(tensor(8), **{key[0]: cache for key, cache in caches.items()}, out=None)
+
+
+@pytest.mark.parametrize("given", [None, 3, [1, 2], np.zeros(3, np.int32)], ids=["none", "number", "list", "array"])
+def test_what_is_no_tensor_or_forest_is_one_line(made, given):
+    wrapper = made()
+    with pytest.raises(PlanError, match=r"table is .*: give a"):
+        wrapper.plan(alone([1], [0]), given)
+    with pytest.raises(PlanError, match=r"forest is .*: give a Forest"):
+        wrapper.plan(given, torch.arange(3))
+    for name in ("q", "k_cache", "v_cache"):
+        tensors = {"q": tensor(8), "k_cache": tensor(2), "v_cache": tensor(2), "out": tensor(8), name: given}
+        with pytest.raises(PlanError, match=f"{name} is .*: give a tensor"):
+            wrapper._checked(*tensors.values())
+
+
+@pytest.mark.parametrize("scale", ["1", None, float("nan"), float("inf"), 0.0])
+def test_scales_are_numbers(scale):
+    with pytest.raises(PlanError, match="sm_scale is"):
+        check_scores(scale, 0.0)
+    with pytest.raises(PlanError, match="k_scale is"):
+        check_kv_scales(FP8, scale, 1.0)
+    if scale != 0:
+        with pytest.raises(PlanError, match="logit_soft_cap"):
+            check_scores(1.0, scale)
 
 
 def test_a_copy_is_recorded_on_the_wrappers_device(made, runs):

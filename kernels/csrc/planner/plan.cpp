@@ -4,6 +4,9 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
+#include <new>
+#include <stdexcept>
+
 #include "planner/emit.h"
 #include "planner/forest.h"
 #include "planner/interface.h"
@@ -21,7 +24,31 @@ T* data(const TensorView& tensor) {
   return static_cast<T*>(tensor.data_ptr());
 }
 
-int32_t length(const TensorView& tensor) { return static_cast<int32_t>(tensor.size(0)); }
+int32_t length(const TensorView& tensor) {
+  FEATHER_REQUIRE(tensor.size(0) <= INT32_MAX, "an array has " << tensor.size(0) << " entries: give fewer");
+  return static_cast<int32_t>(tensor.size(0));
+}
+
+// What a function answers, or an error where memory does not suffice.
+template <class Function>
+auto in_memory(Function function) {
+  try {
+    return function();
+  } catch (const std::bad_alloc&) {
+  } catch (const std::length_error&) {
+  }
+  TVM_FFI_THROW(ValueError) << "memory does not suffice for this batch: give fewer requests or nodes, or use profit";
+}
+
+// No count of bytes exceeds its 64 bits: packs and their parts have no more than all requests' tokens.
+void check_traffic(const Config& config, const Forest& forest) {
+  double tokens = 2. * forest.n_requests;  // a request without any may have parts
+  for (int32_t r = 0; r < forest.n_requests; ++r) tokens += forest.seq_len[r];
+  const double each = static_cast<double>(config.num_kv_heads) *
+                      static_cast<double>(std::max(config.token_bytes(), config.part_bytes()));
+  FEATHER_REQUIRE(tokens * each < 0x1p62, "a batch of " << tokens << " tokens, each of up to " << each
+                                                        << " bytes, is more than is counted: give fewer");
+}
 
 struct Workspace {
   FoldScratch fold;
@@ -76,12 +103,15 @@ void plan(TensorView options, TensorView parent, TensorView node_length, TensorV
                   "a batch of " << forest.n_requests << " requests exceeds the planner's " << config.max_requests
                                 << ": raise max_requests");
   Workspace& w = workspace();
-  fold(forest, w.fold, w.tree);
-  decide_by_strategy(config, forest, w.tree, w.pack);
-  make_packs(config, forest, w.tree, w.pack, w.packing);
-  schedule(config, forest, w.packing, w.rounds, w.schedule);
-  write_stats(config, w.packing, w.schedule, *data<PlanStats>(stats), w.packed);
-  if (buffer.size(0)) emit(config, forest, w.packing, w.schedule, w.emit, data<int32_t>(buffer));
+  in_memory([&] {
+    fold(forest, w.fold, w.tree);
+    check_traffic(config, forest);
+    decide_by_strategy(config, forest, w.tree, w.pack);
+    make_packs(config, forest, w.tree, w.pack, w.packing);
+    schedule(config, forest, w.packing, w.rounds, w.schedule);
+    write_stats(config, w.packing, w.schedule, *data<PlanStats>(stats), w.packed);
+    if (buffer.size(0)) emit(config, forest, w.packing, w.schedule, w.emit, data<int32_t>(buffer));
+  });
 }
 
 int64_t buffer_size(TensorView options) { return Layout(config_of(options)).size; }
@@ -90,9 +120,11 @@ tvm::ffi::String interface() { return describe_interface(); }
 
 int64_t from_nodes(TensorView ids, TensorView parent_ids, TensorView lengths, TensorView request_ids,
                    TensorView seq_len, TensorView parent, TensorView node_length, TensorView request_node) {
-  return forest_from_nodes(length(ids), data<int64_t>(ids), data<int64_t>(parent_ids), data<int32_t>(lengths),
-                           length(request_ids), data<int64_t>(request_ids), data<int32_t>(seq_len),
-                           data<int32_t>(parent), data<int32_t>(node_length), data<int32_t>(request_node));
+  return in_memory([&] {
+    return forest_from_nodes(length(ids), data<int64_t>(ids), data<int64_t>(parent_ids), data<int32_t>(lengths),
+                             length(request_ids), data<int64_t>(request_ids), data<int32_t>(seq_len),
+                             data<int32_t>(parent), data<int32_t>(node_length), data<int32_t>(request_node));
+  });
 }
 
 int64_t from_block_table(TensorView table, int64_t page_size, TensorView seq_len, TensorView parent,
@@ -101,7 +133,8 @@ int64_t from_block_table(TensorView table, int64_t page_size, TensorView seq_len
     return forest_from_block_table(ids, length(table), table.size(1), page_size, data<int32_t>(seq_len),
                                    data<int32_t>(parent), data<int32_t>(node_length), data<int32_t>(request_node));
   };
-  return table.dtype().bits == 64 ? build(data<int64_t>(table)) : build(data<int32_t>(table));
+  return in_memory(
+      [&] { return table.dtype().bits == 64 ? build(data<int64_t>(table)) : build(data<int32_t>(table)); });
 }
 
 }  // namespace
