@@ -42,11 +42,11 @@ auto in_memory(Function function) {
 
 // No count of bytes exceeds its 64 bits: packs and their parts have no more than all requests' tokens.
 void check_traffic(const Config& config, const Forest& forest) {
-  double tokens = 2. * forest.n_requests;  // a request without any may have parts
+  int64_t tokens = 2 * int64_t{forest.n_requests};  // a request without any may have parts
   for (int32_t r = 0; r < forest.n_requests; ++r) tokens += forest.seq_len[r];
   const double each = static_cast<double>(config.num_kv_heads) *
                       static_cast<double>(std::max(config.token_bytes(), config.part_bytes()));
-  FEATHER_REQUIRE(tokens * each < 0x1p62, "a batch of " << tokens << " tokens, each of up to " << each
+  FEATHER_REQUIRE(static_cast<double>(tokens) * each < 0x1p62, "a batch of " << tokens << " tokens, each of up to " << each
                                                         << " bytes, is more than is counted: give fewer");
 }
 
