@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Set up what a fresh clone needs, then do one job: ``python3 dev.py ab``, ``test``, ``gpu``, ``versions`` or ``docs``.
+"""Set up what a fresh clone needs, then do one job: ``python3 dev.py ab``, ``test``, ``gpu``, ``docs`` and others.
 
 Needs nothing but Python's standard library. Everything goes into ``.venv`` beside this file: without a GPU the pinned
 packages of ``requirements/``, with one the SGLang that this Python already has, or else the newest supported release.
@@ -40,6 +40,7 @@ JOBS = {
     "ab": "compare scheduling policies (feather ab, with its arguments)",
     "test": f"run the tests ([{QUICK}] [{ONLY}A,B] and pytest's arguments)",
     "gpu": "see whether a machine with a Hopper GPU serves as the performance page says (see gpu --help)",
+    "sanitize": "make 28,000 plans under the address and undefined-behaviour sanitizers (see sanitize --help)",
     "versions": "try SGLang releases ([A,B]; all supported ones) and print what works on each",
     "docs": "serve the documentation site (mkdocs serve's arguments); --build: build it strictly into build/site",
     "setup": "set up only",
@@ -441,6 +442,13 @@ def run_tests(arguments: list[str]) -> int:
     return 1 if failed else 0
 
 
+def run_sanitizers(arguments: list[str]) -> int:
+    """Make plans with a sanitized planner; the tests make a few of them."""
+    set_up(RELEASES[:1])
+    program = ROOT / "tests" / "kernels" / "sanitized_plans.py"
+    return subprocess.run([str(python()), str(program), *arguments], cwd=ROOT, env=environment()).returncode
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="dev.py", description="Set up .venv beside this file, then do one job.")
     parser.add_argument("job", choices=JOBS, help="; ".join(f"{name}: {text}" for name, text in JOBS.items()))
@@ -456,7 +464,10 @@ def main() -> int:
             set_up(RELEASES)
             install_docs()
             return 0
-        jobs = {"ab": run_ab, "test": run_tests, "gpu": run_gpu, "versions": run_versions, "docs": run_docs}
+        jobs = {
+            "ab": run_ab, "test": run_tests, "gpu": run_gpu, "sanitize": run_sanitizers, "versions": run_versions,
+            "docs": run_docs,
+        }  # fmt: skip
         return jobs[choice.job](arguments)
     except SetupError as error:
         print(f"dev.py: error: {error}", file=sys.stderr)
