@@ -142,8 +142,8 @@ class Site:
     def revert(self) -> list[str]:
         """Put every file back; returns those that the patch had changed.
 
-        Raises ``FeatherError``, and writes nothing, where there is no backup or a damaged one, a file was changed since,
-        or somebody else patches.
+        Raises ``FeatherError``, and writes nothing, where there is no backup or a damaged one, a file was changed
+        since, or somebody else patches.
         """
         with self._alone():
             return self._revert()
