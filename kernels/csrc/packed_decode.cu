@@ -10,10 +10,15 @@
 #include <array>
 #include <atomic>
 
-#include "sm80/forward.cuh"
+#include "common/merge.cuh"
 #include "traits.h"
+#if FEATHER_LATENT
+#include "sm90/latent_forward.cuh"
+#else
+#include "sm80/forward.cuh"
 #if FEATHER_HOPPER
 #include "sm90/forward.cuh"
+#endif
 #endif
 
 namespace {
@@ -26,12 +31,18 @@ using T = cutlass::half_t;
 #else
 using T = cutlass::bfloat16_t;
 #endif
-constexpr int kHeadDim = FEATHER_HEAD_DIM;
+[[maybe_unused]] constexpr int kHeadDim = FEATHER_HEAD_DIM;
 
 void check(cudaError_t error, char const* what) {
   if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << what << ": " << cudaGetErrorString(error);
 }
 
+#if FEATHER_LATENT
+using LatentShape = feather::LatentTraits;
+using Latent = feather::LatentForward<T, LatentShape>;
+constexpr int kMergedDim = LatentShape::kHalfDim;
+#else
+constexpr int kMergedDim = kHeadDim;
 using PortableShape = feather::PortableTraits<kHeadDim>;
 template <int kWarps, int kTokens>
 using Team = feather::WarpTeam<T, kHeadDim, kWarps, kTokens, PortableShape::kRingBytes>;
@@ -40,6 +51,7 @@ using Portable = feather::PortableForward<T, PortableShape, Team<4, PortableShap
 #if FEATHER_HOPPER
 using HopperShape = feather::HopperTraits<kHeadDim>;
 using Hopper = feather::HopperForward<T, HopperShape>;
+#endif
 #endif
 
 template <class Forward, int kMinCtas>
@@ -93,7 +105,8 @@ void launch(feather::Params<T> const& params, int device, cudaStream_t stream) {
 feather::Params<T> make_params(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse,
                                TensorView part_out, TensorView part_stats, TensorView counters, TensorView plan,
                                TensorView seq_lens, TensorView table, int64_t page_bits, double sm_scale,
-                               double soft_cap, Optional<TensorView> sinks, double v_scale, int64_t flags) {
+                               double soft_cap, Optional<TensorView> sinks, double v_scale,
+                               Optional<TensorView> q_rope, int64_t flags) {
   feather::Params<T> params{};
   params.q = static_cast<T const*>(q.data_ptr());
   params.k = static_cast<feather::KvValue<T> const*>(k.data_ptr());
@@ -130,6 +143,14 @@ feather::Params<T> make_params(TensorView q, TensorView k, TensorView v, TensorV
   params.sinks = sinks.value().data_ptr();
   params.wide_sinks = sinks.value().dtype().bits == 32;
 #endif
+#if FEATHER_LATENT
+  TensorView const rope = q_rope.value();
+  params.q_rope = static_cast<T const*>(rope.data_ptr());
+  params.q_head_stride = q.stride(1);
+  params.q_rope_stride = rope.stride(0);
+  params.q_rope_head_stride = rope.stride(1);
+  params.q_heads *= LatentShape::kValueDim / LatentShape::kHalfDim;
+#endif
   return params;
 }
 
@@ -138,31 +159,36 @@ cudaStream_t stream_of(TensorView tensor) {
   return static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
 }
 
-// flags: 1 = L2 prefetch, 2 = portable path; queues: a bit per tile shape.
+// flags: 1 = L2 prefetch, 2 = portable path; queues: a bit per tile shape; q_rope: of latent attention, whose `q` is what
+// meets the values, and `k` the latents, once for every 64 query heads or less.
 void forward(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, TensorView part_out,
              TensorView part_stats, TensorView counters, TensorView plan, TensorView seq_lens, TensorView table,
              int64_t page_bits, double sm_scale, double soft_cap, Optional<TensorView> sinks, double v_scale,
-             int64_t flags, int64_t queues) {
+             Optional<TensorView> q_rope, int64_t flags, int64_t queues) {
   auto params = make_params(q, k, v, out, lse, part_out, part_stats, counters, plan, seq_lens, table, page_bits,
-                            sm_scale, soft_cap, sinks, v_scale, flags);
+                            sm_scale, soft_cap, sinks, v_scale, q_rope, flags);
   params.queues = queues;
   int const device = q.device().device_id;
+#if FEATHER_LATENT
+  launch<Latent, LatentShape::kMinCtas>(params, device, stream_of(q));
+#else
 #if FEATHER_HOPPER
   if (!(flags & 2)) return launch<Hopper, HopperShape::kMinCtas>(params, device, stream_of(q));
 #endif
   launch<Portable, PortableShape::kMinCtas>(params, device, stream_of(q));
+#endif
 }
 
 void merge(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, TensorView part_out,
            TensorView part_stats, TensorView counters, TensorView plan, TensorView seq_lens, TensorView table,
            int64_t page_bits, double sm_scale, double soft_cap, Optional<TensorView> sinks, double v_scale,
-           int64_t flags) {
+           Optional<TensorView> q_rope, int64_t flags) {
   auto const params = make_params(q, k, v, out, lse, part_out, part_stats, counters, plan, seq_lens, table, page_bits,
-                                  sm_scale, soft_cap, sinks, v_scale, flags);
-  int64_t const rows = q.size(0) * q.size(1);
+                                  sm_scale, soft_cap, sinks, v_scale, q_rope, flags);
+  int64_t const rows = q.size(0) * params.q_heads;
   int const sms = multiprocessors(q.device().device_id);
   int const ctas = std::max<int64_t>(1, std::min<int64_t>((rows + 3) / 4, 16 * sms));
-  start(feather::merge_kernel<T, kHeadDim>, ctas, 128, 0, params, stream_of(q));
+  start(feather::merge_kernel<T, kMergedDim>, ctas, 128, 0, params, stream_of(q));
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(forward, forward);

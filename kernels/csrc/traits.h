@@ -70,4 +70,13 @@ struct HopperTraits {
   static constexpr int kTailWarps = 4 + 4 / kGroups;
 };
 
+// Latent attention (sm_90a): one KV head whose keys are a slot's 576 columns and whose values are the first 512 of them.
+// Two warpgroups have half of an output row's columns each, and a third copies for them.
+struct LatentTraits {
+  static constexpr int kKeyDim = 576, kValueDim = 512, kHalfDim = kValueDim / 2;
+  static constexpr int kTokens = 64, kStages = 2;
+  static constexpr int kThreads = 384, kComputing = 256, kMinCtas = 1;
+  static constexpr int kRegisters = 168, kCopyRegisters = 72, kComputeRegisters = 216;
+};
+
 }  // namespace feather

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 ARCHITECTURES = {80: "80", 90: "90a"}  # compute capability x 10 -> code generation target
 DTYPES = {"float16": "half", "bfloat16": "bfloat16"}
 HEAD_DIMS = (64, 128, 256)
+LATENT_DIM = 576  # columns of a latent, which are a key's: 512 of them the value's too, and 64 with positions
 PATIENCE = 5.0  # seconds to wait for another process before saying so
 
 
@@ -87,7 +88,8 @@ def load_kernel(
     Parameters
     ----------
     dtype : {"float16", "bfloat16"}
-    head_dim : {64, 128, 256}
+    head_dim : {64, 128, 256, 576}
+        576: of latents, in bfloat16 on compute capability 9.0, and with none of what follows.
     capability : int
         Compute capability times ten (90 for an H100 or H200).
     soft_cap : bool
@@ -131,6 +133,8 @@ class Configuration:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise BuildError(f"dtype {self.dtype} is not supported: use float16 or bfloat16")
+        if self.head_dim == LATENT_DIM:
+            return self._check_latent()
         if self.head_dim not in HEAD_DIMS:
             known = ", ".join(map(str, HEAD_DIMS))
             raise BuildError(f"head_dim {self.head_dim} is not supported: use one of {known}")
@@ -153,6 +157,16 @@ class Configuration:
             other = (m, n) not in built_tiles(path, self.head_dim)
             if self.fp8_kv and path == "hopper" and other and self.head_dim != 128:
                 raise BuildError(f"tile {m}x{n}: for an fp8 KV cache there is another n at head_dim 128 only")
+
+    def _check_latent(self) -> None:
+        """Latent attention has one tile, one type and one GPU."""
+        if self.dtype != "bfloat16":
+            raise BuildError(f"latent attention in {self.dtype} is not supported: use bfloat16")
+        if self.capability != 90:
+            raise BuildError(f"latent attention needs compute capability 9.0, not {self.capability / 10:.1f}")
+        features = {"soft_cap": self.soft_cap, "tiles": self.tiles, "sinks": self.sinks, "fp8_kv": self.fp8_kv}
+        if asked := [name for name, value in features.items() if value]:
+            raise BuildError(f"latent attention has no {' or '.join(asked)}")
 
     @property
     def others(self) -> list[tuple[str, int, int]]:
@@ -179,6 +193,7 @@ class Configuration:
             f"-DFEATHER_SOFT_CAP={int(self.soft_cap)}",
             f"-DFEATHER_SINKS={int(self.sinks)}",
             f"-DFEATHER_KV_FP8={int(self.fp8_kv)}",
+            *(["-DFEATHER_LATENT=1"] if self.head_dim == LATENT_DIM else []),
             *(["-DFEATHER_CAUSAL=1"] if self.causal else []),
             *(f"-DFEATHER_{path.upper()}_{m}={n}" for path, m, n in self.others),
         ]
@@ -375,7 +390,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m feather_kernels.build", description=main.__doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=[90], choices=sorted(ARCHITECTURES), metavar="NN")
     parser.add_argument("--dtype", nargs="+", default=sorted(DTYPES), choices=sorted(DTYPES))
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], choices=HEAD_DIMS)
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], choices=(*HEAD_DIMS, LATENT_DIM))
     parser.add_argument("--soft-cap", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")
     parser.add_argument("--sinks", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")
     parser.add_argument("--fp8-kv", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")

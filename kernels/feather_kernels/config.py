@@ -104,6 +104,16 @@ class KernelConfig:
         return self.num_qo_heads // self.num_kv_heads
 
     @property
+    def part_rows(self) -> int:
+        """Rows of a part: one a query head."""
+        return self.num_qo_heads
+
+    @property
+    def part_dim(self) -> int:
+        """Values of each of them."""
+        return self.head_dim
+
+    @property
     def other_tiles(self) -> tuple[tuple[str, int, int], ...]:
         """(path, m, n) of those with another n than they are built with by default."""
         built = built_tiles(self.path, self.head_dim)
@@ -120,7 +130,8 @@ class KernelConfig:
         hopper = self.path == "hopper"
         return {
             "strategy": "time" if hopper else "profit", "split": "rounds" if hopper else "balanced",
-            "tail_warps": tail_warps_of(self.path, self.head_dim),
+            "tail_warps": tail_warps_of(self.path, self.head_dim), "kv_value_bytes": self.kv_dtype.itemsize,
+            "causal_tails": self.causal_tails,
         }  # fmt: skip
 
     def load(self, soft_cap: bool, sinks: bool) -> Any:

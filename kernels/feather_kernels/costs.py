@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from feather_kernels.errors import PlanError, is_number, is_whole
-from feather_kernels.tiles import TILES
+from feather_kernels.tiles import LATENT_TILES, TILES
 
 # For an H200, tiles of the hopper path, by m; near what benchmarks/measure_unit_costs.py prints. A step is of the n in
 # `tiles.TILES`.
 UNIT_NS = {8: 480.0, 16: 600.0, 64: 1300.0, 128: 3500.0}
 STEP_NS = {8: 170.0, 16: 220.0, 64: 1200.0, 128: 1400.0}
+# The same of latent attention, whose tiles all have 64 rows.
+LATENT_UNIT_NS, LATENT_STEP_NS, LATENT_PART_ROW_NS = 4000.0, 1800.0, 100.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,12 @@ class UnitCosts:
         for m, n in tiles:
             steps[m] = _of_rows(STEP_NS, m) * n / usual[_nearest(STEP_NS, m)]
         return cls(step=steps)
+
+    @classmethod
+    def latent(cls) -> UnitCosts:
+        """The H200's for latent attention."""
+        ((m, _),) = LATENT_TILES
+        return cls({m: LATENT_UNIT_NS}, {m: LATENT_STEP_NS}, part_row=LATENT_PART_ROW_NS)
 
     def of_tiles(self, tiles: Sequence[tuple[int, int]]) -> list[float]:
         """Each tile's cost of a unit, then each tile's cost of a step."""

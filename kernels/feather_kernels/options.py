@@ -36,9 +36,9 @@ _MOST_TEAMS = 1 << 16  # of a processor: more than any has threads
 # ``PlannerOptions`` of csrc/planner/interface.h. The first line's fields are the places of names in their tables.
 _CHOICES = {"strategy": tuple(STRATEGIES), "split": tuple(SPLITS), "merge": tuple(MERGES)}
 _INTEGERS = (
-    "grow", "num_kv_heads", "group_size", "head_dim", "kv_value_bytes", "n_sm", "max_requests", "max_items",
-    "max_members", "max_parts", "min_chunk", "shared_chunk", "item_overhead", "head_pack", "tail_warps", "fan_in",
-    "causal_tails", "group_capacity",
+    "grow", "num_kv_heads", "group_size", "head_dim", "kv_value_bytes", "token_values", "n_sm", "max_requests",
+    "max_items", "max_members", "max_parts", "min_chunk", "shared_chunk", "item_overhead", "head_pack", "tail_warps",
+    "fan_in", "causal_tails", "group_capacity",
 )  # fmt: skip
 _RECORD = np.dtype(
     [(name, np.int64) for name in (*_CHOICES, *_INTEGERS, "n_tiles")]
@@ -106,10 +106,12 @@ class PlannerOptions:
         Warps of a processor that take tails, each a unit at a time; by default those of the Hopper path.
     fan_in : int
         With ``merge`` "fused": a request of more parts than this is closed by an item without tokens, behind the
-        queues, whose warps ask for many parts at once. 0 for no limit, and for few packs to stay in their tiles
-        (`tiles`); a batch whose plan has no room for the one part more is planned so.
+        queues, whose warps ask for many parts at once; 1: every such request is. 0 for no limit, and for few packs to
+        stay in their tiles (`tiles`); a batch whose plan has no room for the one part more is planned so.
     kv_value_bytes : {2, 1}
         Of a value in the caches, for the traffic model.
+    token_values : int, optional
+        Values of a token there, for one KV head; default K and V, ``2 * head_dim``.
     causal_tails : bool
         Requests that have one row of slots, and each a token more than the one before, as the new tokens of a prompt
         do, have their tails in one pack, in a tile of teams; whoever runs it lets each see its own tokens only. Needs
@@ -150,12 +152,15 @@ class PlannerOptions:
     tail_warps: int = BY_DEFAULT
     fan_in: int = FAN_IN
     kv_value_bytes: int = 2
+    token_values: int = BY_DEFAULT
     causal_tails: bool = False
     group_capacity: int = GROUP_CAPACITY
 
     def __post_init__(self) -> None:
         if self.tail_warps is None:
             self._settle(tail_warps=tail_warps_of("hopper", self.head_dim))
+        if self.token_values is None:
+            self._settle(token_values=2 * self.head_dim)
         self._require_positive(
             "num_qo_heads",
             "num_kv_heads",
@@ -165,6 +170,7 @@ class PlannerOptions:
             "n_sm",
             "shared_chunk",
             "tail_warps",
+            "token_values",
             "group_capacity",
         )
         for name in ("grow", "causal_tails"):

@@ -193,7 +193,7 @@ class PackPlan:
     def tokens_read(self) -> int:
         """KV tokens that the items read, per KV head; one that several row tiles read counts in each."""
         options = self.options
-        token = 2 * options.kv_value_bytes * options.head_dim * options.num_kv_heads  # bytes of K and V
+        token = options.kv_value_bytes * options.token_values * options.num_kv_heads  # bytes of K and V
         return self.scheduled_traffic.kv // token
 
     @property
@@ -311,7 +311,8 @@ def _fit(options: PlannerOptions, record: npt.NDArray[np.int64], forest: Forest,
         return _call(record, forest, buffer)
     except PlanError as error:
         refused = error
-    costs, fan_ins = options.costs, dict.fromkeys((options.fan_in, 0))  # closing items apart take more room
+    costs = options.costs
+    fan_ins = (1,) if options.fan_in == 1 else dict.fromkeys((options.fan_in, 0))  # closing items apart take more room
     for doublings, fan_in in [(times, fan_in) for times in range(DOUBLINGS + 1) for fan_in in fan_ins][1:]:
         if doublings and options.strategy != "time":
             break

@@ -44,6 +44,7 @@ def reference_decode(
         Only its queues, items, members and part_begin are used.
     q : float [requests, q_heads, head_dim]
     k_cache, v_cache : float [slots, kv_heads, head_dim]
+        Values may have fewer columns: those of latents are their first 512, and each tile of heads has them as its own.
     table : int [entries]
         Flat; entry ``row_offset + p // page_size`` holds the page of position p.
     page_size : int
@@ -61,7 +62,7 @@ def reference_decode(
 
     Returns
     -------
-    out : float64 [requests, q_heads, head_dim]
+    out : float64 [requests, q_heads, columns of values]
         NaN where no item has written.
     lse : float64 [requests, q_heads]
         Natural log-sum-exp of the scaled logits; -inf for an empty sequence, whose output is 0.
@@ -73,8 +74,9 @@ def reference_decode(
     """
     seq_lens = plan.forest.seq_len if seq_lens is None else seq_lens
     sm_scale = (q.shape[2] ** -0.5 if sm_scale is None else sm_scale) * k_scale
-    out, lse = np.full(q.shape, np.nan), np.full(q.shape[:2], np.nan)
-    part_out, part_lse = np.full((plan.n_parts, *q.shape[1:]), np.nan), np.full((plan.n_parts, q.shape[1]), np.nan)
+    heads, value_dim = q.shape[1], v_cache.shape[2]
+    out, lse = np.full((len(q), heads, value_dim), np.nan), np.full(q.shape[:2], np.nan)
+    part_out, part_lse = np.full((plan.n_parts, heads, value_dim), np.nan), np.full((plan.n_parts, q.shape[1]), np.nan)
     deposited, taken = np.zeros(plan.n_parts, bool), np.zeros(plan.n_parts, bool)
     begin = plan.part_begin.tolist()
     for low, high, start, stop, grows, first, count, _, _, _, first_part, parts in _launch_order(plan):
@@ -118,7 +120,7 @@ def direct_decode(
     v_scale: float = 1.0,
 ) -> Result:
     """Attention of each request over its own row, from the definition; arguments and results as `reference_decode`."""
-    out, lse = np.empty(q.shape), np.empty(q.shape[:2])
+    out, lse = np.empty((*q.shape[:2], v_cache.shape[2])), np.empty(q.shape[:2])
     for request, (row, length) in enumerate(zip(forest.row_offset.tolist(), forest.seq_len.tolist(), strict=True)):
         slots = _slots(table, row, 0, length, page_size)
         one = q[request : request + 1]
@@ -163,7 +165,7 @@ def _attend(
     q: Array, k: Array, v: Array, sm_scale: float | None, logit_soft_cap: float, sinks: Array | None = None,
     seen: IntArray | None = None,
 ) -> Result:  # fmt: skip
-    """q [n, q_heads, d], k and v [tokens, kv_heads, d] -> [n, q_heads, d] and the log-sum-exp [n, q_heads].
+    """q [n, q_heads, d], k and v [tokens, kv_heads, d or less] -> [n, q_heads, columns of v] and the log-sum-exp [n, q_heads].
 
     ``seen`` [n]: how many of the tokens count for each, from the first one on; all by default.
     """
@@ -183,7 +185,7 @@ def _attend(
     weight = np.exp(logits - top)
     total = weight.sum(axis=-1) + np.exp(sink - top)[..., 0]
     out = weight @ v.astype(np.float64).transpose(1, 0, 2) / np.where(total > 0, total, 1.0)[..., None]
-    return out.reshape(q.shape), (_log(total) + top[..., 0]).reshape(n, q_heads)
+    return out.reshape(n, q_heads, -1), (_log(total) + top[..., 0]).reshape(n, q_heads)
 
 
 def _log(total: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

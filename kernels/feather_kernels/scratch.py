@@ -31,23 +31,23 @@ class Scratch:
     seq_lens : torch.Tensor
         int32 [max_requests], for who hands none.
     part_out : torch.Tensor
-        int16 [max_parts, num_qo_heads, head_dim]
+        int16 [max_parts, part_rows, part_dim], of the configuration
     part_stats : torch.Tensor
-        int32 [max_parts, num_qo_heads, 2]
+        int32 [max_parts, part_rows, 2]
     counters : torch.Tensor
         int32 [`_COUNTERS`]
     """
 
     def __init__(self, config: KernelConfig, plan_entries: int, max_requests: int, max_parts: int) -> None:
-        device, heads = config.device, config.num_qo_heads
+        device, rows = config.device, config.part_rows
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self.device = device
         self.plan, self.seq_lens, self.counters = zeros(plan_entries), zeros(max_requests), zeros(_COUNTERS)
-        self.part_out = torch.empty(max_parts, heads, config.head_dim, dtype=torch.int16, device=device)
-        self.part_stats = zeros(max_parts, heads, 2).fill_(_NOT_PUBLISHED)
+        self.part_out = torch.empty(max_parts, rows, config.part_dim, dtype=torch.int16, device=device)
+        self.part_stats = zeros(max_parts, rows, 2).fill_(_NOT_PUBLISHED)
         on_gpu = device.type == "cuda"
         self._staging = [torch.zeros(plan_entries, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
         self._copied = [torch.cuda.Event() if on_gpu else None for _ in self._staging]

@@ -17,6 +17,7 @@ TILES = {
     "portable": ((8, 16), (16, 16), (32, 32), (64, 32)),
     "hopper": ((8, 16), (16, 16), (64, 64), (128, 64)),
 }
+LATENT_TILES = ((64, 64),)  # of latent attention: a tile of few rows costs as much as a full one, but no more bytes
 WIDEST_HEAD = 128  # of m = 128: beyond, two warpgroups' results do not fit into registers
 
 

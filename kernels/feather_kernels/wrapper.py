@@ -79,7 +79,7 @@ class PackedDecodeWrapper:
         check_scores(self.sm_scale, logit_soft_cap)
         options = {name: value for name, value in options.items() if value is not None}
         kernels = {name: options.pop(name) for name in _OF_KERNELS & options.keys()}
-        self.config = config = KernelConfig(num_qo_heads, num_kv_heads, head_dim, **kernels)
+        self.config = config = self._configured(num_qo_heads, num_kv_heads, head_dim, **kernels)
         self._flags = _PREFETCH * prefetch | _PORTABLE * (config.path == "portable")
         self._launch = _launcher(launch, config.device, len(config.tiles))
         self._modules: dict[tuple[bool, bool], Any] = {}
@@ -94,13 +94,15 @@ class PackedDecodeWrapper:
         defaults = {**config.planner_defaults, "merge": "fused" if may_fuse else "kernel"}
         self.planner = Planner(
             num_qo_heads, num_kv_heads, head_dim, max_requests=max_requests, max_parts=max_parts, tiles=config.tiles,
-            n_sm=torch.cuda.get_device_properties(config.device).multi_processor_count,
-            kv_value_bytes=config.kv_dtype.itemsize, causal_tails=config.causal_tails, **(defaults | options),
+            n_sm=torch.cuda.get_device_properties(config.device).multi_processor_count, **(defaults | options),
         )  # fmt: skip
         self.scratch = Scratch(config, len(self.planner.buffer), max_requests, max_parts)
         self._part_out, self._part_stats = self.scratch.part_out, self.scratch.part_stats  # for the checks
         self.pack_plan: PackPlan | None = None
         self._table: torch.Tensor | None = None
+
+    def _configured(self, *layer: int, **kernels: Any) -> KernelConfig:
+        return KernelConfig(*layer, **kernels)
 
     def load(self, soft_cap: bool, sinks: bool) -> Any:
         """The kernels with or without a soft cap and attention sinks, compiled if need be, which takes a minute.
@@ -201,13 +203,18 @@ class PackedDecodeWrapper:
         check_kv_scales(self.config.kv_dtype, k_scale, v_scale)
         module = self._module_for(scale, cap, sinks)
         arguments = self._arguments(q, k_cache, v_cache, out, lse, scale * k_scale, cap, sinks, v_scale)
+        self._launch_all(module, arguments)
+        return (out, lse) if lse is not None else out
+
+    def _launch_all(self, module: Any, arguments: tuple[Any, ...]) -> None:
+        """The forward kernel, and the one that merges, where there is one."""
+        assert self.pack_plan is not None
         with torch.cuda.device(self.config.device):
             self._launch(module.forward, arguments)
             if self.planner.options.merge == "kernel" and (
                 self.pack_plan.n_parts or torch.cuda.is_current_stream_capturing()
             ):
                 module.merge(*arguments)  # in a graph always, as it may meet parts later
-        return (out, lse) if lse is not None else out
 
     def run_queue(
         self, queue: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor
@@ -252,7 +259,7 @@ class PackedDecodeWrapper:
         if self.config.kv_dtype == FP8:  # not every exchange of tensors knows the type
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         tables = self._lens, self._table, self.page_size.bit_length() - 1
-        return (q, k, v, out, lse, *self.scratch.tensors, *tables, scale, cap, sinks, v_scale, self._flags)
+        return (q, k, v, out, lse, *self.scratch.tensors, *tables, scale, cap, sinks, v_scale, None, self._flags)
 
     def _checked(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None

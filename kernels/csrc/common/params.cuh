@@ -52,6 +52,12 @@ struct Params {
   void const* sinks;  // (q_heads): a logit a head, natural logarithm
   bool wide_sinks;    // as float32, not as T
 #endif
+#if FEATHER_LATENT
+  // `q` has the columns that meet the values, (requests, query heads, 512), and this the others. `q_heads` are halves of
+  // an output's row, two a query head (sm90/latent_forward.cuh).
+  T const* q_rope;
+  int64_t q_head_stride, q_rope_stride, q_rope_head_stride;  // elements
+#endif
 };
 
 // A queue of the plan, as a launch sees it.

@@ -11,7 +11,7 @@ struct alignas(16) StageInfo {
   int tokens;  // valid KV tokens; -1: the queue is empty
   int edges;   // kFirst | kLast, and the KV head above them
   int n_members;
-#if FEATHER_CAUSAL
+#if FEATHER_CAUSAL || FEATHER_LATENT
 #define FEATHER_ENDS_AT(stop) , stop
   int stop;  // of the item's tokens; its rows may end before
 #else

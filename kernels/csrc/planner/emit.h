@@ -110,7 +110,7 @@ inline void sort_items(const Config& config, const Packing& packing, const Sched
     const RowTile& row = schedule.rows[i];
     const int32_t last = first_part[row.first] + row.n_chunks - 1;
     closes[i] = row.count == 1 && part_entry(scratch, packing.members[row.first], last) == kCloses;
-    if (!config.fused() || row.tile != tail || row.n_chunks == closes[i]) continue;
+    if (!config.items_close() || row.tile != tail || row.n_chunks == closes[i]) continue;
     for (int32_t j = row.first; j < row.first + row.count; ++j) {
       const int32_t r = packing.members[j];
       awaited[r] = schedule.parts[r].count > 1;

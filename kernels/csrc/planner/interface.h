@@ -28,6 +28,7 @@ struct PlannerOptions {
   int64_t group_size;
   int64_t head_dim;
   int64_t kv_value_bytes;  // of a value in the caches
+  int64_t token_values;    // of a token there, for one KV head: K and V
   int64_t n_sm;
   int64_t max_requests;
   int64_t max_items;
@@ -77,7 +78,8 @@ inline std::string describe_interface() {
   std::string text = "options ";
 #define FIELD(name) text += describe_field<decltype(PlannerOptions::name)>(#name, offsetof(PlannerOptions, name))
   FIELD(strategy), FIELD(split), FIELD(merge), FIELD(grow), FIELD(num_kv_heads), FIELD(group_size), FIELD(head_dim);
-  FIELD(kv_value_bytes), FIELD(n_sm), FIELD(max_requests), FIELD(max_items), FIELD(max_members), FIELD(max_parts), FIELD(min_chunk);
+  FIELD(kv_value_bytes), FIELD(token_values), FIELD(n_sm), FIELD(max_requests), FIELD(max_items), FIELD(max_members);
+  FIELD(max_parts), FIELD(min_chunk);
   FIELD(shared_chunk), FIELD(item_overhead), FIELD(head_pack), FIELD(tail_warps), FIELD(fan_in);
   FIELD(causal_tails);
   FIELD(group_capacity), FIELD(n_tiles), FIELD(tile_m), FIELD(tile_n), FIELD(profit_factor), FIELD(compute_split_cost), FIELD(part_ns), FIELD(part_row_ns);

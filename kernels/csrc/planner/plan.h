@@ -68,10 +68,12 @@ struct Config : PlannerOptions {
 
   // Fused merge: an item closes each request of several parts. It waits for them, combines them and writes the result.
   bool fused() const { return merge == kMergeFused; }
+  // Whether an item may close a request.
+  bool items_close() const { return fused() && fan_in != 1; }
   // The item of the last part does that, and combines the others with its own. It takes in one after the other, so
   // there must not be many.
   bool closed_by_last(Parts parts) const {
-    return fused() && parts.count > 1 && parts.tail && (fan_in == 0 || parts.count <= fan_in);
+    return items_close() && parts.count > 1 && parts.tail && (fan_in == 0 || parts.count <= fan_in);
   }
   // An item without tokens does, behind the queues.
   bool closed_apart(Parts parts) const { return fused() && parts.count > 1 && !closed_by_last(parts); }
@@ -81,7 +83,7 @@ struct Config : PlannerOptions {
   // The traffic model, bytes per KV head. One KV token is K and V; one part of a request is its group's
   // rows of output in 16 bits, each with a log-sum-exp and a step in fp32, written once and read once. A request with
   // one part only has none: its item writes the result itself; neither has the part that closes a request.
-  int64_t token_bytes() const { return 2 * head_dim * kv_value_bytes; }
+  int64_t token_bytes() const { return token_values * kv_value_bytes; }
   int64_t part_bytes() const { return group_size * (head_dim + 4) * 2 * 2; }
 };
 

@@ -1,0 +1,182 @@
+// Two warpgroups' arithmetic: 64 query rows in shared memory against latents there (wgmma, sm_90a).
+#pragma once
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <cute/atom/mma_traits_sm90_gmma.hpp>
+
+#include "common/copy.cuh"
+#include "common/mma_fragment.cuh"
+#include "common/softmax.cuh"
+
+namespace feather {
+
+// What a warpgroup has of the results: half of the columns.
+template <typename T, class Traits>
+struct LatentHalf {
+  static constexpr int kRows = kWarpgroupRows, kTokens = Traits::kTokens, kHalfDim = Traits::kHalfDim;
+  using Layout = WideLayout<T, kHalfDim>;
+  using PRows = SwizzledRows<kTokens, kRows>;  // the probabilities in shared memory
+  using PLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<T>{}, Shape<Int<kRows>, Int<kTokens>>{}));
+  // The values as the (columns, tokens) operand: the same bytes as the keys, tokens outermost within 64 columns.
+  using VLayout = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<T>{}, Shape<Int<kHalfDim>, Int<kTokens>>{},
+                                         Step<_2, _1>{}));
+  using OutShape = Shape<Int<kRows>, Int<kHalfDim>, Int<kTokens>>;
+  using OwnMma = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<T, T, float, OutShape, GMMA::Major::K, GMMA::Major::MN>()));
+  using SharedMma = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<T, T, float, OutShape, GMMA::Major::K, GMMA::Major::MN>()));
+  using OutFragment = decltype(partition_fragment_C(OwnMma{}, Shape<Int<kRows>, Int<kHalfDim>>{}));
+  // A k16 step's operand is 8 values a lane.
+  using PFragment = decltype(make_tensor<T>(cute::Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTokens / 16>>>{}));
+
+  OutFragment out;  // (64, 256), fp32: sum of p * v
+
+  // Of a stage, what the values of this half begin with.
+  template <int kHalf>
+  static __device__ __forceinline__ T const* values(T const* stage) { return stage + kHalf * (kHalfDim * kTokens); }
+
+  // Start out += P V, of probabilities in registers ...
+  __device__ __forceinline__ void accumulate(PFragment& p, T const* v_tile) {
+    OwnMma mma;
+    auto v = mma.get_slice(threadIdx.x % 128).partition_fragment_B(make_tensor(make_smem_ptr(v_tile), VLayout{}));
+    warpgroup_fence_operand(out);
+    warpgroup_fence_operand(p);
+    warpgroup_arrive();
+    mma.accumulate_ = GMMA::ScaleOut::One;
+#pragma unroll
+    for (int i = 0; i < kTokens / 16; ++i) gemm(mma, p(_, _, i), v(_, _, i), out);
+    warpgroup_commit_batch();
+  }
+  // ... or in shared memory.
+  __device__ __forceinline__ void accumulate(T const* p_tile, T const* v_tile) {
+    SharedMma mma;
+    auto slice = mma.get_slice(threadIdx.x % 128);
+    auto p = slice.partition_fragment_A(make_tensor(make_smem_ptr(p_tile), PLayout{}));
+    auto v = slice.partition_fragment_B(make_tensor(make_smem_ptr(v_tile), VLayout{}));
+    warpgroup_fence_operand(out);
+    warpgroup_arrive();
+    mma.accumulate_ = GMMA::ScaleOut::One;
+#pragma unroll
+    for (int i = 0; i < kTokens / 16; ++i) gemm(mma, p(_, _, i), v(_, _, i), out);
+    warpgroup_commit_batch();
+  }
+  __device__ __forceinline__ void wait_for_results() {
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(out);
+  }
+};
+
+// The warpgroup that computes the scores of all rows, and has the first half of the columns.
+template <typename T, class Traits>
+struct LatentScores : LatentHalf<T, Traits>, Softmax {
+  using Half = LatentHalf<T, Traits>;
+  static constexpr int kRows = Half::kRows, kTokens = Half::kTokens, kKeyDim = Traits::kKeyDim;
+  using Pipeline = LatentPipeline<Traits>;
+  using Layout = typename Half::Layout;
+  using QLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<T>{}, Shape<Int<kRows>, Int<kKeyDim>>{}));
+  using KLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<T>{}, Shape<Int<kTokens>, Int<kKeyDim>>{}));
+  using ScoreMma = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<T, T, float, Shape<Int<kRows>, Int<kTokens>, Int<kKeyDim>>>()));
+  using ScoreFragment = decltype(partition_fragment_C(ScoreMma{}, Shape<Int<kRows>, Int<kTokens>>{}));
+
+  ScoreFragment scores;              // (64, tokens)
+  typename Half::PFragment p;        // (64, tokens), 16 bits
+  int before_end[2], most_before_end;  // how many tokens before the unit's end this lane's rows end; and any at most
+
+  __device__ __forceinline__ void begin() {
+    clear(this->out);
+    Softmax::begin();
+  }
+
+  // Start scores = Q K^T, part by part as they come; `there` waits for a part. The queries' descriptors are worked out
+  // again each time, or they would wait in local memory.
+  template <class There>
+  __device__ __forceinline__ void score(T const* queries, T const* k_tile, There const& there) {
+    ScoreMma mma;
+    queries += uniform(opaque(0));
+    auto slice = mma.get_slice(threadIdx.x % 128);
+    auto q = slice.partition_fragment_A(make_tensor(make_smem_ptr(queries), QLayout{}));
+    auto k = slice.partition_fragment_B(make_tensor(make_smem_ptr(k_tile), KLayout{}));
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+#pragma unroll
+    for (int part = 0; part < Pipeline::kParts; ++part) {
+      there(part);
+      warpgroup_fence_operand(scores);
+      warpgroup_arrive();
+#pragma unroll
+      for (int i = 0; i < 4 * Pipeline::blocks(part); ++i) {
+        int const at = 4 * Pipeline::first_block(part) + i;
+        gemm(mma, q(_, _, at), k(_, _, at), scores);
+        mma.accumulate_ = GMMA::ScaleOut::One;
+      }
+    }
+    warpgroup_commit_batch();
+  }
+  // All but the last kLeft things that were started are done.
+  template <int kLeft>
+  __device__ __forceinline__ void wait() {
+    warpgroup_wait<kLeft>();
+    warpgroup_fence_operand(scores);
+    if constexpr (kLeft == 0) warpgroup_fence_operand(this->out);
+  }
+
+  // How far a unit's rows reach, whose item ends at `stop`: drafts of one request may end before. That of padding does
+  // not matter.
+  __device__ __forceinline__ void find_ends(Params<T> const& params, int const* members, int n_members, int first_row,
+                                            int stop) {
+    most_before_end = before_end[0] = before_end[1] = 0;
+    if (n_members < 2) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int const member = params.group_div.div(first_row + Layout::row(i));
+      if (member < n_members) before_end[i] = max(0, stop - __ldg(params.seq_lens + members[kMemberSize * member]));
+    }
+    most_before_end = __reduce_max_sync(~0u, max(before_end[0], before_end[1]));
+  }
+
+  // Scores become probabilities, of which the first `tokens` of the unit from here on count; true: results so far are to
+  // be multiplied with alpha.
+  __device__ __forceinline__ bool online_softmax(int tokens, Params<T> const& params, float (&alpha)[2]) {
+    if (tokens - most_before_end < kTokens) mask(tokens);
+    bool const rescales = Softmax::online_softmax(scores, params.scale_log2, alpha);
+    // The exponentials belong before the wait that follows, while the matrix units work (see WarpgroupTile).
+    asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p nanosleep.u32 0; }" ::"f"(row_sum[0] + row_sum[1])
+                 : "memory");
+    return rescales;
+  }
+  __device__ __forceinline__ void mask(int tokens) {
+    int const column = 2 * (threadIdx.x % 4);
+    int again;
+    do {
+#pragma unroll
+      for (int i = 0; i < size(scores); ++i) {
+        if (8 * (i / 4) + column + i % 2 >= tokens - before_end[i / 2 % 2]) scores(i) = -INFINITY;
+      }
+      asm volatile("mov.u32 %0, %%tid.y;" : "=r"(again));  // never, as in Softmax
+    } while (again);
+  }
+
+  // The probabilities in 16 bits as an operand. At once: moves in between would hold up the products behind them.
+  template <class Values>
+  __device__ __forceinline__ void keep(Values const& values) {
+    auto const from = recast<uint32_t>(values);
+    auto to = recast<uint32_t>(p);
+#pragma unroll
+    for (int i = 0; i < size(from); ++i) asm volatile("mov.b32 %0, %1;" : "=r"(to(i)) : "r"(from(i)));
+    warpgroup_fence_operand(p);
+  }
+
+  // The probabilities in 16 bits, as the other warpgroup reads them.
+  template <class Values>
+  static __device__ __forceinline__ void store_probabilities(Values const& values, T* p_tile, int warp) {
+    int const lane = threadIdx.x % kWarp;
+    auto const words = recast<uint32_t>(values);
+    uint32_t const row = smem_address(p_tile) + (16 * warp + lane / 4) * 128 + lane % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < size(words); ++i) {  // columns 8 (i / 2), rows lane / 4 + 8 (i % 2)
+      uint32_t const at = (row + i % 2 * (8 * 128)) + ((16 * (i / 2)) ^ (lane / 4 * 16));
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(words(i)) : "memory");
+    }
+  }
+};
+
+}  // namespace feather
