@@ -96,8 +96,8 @@ struct LatentForward {
     for (int i = 0; i < 2; ++i) rows[i].head = 2 * rows[i].head + half;
   }
 
-  // The scores of a stage are computed while the probabilities of the one before it meet their values, and the softmax
-  // while those still do.
+  // The values of a stage are multiplied before the scores of the next one, so that its place is free early: what binds
+  // is how much of the ring is on its way.
   static __device__ __forceinline__ void run_left(Params<T> const& params, Control& control, T const* queries,
                                                   T const* ring, T* p_tile, int warp) {
     LatentScores<T, Traits> tile;
@@ -108,44 +108,36 @@ struct LatentForward {
       wait_for(control, turn, Pipeline::kLeft);
       StageInfo const info = control.infos[turn.stage];
       if (info.tokens < 0) break;
-      int left = info.tokens;
-      int const* const first_members = control.members[turn.stage];
       barrier_wait(&control.queries_full, queries_parity);
       queries_parity ^= 1;
-      int stage = turn.stage;
-      tile.score(queries, tile_of(ring, stage), [&](int part) { wait_for(control, turn, part); });
-      tile.find_ends(params, first_members, info.n_members, 16 * warp, info.stop);
+      tile.find_ends(params, control.members[turn.stage], info.n_members, 16 * warp, info.stop);
       tile.begin();
-      turn.next();
-      pending.publish(params);  // of the unit before: its values have been written meanwhile
-      tile.template wait<0>();
-      barrier_arrive(&control.empty[stage][Pipeline::kRope]);
-      if (left <= kTokens) barrier_arrive(&control.queries_empty);
-      float alpha[2], lse[2], inverse[2];
-      tile.online_softmax(left, params, alpha);  // of nothing yet
-      pass_on(control, tile, p_tile, warp, left <= kTokens, false, alpha, inverse, lse, empty_parity);
-      while ((left -= kTokens) > 0) {
-        int const next = turn.stage;
-        tile.score(queries, tile_of(ring, next), [&](int part) { wait_for(control, turn, part); });
-        tile.accumulate(tile.p, tile.template values<0>(tile_of(ring, stage)));
-        turn.next();
-        tile.template wait<1>();
-        barrier_arrive(&control.empty[next][Pipeline::kRope]);
-        if (left <= kTokens) barrier_arrive(&control.queries_empty);
-        bool const rescales = tile.online_softmax(left, params, alpha);
-        pass_on(control, tile, p_tile, warp, left <= kTokens, rescales, alpha, inverse, lse, empty_parity,
-                [&] {
-                  tile.template wait<0>();
-                  barrier_arrive(&control.empty[stage][Pipeline::kLeft]);
-                });
-        if (rescales) Softmax::rescale(tile.out, alpha);
-        stage = next;
-      }
-      tile.accumulate(tile.p, tile.template values<0>(tile_of(ring, stage)));
+      float lse[2], inverse[2];
       Row rows[2];
-      find_half_rows(params, control.infos[stage], control.members[stage], warp, 0, rows);
-      tile.template wait<0>();
-      barrier_arrive(&control.empty[stage][Pipeline::kLeft]);
+#pragma unroll 1
+      for (int left = info.tokens;; left -= kTokens) {
+        bool const last = left <= kTokens;
+        int const stage = turn.stage;
+        tile.score(queries, tile_of(ring, stage), [&](int part) { wait_for(control, turn, part); });
+        pending.publish(params);  // of the unit before: its values have been written meanwhile
+        tile.wait_for_scores();
+        barrier_arrive(&control.empty[stage][Pipeline::kRope]);
+        if (last) barrier_arrive(&control.queries_empty);
+        float alpha[2];
+        bool const rescales = tile.online_softmax(left, params, alpha);
+        tile.round_probabilities();
+        if (last) tile.normalize(inverse, lse);
+        barrier_wait(&control.scores_empty, empty_parity);
+        empty_parity ^= 1;
+        pass_on(control, tile, p_tile, warp, last, rescales, alpha, inverse, lse);
+        if (rescales) Softmax::rescale(tile.out, alpha);
+        tile.accumulate(tile.p, tile.template values<0>(tile_of(ring, stage)));
+        if (last) find_half_rows(params, control.infos[stage], control.members[stage], warp, 0, rows);
+        tile.wait_for_results();
+        barrier_arrive(&control.empty[stage][Pipeline::kLeft]);
+        turn.next();
+        if (last) break;
+      }
 #pragma unroll
       for (int i = 0; i < size(tile.out); ++i) tile.out(i) *= inverse[i / 2 % 2];
       pending = epilogue<kHalfDim, Layout, false>(params, tile.out, lse, rows);
@@ -153,26 +145,12 @@ struct LatentForward {
     pending.publish(params);
   }
 
-  struct Nothing {
-    __device__ __forceinline__ void operator()() const {}
-  };
-  // Hand a stage's probabilities to the other warpgroup, and keep them in registers once `before` has waited for the
-  // products of those that are there. With the last stage, what the results are multiplied with in the end.
-  template <class Before = Nothing>
-  static __device__ __forceinline__ void pass_on(Control& control, LatentScores<T, Traits>& tile, T* p_tile, int warp,
-                                                 bool last, bool rescales, float const (&alpha)[2],
-                                                 float (&inverse)[2], float (&lse)[2], int& empty_parity,
-                                                 Before const& before = {}) {
-    auto const values = convert_type<T>(tile.scores);
-    if (last) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        inverse[i] = normalizer(allreduce<Sum, 1, 4>(tile.row_sum[i]), tile.row_max[i], lse[i]);
-      }
-    }
-    barrier_wait(&control.scores_empty, empty_parity);
-    empty_parity ^= 1;
-    tile.store_probabilities(values, p_tile, warp);
+  // Hand a stage's probabilities to the other warpgroup; with the last stage, what the results are multiplied with in
+  // the end.
+  static __device__ __forceinline__ void pass_on(Control& control, LatentScores<T, Traits> const& tile, T* p_tile,
+                                                 int warp, bool last, bool rescales, float const (&alpha)[2],
+                                                 float const (&inverse)[2], float const (&lse)[2]) {
+    tile.store_probabilities(p_tile, warp);
     if (threadIdx.x % kWarp == 0) control.rescales[warp] = rescales;
     if (Layout::leads()) {
 #pragma unroll
@@ -184,8 +162,6 @@ struct LatentForward {
     }
     cutlass::arch::fence_view_async_shared();
     barrier_arrive(&control.scores_full);
-    before();
-    tile.keep(values);
   }
 
   static __device__ __forceinline__ void run_right(Params<T> const& params, Control& control, T const* ring,

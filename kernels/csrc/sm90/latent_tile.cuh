@@ -111,12 +111,9 @@ struct LatentScores : LatentHalf<T, Traits>, Softmax {
     }
     warpgroup_commit_batch();
   }
-  // All but the last kLeft things that were started are done.
-  template <int kLeft>
-  __device__ __forceinline__ void wait() {
-    warpgroup_wait<kLeft>();
+  __device__ __forceinline__ void wait_for_scores() {
+    warpgroup_wait<0>();
     warpgroup_fence_operand(scores);
-    if constexpr (kLeft == 0) warpgroup_fence_operand(this->out);
   }
 
   // How far a unit's rows reach, whose item ends at `stop`: drafts of one request may end before. That of padding does
@@ -137,11 +134,7 @@ struct LatentScores : LatentHalf<T, Traits>, Softmax {
   // be multiplied with alpha.
   __device__ __forceinline__ bool online_softmax(int tokens, Params<T> const& params, float (&alpha)[2]) {
     if (tokens - most_before_end < kTokens) mask(tokens);
-    bool const rescales = Softmax::online_softmax(scores, params.scale_log2, alpha);
-    // The exponentials belong before the wait that follows, while the matrix units work (see WarpgroupTile).
-    asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p nanosleep.u32 0; }" ::"f"(row_sum[0] + row_sum[1])
-                 : "memory");
-    return rescales;
+    return Softmax::online_softmax(scores, params.scale_log2, alpha);
   }
   __device__ __forceinline__ void mask(int tokens) {
     int const column = 2 * (threadIdx.x % 4);
@@ -155,21 +148,23 @@ struct LatentScores : LatentHalf<T, Traits>, Softmax {
     } while (again);
   }
 
-  // The probabilities in 16 bits as an operand. At once: moves in between would hold up the products behind them.
-  template <class Values>
-  __device__ __forceinline__ void keep(Values const& values) {
-    auto const from = recast<uint32_t>(values);
-    auto to = recast<uint32_t>(p);
+  // What the results are multiplied with after the last scores, and the log-sum-exp.
+  __device__ __forceinline__ void normalize(float (&inverse)[2], float (&lse)[2]) const {
 #pragma unroll
-    for (int i = 0; i < size(from); ++i) asm volatile("mov.b32 %0, %1;" : "=r"(to(i)) : "r"(from(i)));
-    warpgroup_fence_operand(p);
+    for (int i = 0; i < 2; ++i) inverse[i] = normalizer(allreduce<Sum, 1, 4>(row_sum[i]), row_max[i], lse[i]);
   }
 
-  // The probabilities in 16 bits, as the other warpgroup reads them.
-  template <class Values>
-  static __device__ __forceinline__ void store_probabilities(Values const& values, T* p_tile, int warp) {
+  // The probabilities as an operand: a lane's accumulators of 16 tokens are, in order, those of a k16 step.
+  __device__ __forceinline__ void round_probabilities() {
+    auto const values = convert_type<T>(scores);
+#pragma unroll
+    for (int i = 0; i < size(values); ++i) p(i) = values(i);
+  }
+
+  // The same in shared memory, as the other warpgroup reads them.
+  __device__ __forceinline__ void store_probabilities(T* p_tile, int warp) const {
     int const lane = threadIdx.x % kWarp;
-    auto const words = recast<uint32_t>(values);
+    auto const words = recast<uint32_t>(p);
     uint32_t const row = smem_address(p_tile) + (16 * warp + lane / 4) * 128 + lane % 4 * 4;
 #pragma unroll
     for (int i = 0; i < size(words); ++i) {  // columns 8 (i / 2), rows lane / 4 + 8 (i % 2)
