@@ -75,6 +75,7 @@ struct HopperTraits {
 struct LatentTraits {
   static constexpr int kKeyDim = 576, kValueDim = 512, kHalfDim = kValueDim / 2;
   static constexpr int kTokens = 64, kStages = 2;
+  static constexpr int kMergedAtOnce = 32;  // loads of a lane: parts of a row are many, and nothing else hides them
   static constexpr int kThreads = 384, kComputing = 256, kMinCtas = 1;
   static constexpr int kRegisters = 168, kCopyRegisters = 72, kComputeRegisters = 216;
 };

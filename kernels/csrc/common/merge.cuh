@@ -180,11 +180,11 @@ __device__ __forceinline__ PendingPublish epilogue(Params<T> const& params, Out&
 
 // A warp combines a request's parts, `n_parts` from `first` on, for one query head. kWaits: until they are there, and
 // leaves their stats, which nobody else reads, as the next run expects them.
-template <int kHeadDim, bool kWaits, typename T>
+template <int kHeadDim, bool kWaits, int kMost = 8, typename T>
 __device__ __forceinline__ void merge_row(Params<T> const& params, int request, int head, int first, int n_parts) {
   constexpr int kOwn = 4;                               // neighbouring values of a lane
   constexpr int kChunks = (kHeadDim / kOwn + 31) / 32;  // such, of a lane
-  constexpr int kAtOnce = 8 / kChunks;                  // parts asked for at once
+  constexpr int kAtOnce = kMost / kChunks;              // parts asked for at once
   int const lane = threadIdx.x % 32;
   bool const has_columns = kOwn * lane < kHeadDim;
   int64_t const row = int64_t(first) * params.q_heads + head;
@@ -264,7 +264,7 @@ __device__ __forceinline__ void merge_row(Params<T> const& params, int request, 
 
 // Closing items without tokens, which wait for whatever was in the queues: warp `index` of all of a launch takes its
 // share of their rows.
-template <int kHeadDim, typename T>
+template <int kHeadDim, int kMost = 8, typename T>
 __device__ void run_merges(Params<T> const& params, int index, int warps) {
   int const items = params.plan[kHeaderMerges];
   if (items == 0) return;
@@ -273,7 +273,7 @@ __device__ void run_merges(Params<T> const& params, int index, int warps) {
 #pragma unroll 1
   for (int unit = index; unit < items * params.q_heads; unit += warps) {
     int const item = unit / params.q_heads, words = load_item(params, first + item);
-    merge_row<kHeadDim, true>(params, item_word(words, kItemRequest), unit - item * params.q_heads,
+    merge_row<kHeadDim, true, kMost>(params, item_word(words, kItemRequest), unit - item * params.q_heads,
                               item_word(words, kItemFirstPart), item_word(words, kItemParts));
   }
 }

@@ -18,7 +18,7 @@ struct LatentForward {
   static constexpr int kStages = Traits::kStages, kTokens = Traits::kTokens;
   using Pipeline = LatentPipeline<Traits>;
   using Control = typename Pipeline::Control;
-  using Layout = WideLayout<T, kHalfDim>;
+  using Layout = ExchangedLayout<T, kHalfDim>;
   // In shared memory: queries, stages, probabilities.
   static constexpr int kTileBytes = Pipeline::kTile * int(sizeof(T));
   static constexpr int kRingAt = kTileBytes, kScoresAt = kRingAt + kStages * kTileBytes;
@@ -66,7 +66,7 @@ struct LatentForward {
       cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters>();
     }
     constexpr int kWarps = kThreads / kWarp;
-    run_merges<kHalfDim>(params, (kWarps - 1 - thread() / kWarp) * int(gridDim.x) + int(blockIdx.x),
+    run_merges<kHalfDim, Traits::kMergedAtOnce>(params, (kWarps - 1 - thread() / kWarp) * int(gridDim.x) + int(blockIdx.x),
                          kWarps * int(gridDim.x));
     __syncthreads();
     leave(params);
@@ -84,6 +84,14 @@ struct LatentForward {
     barrier_wait(&control.full[turn.stage][part], turn.parity);
     cutlass::arch::fence_view_async_shared();
   }
+  static __device__ __forceinline__ bool has_come(Control& control, Turn const& turn) {
+    bool there = true;
+#pragma unroll
+    for (int part = 0; part < Pipeline::kParts; ++part) {
+      there &= barrier_ready(&control.full[turn.stage][part], turn.parity);
+    }
+    return __all_sync(~0u, there);
+  }
   static __device__ __forceinline__ T const* tile_of(T const* ring, int stage) {
     return ring + uniform(stage) * Pipeline::kTile;
   }
@@ -96,8 +104,8 @@ struct LatentForward {
     for (int i = 0; i < 2; ++i) rows[i].head = 2 * rows[i].head + half;
   }
 
-  // The values of a stage are multiplied before the scores of the next one, so that its place is free early: what binds
-  // is how much of the ring is on its way.
+  // The values of a stage are multiplied before the scores of the next one, so that its place is free early. The other
+  // warpgroup's values are, while this one works out probabilities.
   static __device__ __forceinline__ void run_left(Params<T> const& params, Control& control, T const* queries,
                                                   T const* ring, T* p_tile, int warp) {
     LatentScores<T, Traits> tile;
@@ -121,17 +129,19 @@ struct LatentForward {
         tile.score(queries, tile_of(ring, stage), [&](int part) { wait_for(control, turn, part); });
         pending.publish(params);  // of the unit before: its values have been written meanwhile
         tile.wait_for_scores();
+        barrier_arrive(&control.scored);
         barrier_arrive(&control.empty[stage][Pipeline::kRope]);
         if (last) barrier_arrive(&control.queries_empty);
         float alpha[2];
-        bool const rescales = tile.online_softmax(left, params, alpha);
+        bool const rescales = tile.online_softmax(left, params, alpha) && left != info.tokens;
         tile.round_probabilities();
+        if (rescales) Softmax::rescale(tile.out, alpha);
         if (last) tile.normalize(inverse, lse);
         barrier_wait(&control.scores_empty, empty_parity);
         empty_parity ^= 1;
-        pass_on(control, tile, p_tile, warp, last, rescales, alpha, inverse, lse);
-        if (rescales) Softmax::rescale(tile.out, alpha);
+        tile.store_probabilities(p_tile, warp);
         tile.accumulate(tile.p, tile.template values<0>(tile_of(ring, stage)));
+        pass_on(control, warp, last, rescales, alpha, inverse, lse);
         if (last) find_half_rows(params, control.infos[stage], control.members[stage], warp, 0, rows);
         tile.wait_for_results();
         barrier_arrive(&control.empty[stage][Pipeline::kLeft]);
@@ -145,12 +155,11 @@ struct LatentForward {
     pending.publish(params);
   }
 
-  // Hand a stage's probabilities to the other warpgroup; with the last stage, what the results are multiplied with in
-  // the end.
-  static __device__ __forceinline__ void pass_on(Control& control, LatentScores<T, Traits> const& tile, T* p_tile,
-                                                 int warp, bool last, bool rescales, float const (&alpha)[2],
-                                                 float const (&inverse)[2], float const (&lse)[2]) {
-    tile.store_probabilities(p_tile, warp);
+  // Hand a stage's probabilities, which are stored, to the other warpgroup; with the last stage, what the results are
+  // multiplied with in the end.
+  static __device__ __forceinline__ void pass_on(Control& control, int warp, bool last, bool rescales,
+                                                 float const (&alpha)[2], float const (&inverse)[2],
+                                                 float const (&lse)[2]) {
     if (threadIdx.x % kWarp == 0) control.rescales[warp] = rescales;
     if (Layout::leads()) {
 #pragma unroll
@@ -168,7 +177,7 @@ struct LatentForward {
                                                    T const* p_tile, int warp) {
     LatentHalf<T, Traits> tile;
     Turn turn;
-    int full_parity = 0;
+    int full_parity = 0;  // of the stage's probabilities; of the next one's scores it is the other
     PendingPublish pending;
     while (true) {
       wait_for(control, turn, Pipeline::kLeft);
@@ -182,8 +191,12 @@ struct LatentForward {
         bool const last = left <= kTokens;
         int const stage = turn.stage;
         wait_for(control, turn, Pipeline::kRight);
+        turn.next();
+        // The next stage's scores first, if it is there: then the matrix units are free while probabilities are made.
+        bool const waits = !last && has_come(control, turn);
         barrier_wait(&control.scores_full, full_parity);
         full_parity ^= 1;
+        if (waits) barrier_wait(&control.scored, full_parity);
         if (last) find_half_rows(params, control.infos[stage], control.members[stage], warp, 1, rows);
         if (uniform(control.rescales[warp])) {
           float alpha[2];
@@ -204,7 +217,6 @@ struct LatentForward {
         tile.wait_for_results();
         barrier_arrive(&control.scores_empty);
         barrier_arrive(&control.empty[stage][Pipeline::kRight]);
-        turn.next();
       } while ((left -= kTokens) > 0);
 #pragma unroll
       for (int i = 0; i < size(tile.out); ++i) tile.out(i) *= inverse[i / 2 % 2];

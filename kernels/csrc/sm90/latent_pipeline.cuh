@@ -26,7 +26,8 @@ struct LatentPipeline {
   struct Control {
     uint64_t full[kStages][kParts], empty[kStages][kParts];
     uint64_t queries_full, queries_empty;
-    uint64_t scores_full, scores_empty;  // the probabilities of a stage
+    uint64_t scored;                     // a stage's scores are there
+    uint64_t scores_full, scores_empty;  // its probabilities
     uint64_t unit_known[kUnits];
     int units[kUnits];
     StageInfo infos[kStages];  // of a unit, with its first and last stages; tokens are the unit's
@@ -47,6 +48,7 @@ struct LatentPipeline {
     } else if (thread == kWarp - 1) {
       barrier_init(&control.queries_full, kGroup);
       barrier_init(&control.queries_empty, kGroup);
+      barrier_init(&control.scored, kGroup);
       barrier_init(&control.scores_full, kGroup);
       barrier_init(&control.scores_empty, kGroup);
     }

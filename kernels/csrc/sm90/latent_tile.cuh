@@ -9,11 +9,44 @@
 
 namespace feather {
 
+// As its base, but four lanes exchange what they have of a row, so that each stores 16 bytes.
+template <typename T, int kColumns>
+struct ExchangedLayout : WideLayout<T, kColumns> {
+  template <class Out>
+  static __device__ __forceinline__ void store(Params<T> const& params, Out const& out, Row const (&rows)[2]) {
+    int const lane = threadIdx.x % 4;
+    bool const odd = lane & 1, high = lane & 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      bool const stores = rows[i].request >= 0 && rows[i].part < 0;
+      T* const to = params.out + rows[i].request * params.out_stride + rows[i].head * kColumns + 8 * lane;
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; j += 4) {  // word k: columns 8 (j + k) + 2 lane; then: 8 (j + lane) + 2 k
+        uint32_t words[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          words[k] = pack_pair<T>(out(4 * (j + k) + 2 * i), out(4 * (j + k) + 2 * i + 1));
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k += 2) exchange(words[k], words[k + 1], odd, 1);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) exchange(words[k], words[k + 2], high, 2);
+        if (stores) *reinterpret_cast<uint4*>(to + 8 * j) = make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+  // The second of one lane and the first of the other change places.
+  static __device__ __forceinline__ void exchange(uint32_t& first, uint32_t& second, bool other, int distance) {
+    uint32_t const got = __shfl_xor_sync(~0u, other ? first : second, distance);
+    (other ? first : second) = got;
+  }
+};
+
 // What a warpgroup has of the results: half of the columns.
 template <typename T, class Traits>
 struct LatentHalf {
   static constexpr int kRows = kWarpgroupRows, kTokens = Traits::kTokens, kHalfDim = Traits::kHalfDim;
-  using Layout = WideLayout<T, kHalfDim>;
+  using Layout = ExchangedLayout<T, kHalfDim>;
   using PRows = SwizzledRows<kTokens, kRows>;  // the probabilities in shared memory
   using PLayout = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<T>{}, Shape<Int<kRows>, Int<kTokens>>{}));
   // The values as the (columns, tokens) operand: the same bytes as the keys, tokens outermost within 64 columns.
