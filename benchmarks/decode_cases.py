@@ -300,7 +300,7 @@ def attend(
     values = take_slots(v, slots).permute(0, 2, 1, 3).float()
     out = scores.softmax(-1)[..., : slots.shape[1]] @ values.mul_(v_scale)
     out = torch.where((seq_lens > 0)[:, None, None, None], out, 0.0)
-    return out.reshape(q.shape), lse.reshape(q.shape[:2])
+    return out.flatten(1, 2), lse.reshape(q.shape[:2])
 
 
 class Watchdog:

@@ -238,7 +238,7 @@ def pytorch_attention(
             mask = inside.expand(-1, kv_heads, rows.shape[2], -1)
             out = torch.nn.functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
     out = out * v_scale
-    return torch.where((lens > 0)[:, None, None, None], out, 0.0).to(q.dtype).reshape(q.shape)
+    return torch.where((lens > 0)[:, None, None, None], out, 0.0).to(q.dtype).flatten(1, 2)
 
 
 def new_wrapper(make: Make, choice: Choice, data: Device, **more: Any) -> Any:
