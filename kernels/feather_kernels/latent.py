@@ -86,7 +86,7 @@ class LatentConfig(KernelConfig):
         """How plans are made unless another way is named."""
         return {
             "strategy": "time", "split": "rounds", "tail_warps": 1, "fan_in": 1, "costs": UnitCosts.latent(),
-            "token_values": LATENT_DIM, "causal_tails": self.causal_tails,
+            "token_values": LATENT_DIM, "causal_tails": self.causal_tails, "fold_tails": True,
         }  # fmt: skip
 
     def load(self, soft_cap: bool, sinks: bool) -> Any:

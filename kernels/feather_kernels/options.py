@@ -38,7 +38,7 @@ _CHOICES = {"strategy": tuple(STRATEGIES), "split": tuple(SPLITS), "merge": tupl
 _INTEGERS = (
     "grow", "num_kv_heads", "group_size", "head_dim", "kv_value_bytes", "token_values", "n_sm", "max_requests",
     "max_items", "max_members", "max_parts", "min_chunk", "shared_chunk", "item_overhead", "head_pack", "tail_warps",
-    "fan_in", "causal_tails", "group_capacity",
+    "fan_in", "causal_tails", "fold_tails", "group_capacity",
 )  # fmt: skip
 _RECORD = np.dtype(
     [(name, np.int64) for name in (*_CHOICES, *_INTEGERS, "n_tiles")]
@@ -116,6 +116,8 @@ class PlannerOptions:
         Requests that have one row of slots, and each a token more than the one before, as the new tokens of a prompt
         do, have their tails in one pack, in a tile of teams; whoever runs it lets each see its own tokens only. Needs
         `grow` False, and a tile of more than 16 rows.
+    fold_tails : bool
+        Tails may be read by the unit of what their requests share, behind it: of kernels that mask them.
     group_capacity : int
         PackInfer's C, for ``split`` "groups": token-heads (KV tokens of one KV head) that a processor's teams take at
         once. Which processor has which group is not planned: where the kernel's teams ask for units, whoever is free
@@ -154,6 +156,7 @@ class PlannerOptions:
     kv_value_bytes: int = 2
     token_values: int = BY_DEFAULT
     causal_tails: bool = False
+    fold_tails: bool = False
     group_capacity: int = GROUP_CAPACITY
 
     def __post_init__(self) -> None:

@@ -223,7 +223,8 @@ class PackPlan:
         item of this queue nor are waited for; those that others wait for; and closing items that wait for any of these.
         So an item waits for earlier ones only. No item that neither deposits nor waits may stand behind the first run:
         a warp that still owes a part passes over slots of its ring from there on (`csrc/common/tail_stream.cuh`).
-        Closing items without tokens are in no queue: they follow the last one, and wait for any other.
+        Closing items without tokens are in no queue: they are the plan's last, and wait for any other. Before them are
+        tails that an item in a queue reads behind what its members share (`PlannerOptions.fold_tails`).
         """
         return self.buffer[_QUEUE : _QUEUE + len(self.tiles) + 1]
 

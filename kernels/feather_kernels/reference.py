@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from feather_kernels.forest import Forest, IntArray
-from feather_kernels.plan import PackPlan
+from feather_kernels.plan import CLOSES, PackPlan
 
 Array = npt.NDArray[np.floating]
 Result = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
@@ -79,12 +79,22 @@ def reference_decode(
     part_out, part_lse = np.full((plan.n_parts, heads, value_dim), np.nan), np.full((plan.n_parts, q.shape[1]), np.nan)
     deposited, taken = np.zeros(plan.n_parts, bool), np.zeros(plan.n_parts, bool)
     begin = plan.part_begin.tolist()
-    for low, high, start, stop, grows, first, count, _, _, _, first_part, parts in _launch_order(plan):
-        row = (high << 32) | (low & 0xFFFFFFFF)
-        slots = _slots(table, row, start, int(seq_lens[grows]) if grows >= 0 else stop, page_size)
+    for item in _launch_order(plan):
+        start, (first, count), (first_part, parts) = item[2], item[5:7], item[10:12]
+        slots = _item_slots(item, table, page_size, seq_lens)
         members = plan.members[first : first + count]
-        seen = seq_lens[members[:, 0]] - start  # of these tokens; all of them, but in a causal block
-        values, sums = _attend(q[members[:, 0]], k_cache[slots], v_cache[slots], sm_scale, logit_soft_cap, seen=seen)
+        if parts and members[0, 1] != CLOSES:  # the tails of its members, behind what they share
+            tails = (_item_slots(tail, table, page_size, seq_lens) for tail in plan.items[first_part:][:parts].tolist())
+            read, parts = [np.append(slots, tail) for tail in tails], 0
+            results = [
+                _attend(q[request : request + 1], k_cache[own], v_cache[own], sm_scale, logit_soft_cap)
+                for (request, _), own in zip(members.tolist(), read, strict=True)
+            ]
+            values, sums = (np.concatenate(of) for of in zip(*results, strict=True))
+        else:
+            seen = seq_lens[members[:, 0]] - start  # of these tokens; all of them, but in a causal block
+            rows = q[members[:, 0]]
+            values, sums = _attend(rows, k_cache[slots], v_cache[slots], sm_scale, logit_soft_cap, seen=seen)
         for (request, part), value, total in zip(members.tolist(), values, sums, strict=True):
             if parts:
                 mine = slice(first_part, first_part + parts)
@@ -150,10 +160,18 @@ def merge(part_out: Array, part_lse: Array) -> Result:
 
 
 def _launch_order(plan: PackPlan) -> Iterator[list[int]]:
-    """Queue by queue, items in order within each; then those behind the queues."""
+    """Queue by queue, items in order within each; then those behind the queues that close requests."""
     queues = plan.queue_begin.tolist()
-    for begin, end in pairwise([*queues, plan.n_items]):
+    for begin, end in pairwise(queues):
         yield from plan.items[begin:end].tolist()
+    yield from plan.items[plan.n_items - plan.n_merges :].tolist()
+
+
+def _item_slots(item: list[int], table: IntArray, page_size: int, seq_lens: IntArray) -> npt.NDArray[np.int64]:
+    """What an item reads, up to where its tail is now."""
+    low, high, start, stop, grows = item[:5]
+    row = (high << 32) | (low & 0xFFFFFFFF)
+    return _slots(table, row, start, int(seq_lens[grows]) if grows >= 0 else stop, page_size)
 
 
 def _slots(table: IntArray, row: int, start: int, stop: int, page_size: int) -> npt.NDArray[np.int64]:
@@ -165,7 +183,7 @@ def _attend(
     q: Array, k: Array, v: Array, sm_scale: float | None, logit_soft_cap: float, sinks: Array | None = None,
     seen: IntArray | None = None,
 ) -> Result:  # fmt: skip
-    """q [n, q_heads, d], k and v [tokens, kv_heads, d or less] -> [n, q_heads, columns of v] and the log-sum-exp [n, q_heads].
+    """q [n, q_heads, d], k and v [tokens, kv_heads, d or less] -> [n, q_heads, columns of v], and log-sum-exps [n, q_heads].
 
     ``seen`` [n]: how many of the tokens count for each, from the first one on; all by default.
     """

@@ -96,7 +96,7 @@ inline void sort_items(const Config& config, const Packing& packing, const Sched
   const int32_t n_tiles = config.n_tiles, tail = config.tail_tile();
   auto& [entries, swap, cursor, first_part, last_part, awaited, closes] = scratch;
   int32_t longest = 0;
-  for (const RowTile& row : schedule.rows) longest = std::max(longest, row.chunk);
+  for (const RowTile& row : schedule.rows) longest = std::max(longest, row.chunk + row.folded_tokens);
   int length_bits = 0;
   while (longest >> length_bits) ++length_bits;
   const int drop = std::max(0, length_bits - 27);  // the key has 5 bits for the queue
@@ -130,8 +130,9 @@ inline void sort_items(const Config& config, const Packing& packing, const Sched
     }
     queue_begin[queue + 1] += row.n_chunks;
     for (int32_t chunk = 0; chunk < row.n_chunks; ++chunk) {
-      const int32_t size = std::min(row.chunk, length - chunk * row.chunk);
-      const bool last = closes[i] && chunk + 1 == row.n_chunks;
+      const bool ends = chunk + 1 == row.n_chunks;
+      const int32_t size = std::min(row.chunk, length - chunk * row.chunk) + (ends ? row.folded_tokens : 0);
+      const bool last = closes[i] && ends;
       entries.push_back({key(!awaits ? queue : last ? waits : deposits, size), static_cast<int32_t>(i), chunk});
     }
   }
@@ -170,16 +171,22 @@ inline void write_item(int32_t* item, int64_t offset, int32_t start, int32_t sto
   item[kItemParts] = taken.count;
 }
 
-// Writes the items in the order of their entries, and their members.
+// Writes the items in the order of their entries, and their members. Between those in the queues and those behind are
+// tails that units of other packs read: one for each of an item's members, which names the first.
 inline void write_items(const Config& config, const Forest& forest, const Packing& packing, const Schedule& schedule,
-                        const EmitScratch& scratch, const int32_t* part_begin, int32_t* item, int32_t* member) {
+                        const EmitScratch& scratch, const int32_t* part_begin, int32_t in_queues, int32_t* item,
+                        int32_t* member) {
   const int32_t tail_tile = config.tail_tile();
-  int32_t n_members = 0;
+  const int32_t tails = static_cast<int32_t>(schedule.folded.size());
+  int32_t n_members = 0, n_written = 0, tail = in_queues;
+  int32_t* const items = item;
   auto add_member = [&](int32_t request, int32_t part) {
     member[kMemberSize * n_members] = request;
     member[kMemberSize * n_members++ + 1] = part;
   };
   for (const auto& entry : scratch.entries) {
+    item = items + int64_t{kItemSize} * (n_written + (n_written < in_queues ? 0 : tails));
+    ++n_written;
     if (entry.row == kNoRow) {
       const int32_t r = entry.chunk, stop = forest.seq_len[r], first_member = n_members;
       add_member(r, kCloses);
@@ -200,8 +207,17 @@ inline void write_items(const Config& config, const Forest& forest, const Packin
       write_item(item, forest.row_offset[packing.members[row.first]], start, stop, last ? pack.grows : -1,
                  first_member, row.count, row.tile, of_first,
                  of_first[1] == kCloses ? closing(config, schedule, part_begin, of_first[0]) : none);
+      if (row.folded == kNoTail || !last) continue;
+      item[kItemFirstPart] = tail;
+      item[kItemParts] = row.count;
+      for (int32_t j = 0; j < row.count; ++j, ++tail) {
+        const int32_t index = schedule.folded[row.folded + j], r = packing.members[row.first + j];
+        const Pack own = index == kNoTail ? Pack{pack.stop, pack.stop, 0, 0, -1, 0} : packing.packs[index];
+        const int32_t no_part[2] = {r, -1};
+        write_item(items + int64_t{kItemSize} * tail, forest.row_offset[r], own.start, own.stop, own.grows, 0, 0,
+                   row.tile, no_part, {0, 0});
+      }
     }
-    item += kItemSize;
   }
 }
 
@@ -213,7 +229,7 @@ inline void emit(const Config& config, const Forest& forest, const Packing& pack
   const int32_t parts = number_parts(config, packing, schedule, scratch, part_begin);
   std::array<int32_t, kMaxTiles + 1> queue_begin;
   sort_items(config, packing, schedule, scratch, queue_begin.data());
-  write_items(config, forest, packing, schedule, scratch, part_begin, buffer + layout.items, buffer + layout.members);
+  write_items(config, forest, packing, schedule, scratch, part_begin, queue_begin[n_tiles], buffer + layout.items, buffer + layout.members);
 
   const uint32_t plans = buffer[kHeaderMagic] == kMagic ? static_cast<uint32_t>(buffer[kHeaderSerial]) : 0;
   const int32_t serial = static_cast<int32_t>((plans + 1) & INT32_MAX);
@@ -231,7 +247,7 @@ inline void emit(const Config& config, const Forest& forest, const Packing& pack
   buffer[kHeaderSerial] = serial;
   buffer[kHeaderClosing] = static_cast<int32_t>(schedule.n_closing);
   buffer[kHeaderHeadPack] = schedule.head_pack;
-  buffer[kHeaderMerges] = static_cast<int32_t>(schedule.n_items) - queue_begin[n_tiles];
+  buffer[kHeaderMerges] = static_cast<int32_t>(schedule.n_items - static_cast<int64_t>(schedule.folded.size())) - queue_begin[n_tiles];
   std::copy_n(queue_begin.begin(), n_tiles + 1, buffer + kHeaderQueue);
 }
 

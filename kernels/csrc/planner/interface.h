@@ -41,6 +41,7 @@ struct PlannerOptions {
   int64_t tail_warps;  // of a processor, that take the tail tile's units
   int64_t fan_in;      // the most parts that a request has if its last one closes it; 0: any number, and none is apart
   int64_t causal_tails;  // tails of one row of slots that end one token after the other share a pack
+  int64_t fold_tails;      // units of several requests may read their tails, too
   int64_t group_capacity;  // token-heads that a processor's teams take at once, with the split `groups`
   int64_t n_tiles;
   int64_t tile_m[kMaxTiles];  // ascending
@@ -81,7 +82,7 @@ inline std::string describe_interface() {
   FIELD(kv_value_bytes), FIELD(token_values), FIELD(n_sm), FIELD(max_requests), FIELD(max_items), FIELD(max_members);
   FIELD(max_parts), FIELD(min_chunk);
   FIELD(shared_chunk), FIELD(item_overhead), FIELD(head_pack), FIELD(tail_warps), FIELD(fan_in);
-  FIELD(causal_tails);
+  FIELD(causal_tails), FIELD(fold_tails);
   FIELD(group_capacity), FIELD(n_tiles), FIELD(tile_m), FIELD(tile_n), FIELD(profit_factor), FIELD(compute_split_cost), FIELD(part_ns), FIELD(part_row_ns);
   FIELD(alpha), FIELD(unit_ns), FIELD(step_ns);
 #undef FIELD

@@ -78,7 +78,7 @@ void write_stats(const Config& config, const Packing& packing, const Schedule& s
     for (int32_t i = first; i < first + count; ++i) parts[packing.members[i]].add(pieces, count == 1);
   }
   for (const Parts mine : parts) split_parts += config.deposits(mine);
-  for (const RowTile& row : schedule.rows) run += packing.packs[row.pack].length();
+  for (const RowTile& row : schedule.rows) run += packing.packs[row.pack].length() + row.folded_tokens;
   const int64_t token = config.token_bytes() * config.num_kv_heads, part = config.part_bytes() * config.num_kv_heads;
   stats.model_kv = tokens * token;
   stats.model_partial = split_parts * part;

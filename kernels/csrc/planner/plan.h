@@ -132,17 +132,24 @@ struct RowTile {
   int32_t longest = 0;  // chunk
   int32_t chunk = 0, n_chunks = 0;
   bool settled = false;  // `longest` is an even share, and stays so
+  int32_t folded = -1;   // in Schedule::folded: the tail of each member, which the last chunk reads, too
+  int32_t folded_tokens = 0;
 };
 
 struct Schedule {
   std::vector<RowTile> rows;
   std::vector<RowTile> larger;  // scratch: what they were cut from
   std::vector<Parts> parts;     // of each request
+  std::vector<int32_t> folded;  // packs of tails that are read by units of other packs, or kNoTail
+  std::vector<int32_t> host, tail;  // scratch, of each request: the row tile that may read its tail, and that tail's
+  std::vector<char> gone;           // scratch, of each row tile: it is read by another
   int64_t n_cut;                // items with KV
   int64_t n_items, n_members, n_parts, n_closing, widened;
   int32_t head_pack;            // KV heads to a unit of the tail tile's queue
   std::vector<uint64_t> queue;  // scratch, rows of a tile: tokens << 32 | ~row; what is longer is larger
 };
+
+constexpr int32_t kNoTail = -1;
 
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 

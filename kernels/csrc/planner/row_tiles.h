@@ -128,6 +128,62 @@ inline void promote_long(const Config& config, const Packing& packing, std::vect
   }
 }
 
+// A tail of its own takes a unit, a part, and a merge. Where a pack's row tile reads up to it, that tile's last chunk may
+// read the tails of all its requests, too, if that makes no unit much longer than a processor's even share of all work.
+inline void fold_tails(const Config& config, const Packing& packing, Schedule& out) {
+  out.folded.clear();
+  if (!config.fold_tails) return;
+  out.host.assign(out.parts.size(), kNoTail);
+  out.tail.assign(out.parts.size(), kNoTail);
+  const auto pack_of = [&](int32_t row) -> const Pack& { return packing.packs[out.rows[row].pack]; };
+  const auto steps = [&](int64_t tokens, int32_t tile) {
+    const int64_t n = config.tile(tile).n;
+    return (tokens + n - 1) / n;
+  };
+  int64_t all = 0;
+  for (size_t i = 0; i < out.rows.size(); ++i) {
+    const int32_t index = static_cast<int32_t>(i);
+    const RowTile& row = out.rows[i];
+    const Pack& pack = pack_of(index);
+    all += steps(pack.length(), row.tile) * config.num_kv_heads;
+    if (pack.chunk || pack.ragged || row.count > kMostFolded) continue;
+    for (int32_t j = row.first; j < row.first + row.count; ++j) {
+      const int32_t r = packing.members[j];
+      if (pack.count == 1) {
+        out.tail[r] = index;
+      } else if (row.count > 1 && pack.length() && (out.host[r] == kNoTail || pack_of(out.host[r]).stop < pack.stop)) {
+        out.host[r] = index;
+      }
+    }
+  }
+  const double share = static_cast<double>(all) / config.n_sm;
+  std::vector<char>& gone = out.gone;
+  gone.assign(out.rows.size(), 0);
+  for (size_t i = 0; i < out.rows.size(); ++i) {
+    RowTile& row = out.rows[i];
+    const auto hosted = [&](int32_t r) { return out.host[r] == static_cast<int32_t>(i) && out.tail[r] != kNoTail; };
+    int64_t tokens = 0, count = 0;
+    for (int32_t j = row.first; j < row.first + row.count; ++j) {
+      const int32_t r = packing.members[j];
+      if (hosted(r)) ++count, tokens += pack_of(out.tail[r]).length();
+    }
+    if (count < 2 || static_cast<double>(steps(tokens, row.tile)) > std::max(kFoldedSteps, kFoldedShares * share)) continue;
+    row.folded = static_cast<int32_t>(out.folded.size());
+    row.folded_tokens = static_cast<int32_t>(tokens);
+    for (int32_t j = row.first; j < row.first + row.count; ++j) {
+      const int32_t r = packing.members[j];
+      const bool mine = hosted(r);
+      out.folded.push_back(mine ? out.rows[out.tail[r]].pack : kNoTail);
+      if (mine) gone[out.tail[r]] = 1;
+    }
+  }
+  size_t kept = 0;
+  for (size_t i = 0; i < out.rows.size(); ++i) {
+    if (!gone[i]) out.rows[kept++] = out.rows[i];
+  }
+  out.rows.resize(kept);
+}
+
 // The row tiles of all packs, each in its tile. Returns that which all packs share, in chunks that may be short, or
 // kNoTile.
 inline int32_t make_row_tiles(const Config& config, const Packing& packing, Schedule& out) {

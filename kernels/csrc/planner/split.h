@@ -134,14 +134,14 @@ inline void balance_single_warps(const Config& config, const Packing& packing, S
 
 // Counts what a cut makes in all, with the items that have no tokens.
 inline void count_all(const Config& config, Schedule& out) {
-  out.n_items = out.n_cut;
+  out.n_items = out.n_cut + static_cast<int64_t>(out.folded.size());
   out.n_parts = out.n_closing = 0;
   for (const Parts parts : out.parts) {
     out.n_parts += config.deposits(parts);
     out.n_closing += config.fused() && parts.count > 1;
     out.n_items += config.closed_apart(parts);
   }
-  out.n_members += out.n_items - out.n_cut;
+  out.n_members += out.n_items - out.n_cut - static_cast<int64_t>(out.folded.size());
 }
 
 // Cuts every row tile into even chunks, none longer than widen times what it may be, and counts what that makes.
@@ -177,6 +177,7 @@ inline void schedule(const Config& config, const Forest& forest, const Packing& 
                      Schedule& out) {
   out.parts.resize(forest.n_requests);
   const int32_t shared = make_row_tiles(config, packing, out);
+  fold_tails(config, packing, out);
   auto least = [&](int32_t tile) { return tile == shared ? config.min_chunk : least_chunk(config, tile); };
   int64_t limit[kMaxTiles];
   chunk_limits(config, packing, out.rows, least, limit);

@@ -118,7 +118,7 @@ struct LatentForward {
       if (info.tokens < 0) break;
       barrier_wait(&control.queries_full, queries_parity);
       queries_parity ^= 1;
-      tile.find_ends(params, control.members[turn.stage], info.n_members, 16 * warp, info.stop);
+      tile.find_ends(params, control, turn.stage, info, 16 * warp);
       tile.begin();
       float lse[2], inverse[2];
       Row rows[2];
@@ -133,7 +133,7 @@ struct LatentForward {
         barrier_arrive(&control.empty[stage][Pipeline::kRope]);
         if (last) barrier_arrive(&control.queries_empty);
         float alpha[2];
-        bool const rescales = tile.online_softmax(left, params, alpha) && left != info.tokens;
+        bool const rescales = tile.online_softmax(info.tokens - left, params, alpha) && left != info.tokens;
         tile.round_probabilities();
         if (rescales) Softmax::rescale(tile.out, alpha);
         if (last) tile.normalize(inverse, lse);

@@ -21,6 +21,8 @@ struct LatentPipeline {
   static __device__ constexpr int blocks(int part) { return part == kRope ? 1 : 4; }
   static constexpr int kUnits = 4;  // units that are kept for those who copy: they are fewer apart
   static_assert(kUnits > kStages + 1);
+  static constexpr int kMostTails = kWarp;
+  static __device__ __forceinline__ int whole_stages(int tokens) { return (tokens + kTokens - 1) / kTokens * kTokens; }
   static constexpr int kMemberWords = kMemberSize * kWarpgroupRows;  // a row needs no more than a member
 
   struct Control {
@@ -32,6 +34,9 @@ struct LatentPipeline {
     int units[kUnits];
     StageInfo infos[kStages];  // of a unit, with its first and last stages; tokens are the unit's
     int members[kStages][kMemberWords];
+    // Of a unit with tails, with its first stage: how many of its tokens all rows see; and where each member's tail ends,
+    // counted in its tokens. The first tail begins with a stage.
+    int shared[kStages], tail_ends[kStages][kMostTails];
     // Of each row: what its results so far are multiplied with, if its warp says so; and with the last stage, what they
     // are multiplied with in the end, and the log-sum-exp.
     float alpha[kWarpgroupRows], inverse[kWarpgroupRows], lse[kWarpgroupRows];
@@ -95,12 +100,60 @@ struct LatentProducer {
   __device__ void fetch() {
     if (unit < queue.n_work) words = load_item(params, queue.first_item + params.kv_heads_div.div(unit));
   }
-  __device__ int look_up(char const* row, int pos, int end) const {
-    return pos < end ? load_page(params, row, min(pos + token(), end - 1)) : 0;
+  // Where this lane's token of a stage is: its position in a row of the table, and the page that the table has there.
+  struct Place {
+    int position, page;
+  };
+  __device__ Place look_up(char const* row, int pos, int end) const {
+    int const position = min(pos + token(), end - 1);
+    return {position, pos < end ? load_page(params, row, position) : 0};
   }
-  __device__ int look_up_next() const {
-    if (unit >= queue.n_work) return 0;
+  __device__ Place look_up_next() const {
+    if (unit >= queue.n_work) return {0, 0};
     return look_up(item_row(params, words), item_word(words, kItemStart), item_word(words, kItemStop));
+  }
+
+  // The tails of a unit's members that it reads behind what they share, a member in a lane.
+  struct Tails {
+    int count = 0;
+    int begin = 0, end = 0;  // in the unit's tokens
+    int start = 0;           // in its row of the table
+    char const* row = nullptr;
+  };
+  __device__ Tails find_tails_of(int first, int count, int behind) const {
+    Tails tails;
+    tails.count = count;
+    if (count == 0) return tails;
+    int length = 0;
+    if (lane < count) {
+      int const* const item = params.plan + params.plan[kHeaderItemsBegin] + kItemSize * (first + lane);
+      int const grows = __ldg(item + kItemGrows);
+      int64_t const offset = int64_t(uint32_t(__ldg(item + kItemOffsetLow))) | int64_t(__ldg(item + kItemOffsetHigh)) << 32;
+      tails.start = __ldg(item + kItemStart);
+      tails.row = static_cast<char const*>(params.table) + offset * params.entry_bytes;
+      length = max(0, (grows >= 0 ? __ldg(params.seq_lens + grows) : __ldg(item + kItemStop)) - tails.start);
+    }
+    tails.end = length;
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      int const before = __shfl_up_sync(~0u, tails.end, distance);
+      if (lane >= distance) tails.end += before;
+    }
+    tails.end += behind;
+    tails.begin = tails.end - length;
+    return tails;
+  }
+  // The place of this lane's token of the stage that begins with a unit's token `at`, of `total`.
+  __device__ Place look_up(Tails const& tails, int at, int total) const {
+    int const mine = min(at + token(), total - 1);
+    int member = 0;
+#pragma unroll 1
+    for (int i = 1; i < tails.count; ++i) {
+      if (mine >= __shfl_sync(~0u, tails.begin, i)) member = i;
+    }
+    int const position = __shfl_sync(~0u, tails.start, member) + mine - __shfl_sync(~0u, tails.begin, member);
+    auto const row = reinterpret_cast<char const*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(tails.row), member));
+    return {position, load_page(params, row, position)};
   }
 
   // Go on to the unit behind.
@@ -124,15 +177,19 @@ struct LatentProducer {
   __device__ void run(Control& control) {
     int stage = 0, parity = 1, queries_parity = 1;  // of what is empty, as if a round had gone before
     bool const publishes = own_first == 0;
-    int page = look_up_next();
+    Place place = look_up_next();
     while (unit < queue.n_work) {
       int const grows = item_word(words, kItemGrows), n_members = item_word(words, kItemMembers);
       char const* const listed = item_row(params, words);
-      int pos = item_word(words, kItemStart), stop = item_word(words, kItemStop);
+      int const start = item_word(words, kItemStart);
+      int stop = item_word(words, kItemStop);
       if (grows >= 0) {  // it may have grown since it was planned
         stop = __ldg(params.seq_lens + grows);
-        page = look_up(listed, pos, stop);
+        place = look_up(listed, start, stop);
       }
+      int const shared = max(0, stop - start), behind = Pipeline::whole_stages(shared);
+      Tails const tails = find_tails_of(item_word(words, kItemFirstPart), item_word(words, kItemParts), behind);
+      int const total = tails.count ? __shfl_sync(~0u, tails.end, kWarp - 1) : shared;
       int const* const list =
           params.plan + params.plan[kHeaderMembersBegin] + kMemberSize * item_word(words, kItemFirstMember);
       int members[kMemberLoads];
@@ -150,34 +207,39 @@ struct LatentProducer {
         requests[i] = member < n_members ? __ldg(list + kMemberSize * member) : -1;
         heads[i] = head * params.group + row - member * params.group;
       }
-      StageInfo const info{max(0, stop - pos), head << kHeadShift, n_members FEATHER_ENDS_AT(stop)};
-      bool first = true;
-      while (true) {
-        bool const last = pos + kTokens >= stop;
+      StageInfo const info{total, head << kHeadShift, n_members FEATHER_ENDS_AT(stop)};
+      for (int at = 0;; at += kTokens) {
+        bool const first = at == 0, last = at + kTokens >= total;
         // As late as there is time for it: who asks early holds a unit that others could begin.
-        bool const two_left = pos + 2 * kTokens >= stop && (first || !last);
+        bool const two_left = at + 2 * kTokens >= total && (first || !last);
         if (two_left) advance(control, publishes);
-        int const n_rows = min(kTokens, max(0, stop - pos));
-        int const slot = slot_of(params, page, min(pos + token(), stop - 1));
-        pos += kTokens;
-        page = last ? look_up_next() : look_up(listed, pos, stop);
+        int const n_rows = min(kTokens, (at < behind ? shared : total) - at);
+        int const slot = slot_of(params, place.page, place.position);
+        int const next = at + kTokens;
+        if (last) {
+          place = look_up_next();
+        } else {
+          place = next < behind ? look_up(listed, start + next, stop) : look_up(tails, next, total);
+        }
         char const* rows[kTurns];
 #pragma unroll
         for (int i = 0; i < kTurns; ++i) rows[i] = Copy::find(cache, slot, i, params.k_slot_bytes);
-        uint32_t const at = to + stage * (Pipeline::kTile * int(sizeof(T)));
+        uint32_t const stage_to = to + stage * (Pipeline::kTile * int(sizeof(T)));
 #pragma unroll
         for (int part = 0; part < Pipeline::kParts; ++part) {
           barrier_wait(&control.empty[stage][part], parity);
           if (n_rows == kTokens) {
-            copy<true>(at, rows, part, n_rows);
+            copy<true>(stage_to, rows, part, n_rows);
           } else {
-            copy<false>(at, rows, part, n_rows);
+            copy<false>(stage_to, rows, part, n_rows);
           }
           if (part == Pipeline::kLeft && publishes) {
             if (first || last) {
               if (lane == 0) control.infos[stage] = info;
 #pragma unroll
               for (int j = 0; j < kMemberLoads; ++j) control.members[stage][lane + j * kWarp] = members[j];
+              if (lane == 0) control.shared[stage] = shared;
+              control.tail_ends[stage][lane] = tails.end;
               __syncwarp();
             }
             if (lane == 0) barrier_arrive(&control.full[stage][part]);
@@ -191,7 +253,6 @@ struct LatentProducer {
           cp_async_barrier_arrive_noinc(&control.queries_full);
         }
         if (++stage == kStages) stage = 0, parity ^= 1;
-        first = false;
         if (last) break;
       }
     }
@@ -226,19 +287,23 @@ struct LatentProducer {
     }
   }
 
-  // This warp's rows of a unit's queries. Rows of padding keep what they have: they spoil nothing but themselves.
+  // This warp's rows of a unit's queries. Rows of padding are zeros beside others, as a warp's rows are rescaled together;
+  // where there are no others, they keep what they have.
   __device__ void copy_queries(int const (&requests)[kTurns], int const (&heads)[kTurns]) const {
+    if (!__any_sync(~0u, requests[0] >= 0)) return;
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) {
-      if (requests[i] < 0) continue;
+      bool const there = requests[i] >= 0;
       uint32_t const row = Rows::down(queries_to, i * Copy::kRowsAtOnce);
-      T const* const values = params.q + requests[i] * params.q_stride + heads[i] * params.q_head_stride;
-      T const* const rope = params.q_rope + requests[i] * params.q_rope_stride + heads[i] * params.q_rope_head_stride;
+      int const request = there ? requests[i] : 0, head = there ? heads[i] : 0;
+      T const* const values = params.q + request * params.q_stride + head * params.q_head_stride;
+      T const* const rope = params.q_rope + request * params.q_rope_stride + head * params.q_rope_head_stride;
 #pragma unroll
       for (int block = 0; block < 8; ++block) {
-        cp_async(row + block * kBlockBytes, reinterpret_cast<char const*>(values) + Copy::byte() + block * 128);
+        cp_async_zfill(row + block * kBlockBytes, reinterpret_cast<char const*>(values) + Copy::byte() + block * 128,
+                       there);
       }
-      cp_async(row + 8 * kBlockBytes, reinterpret_cast<char const*>(rope) + Copy::byte());
+      cp_async_zfill(row + 8 * kBlockBytes, reinterpret_cast<char const*>(rope) + Copy::byte(), there);
     }
   }
 };

@@ -113,7 +113,9 @@ struct LatentScores : LatentHalf<T, Traits>, Softmax {
 
   ScoreFragment scores;              // (64, tokens)
   typename Half::PFragment p;        // (64, tokens), 16 bits
-  int before_end[2], most_before_end;  // how many tokens before the unit's end this lane's rows end; and any at most
+  // Of this lane's rows, in a unit's tokens: where what they see of what is shared ends, and their tails.
+  int shared_end[2], tail_begin[2], tail_end[2];
+  int behind;  // where tails begin
 
   __device__ __forceinline__ void begin() {
     clear(this->out);
@@ -149,33 +151,49 @@ struct LatentScores : LatentHalf<T, Traits>, Softmax {
     warpgroup_fence_operand(scores);
   }
 
-  // How far a unit's rows reach, whose item ends at `stop`: drafts of one request may end before. That of padding does
+  // What the rows of a unit see, whose item ends at `stop`: drafts of one request may end before. That of padding does
   // not matter.
-  __device__ __forceinline__ void find_ends(Params<T> const& params, int const* members, int n_members, int first_row,
-                                            int stop) {
-    most_before_end = before_end[0] = before_end[1] = 0;
-    if (n_members < 2) return;
+  template <class Control>
+  __device__ __forceinline__ void find_ends(Params<T> const& params, Control const& control, int stage,
+                                            StageInfo const& info, int first_row) {
+    int const shared = control.shared[stage];
+    behind = Pipeline::whole_stages(shared);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const member = params.group_div.div(first_row + Layout::row(i));
-      if (member < n_members) before_end[i] = max(0, stop - __ldg(params.seq_lens + members[kMemberSize * member]));
+      shared_end[i] = shared, tail_begin[i] = tail_end[i] = 0;
+      if (member >= info.n_members || info.n_members < 2) continue;
+      if (info.tokens > behind) {
+        tail_begin[i] = member ? control.tail_ends[stage][member - 1] : behind;
+        tail_end[i] = control.tail_ends[stage][member];
+      } else {
+        shared_end[i] -= max(0, info.stop - __ldg(params.seq_lens + control.members[stage][kMemberSize * member]));
+      }
     }
-    most_before_end = __reduce_max_sync(~0u, max(before_end[0], before_end[1]));
   }
 
-  // Scores become probabilities, of which the first `tokens` of the unit from here on count; true: results so far are to
-  // be multiplied with alpha.
-  __device__ __forceinline__ bool online_softmax(int tokens, Params<T> const& params, float (&alpha)[2]) {
-    if (tokens - most_before_end < kTokens) mask(tokens);
+  // Scores become probabilities, of the stage that begins with a unit's token `at`; true: results so far are to be
+  // multiplied with alpha.
+  __device__ __forceinline__ bool online_softmax(int at, Params<T> const& params, float (&alpha)[2]) {
+    bool const tails = at >= behind && at > 0;
+    int first[2], last[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      first[i] = tails ? tail_begin[i] - at : 0;
+      last[i] = (tails ? tail_end[i] : shared_end[i]) - at;
+    }
+    if (__any_sync(~0u, tails || last[0] < kTokens || last[1] < kTokens)) mask(first, last);
     return Softmax::online_softmax(scores, params.scale_log2, alpha);
   }
-  __device__ __forceinline__ void mask(int tokens) {
+  // Of each row's scores those from `first` on and before `last` count.
+  __device__ __forceinline__ void mask(int const (&first)[2], int const (&last)[2]) {
     int const column = 2 * (threadIdx.x % 4);
     int again;
     do {
 #pragma unroll
       for (int i = 0; i < size(scores); ++i) {
-        if (8 * (i / 4) + column + i % 2 >= tokens - before_end[i / 2 % 2]) scores(i) = -INFINITY;
+        int const token = 8 * (i / 4) + column + i % 2, row = i / 2 % 2;
+        if (token < first[row] || token >= last[row]) scores(i) = -INFINITY;
       }
       asm volatile("mov.u32 %0, %%tid.y;" : "=r"(again));  // never, as in Softmax
     } while (again);
