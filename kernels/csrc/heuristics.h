@@ -33,8 +33,7 @@ constexpr int64_t kLongPackShares = 4;  // of a warp's even share of all such pa
 // ---- Tails are read by units of other packs (planner/row_tiles.h): latent attention only, whose tiles have few rows of
 // a tail.
 constexpr int32_t kMostFolded = 32;    // tails to a unit: a lane each
-constexpr double kFoldedShares = 1;    // of a processor's even share that they may take ...
-constexpr double kFoldedSteps = 2;     // ... or so many steps
+constexpr double kFoldedShares = 1;    // of a processor's even share of all work that they may take
 
 // ---- Two KV heads to a unit of tails (planner/row_tiles.h).
 // "How is work cut for single warps?": a unit's own cost half as often; beyond, a warp's ring would have one slot.

@@ -278,6 +278,95 @@ __device__ void run_merges(Params<T> const& params, int index, int warps) {
   }
 }
 
+// As merge_row, for kRows neighbouring rows of a request: where there are more rows than warps, each would wait for one
+// answer after the other.
+template <int kHeadDim, int kRows, typename T>
+__device__ __forceinline__ void merge_rows(Params<T> const& params, int request, int head, int first, int n_parts) {
+  constexpr int kOwn = 4, kChunks = kHeadDim / kOwn / 32, kParts = 32 / kRows;  // a part of a row in a lane
+  static_assert(kHeadDim % (32 * kOwn) == 0);
+  int const lane = threadIdx.x % 32, own_row = lane / kParts, own_part = lane % kParts;
+  int64_t const row = int64_t(first) * params.q_heads + head;
+  uint16_t const* const value_at = params.part_out + row * kHeadDim + kOwn * lane;
+  PartWeight total{-INFINITY, 0.f};  // of this lane's row
+  float sum[kRows][kChunks][kOwn] = {};
+#pragma unroll 1
+  for (int begin = 0; begin < n_parts; begin += kParts) {
+    int const count = min(kParts, n_parts - begin);
+    PartialStats* const mine = params.part_stats + row + int64_t(begin + own_part) * params.q_heads + own_row;
+    PartialStats stats{kNotPublished, 0};
+    for (int tries = 0;; ++tries) {
+      if (own_part < count && stats.missing()) stats = load_relaxed(mine);
+      if (!__any_sync(~0u, own_part < count && stats.missing())) break;
+      if (tries > kPatience) __trap();  // a plan whose parts are not all deposited: an error rather than a hang
+    }
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    if (own_part < count) reset(mine);
+    float const lse = own_part < count ? __uint_as_float(stats.lse) : -INFINITY;
+    float const alpha = total.update_row_max(allreduce<Max, 1, kParts>(lse));
+    float weight = exp2f(lse + PartWeight::minus(total.top));
+    total.weight += allreduce<Sum, 1, kParts>(weight);
+    if (own_part < count) weight *= __uint_as_float(stats.scale);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float const factor = __shfl_sync(~0u, alpha, r * kParts);
+#pragma unroll
+      for (int i = 0; i < kChunks * kOwn; ++i) sum[r][i / kOwn][i % kOwn] *= factor;
+    }
+#pragma unroll 2
+    for (int k = 0; k < count; ++k) {
+      uint2 part[kRows][kChunks];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          uint16_t const* const from =
+              value_at + (int64_t(begin + k) * params.q_heads + r) * kHeadDim + 32 * kOwn * c;
+          part[r][c] = __ldcg(reinterpret_cast<uint2 const*>(from));
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float const w = __shfl_sync(~0u, weight, r * kParts + k);
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          float quantized[kOwn];
+          dequantize(&part[r][c].x, quantized);
+#pragma unroll
+          for (int e = 0; e < kOwn; ++e) sum[r][c][e] = fmaf(w, quantized[e], sum[r][c][e]);
+        }
+      }
+    }
+  }
+  int const chunk = lane / 2 % 8, place = 2 * (chunk % 4) + chunk / 4;  // part_chunk, backwards
+  float const inverse = total.inverse(), lse = total.lse() * kLn2;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float const scale = __shfl_sync(~0u, inverse, r * kParts);
+    T* const to = params.out + request * params.out_stride + (head + r) * kHeadDim;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      int const first_column = 64 * (lane / 16 + 2 * c) + 32 * (lane % 2) + place;
+#pragma unroll
+      for (int e = 0; e < kOwn; ++e) to[first_column + 8 * e] = T(sum[r][c][e] * scale);
+    }
+  }
+  if (params.lse && own_part == 0) params.lse[int64_t(request) * params.q_heads + head + own_row] = lse;
+}
+
+// As run_merges, kRows rows at once; q_heads is a multiple of them.
+template <int kHeadDim, int kRows, typename T>
+__device__ void run_row_merges(Params<T> const& params, int index, int warps) {
+  int const items = params.plan[kHeaderMerges], groups = params.q_heads / kRows;
+  int const first = params.plan[kHeaderItems] - items;
+  wait_on_dependent_grids();
+#pragma unroll 1
+  for (int unit = index; unit < items * groups; unit += warps) {
+    int const item = unit / groups, words = load_item(params, first + item);
+    merge_rows<kHeadDim, kRows>(params, item_word(words, kItemRequest), kRows * (unit - item * groups),
+                                item_word(words, kItemFirstPart), item_word(words, kItemParts));
+  }
+}
+
 // A warp per (request, query head): combines all parts where no unit closes (merge="kernel").
 template <typename T, int kHeadDim>
 __global__ void merge_kernel(Params<T> const params) {

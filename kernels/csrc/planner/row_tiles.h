@@ -140,12 +140,13 @@ inline void fold_tails(const Config& config, const Packing& packing, Schedule& o
     const int64_t n = config.tile(tile).n;
     return (tokens + n - 1) / n;
   };
-  int64_t all = 0;
+  double all = 0;  // ns of all processors
   for (size_t i = 0; i < out.rows.size(); ++i) {
     const int32_t index = static_cast<int32_t>(i);
     const RowTile& row = out.rows[i];
     const Pack& pack = pack_of(index);
-    all += steps(pack.length(), row.tile) * config.num_kv_heads;
+    const double steps_ns = config.step_ns[row.tile] * static_cast<double>(steps(pack.length(), row.tile));
+    all += (config.unit_ns[row.tile] + steps_ns) * static_cast<double>(config.num_kv_heads);
     if (pack.chunk || pack.ragged || row.count > kMostFolded) continue;
     for (int32_t j = row.first; j < row.first + row.count; ++j) {
       const int32_t r = packing.members[j];
@@ -156,7 +157,7 @@ inline void fold_tails(const Config& config, const Packing& packing, Schedule& o
       }
     }
   }
-  const double share = static_cast<double>(all) / config.n_sm;
+  const double share = all / static_cast<double>(config.n_sm);
   std::vector<char>& gone = out.gone;
   gone.assign(out.rows.size(), 0);
   for (size_t i = 0; i < out.rows.size(); ++i) {
@@ -167,7 +168,8 @@ inline void fold_tails(const Config& config, const Packing& packing, Schedule& o
       const int32_t r = packing.members[j];
       if (hosted(r)) ++count, tokens += pack_of(out.tail[r]).length();
     }
-    if (count < 2 || static_cast<double>(steps(tokens, row.tile)) > std::max(kFoldedSteps, kFoldedShares * share)) continue;
+    const double ns = config.step_ns[row.tile] * static_cast<double>(steps(tokens, row.tile));
+    if (count < 2 || ns > kFoldedShares * share) continue;
     row.folded = static_cast<int32_t>(out.folded.size());
     row.folded_tokens = static_cast<int32_t>(tokens);
     for (int32_t j = row.first; j < row.first + row.count; ++j) {

@@ -25,6 +25,7 @@ struct LatentForward {
   static constexpr int kControlAt = kScoresAt + kWarpgroupRows * kTokens * int(sizeof(T));
   static constexpr int kSmem = kControlAt + int(sizeof(Control));
   static_assert(kSmem <= 227 * 1024);
+  static constexpr int kMergedRows = 4;
   enum NamedBarriers { kDealt = 1, kDone };
   static __device__ void sync(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
   static __device__ void arrive(int id, int count) {
@@ -66,8 +67,12 @@ struct LatentForward {
       cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters>();
     }
     constexpr int kWarps = kThreads / kWarp;
-    run_merges<kHalfDim, Traits::kMergedAtOnce>(params, (kWarps - 1 - thread() / kWarp) * int(gridDim.x) + int(blockIdx.x),
-                         kWarps * int(gridDim.x));
+    int const index = (kWarps - 1 - thread() / kWarp) * int(gridDim.x) + int(blockIdx.x), warps = kWarps * int(gridDim.x);
+    if (params.plan[kHeaderMerges] * params.q_heads <= warps || params.q_heads % kMergedRows) {
+      run_merges<kHalfDim, Traits::kMergedAtOnce>(params, index, warps);
+    } else {
+      run_row_merges<kHalfDim, kMergedRows>(params, index, warps);
+    }
     __syncthreads();
     leave(params);
   }
@@ -113,12 +118,11 @@ struct LatentForward {
     int queries_parity = 0, empty_parity = 1;
     PendingPublish pending;
     while (true) {
-      wait_for(control, turn, Pipeline::kLeft);
+      wait_for(control, turn, Pipeline::kLast);
       StageInfo const info = control.infos[turn.stage];
       if (info.tokens < 0) break;
       barrier_wait(&control.queries_full, queries_parity);
       queries_parity ^= 1;
-      tile.find_ends(params, control, turn.stage, info, 16 * warp);
       tile.begin();
       float lse[2], inverse[2];
       Row rows[2];
@@ -127,6 +131,7 @@ struct LatentForward {
         bool const last = left <= kTokens;
         int const stage = turn.stage;
         tile.score(queries, tile_of(ring, stage), [&](int part) { wait_for(control, turn, part); });
+        if (left == info.tokens) tile.find_ends(params, control, stage, info, 16 * warp);
         pending.publish(params);  // of the unit before: its values have been written meanwhile
         tile.wait_for_scores();
         barrier_arrive(&control.scored);
@@ -180,7 +185,7 @@ struct LatentForward {
     int full_parity = 0;  // of the stage's probabilities; of the next one's scores it is the other
     PendingPublish pending;
     while (true) {
-      wait_for(control, turn, Pipeline::kLeft);
+      wait_for(control, turn, Pipeline::kLast);
       StageInfo const info = control.infos[turn.stage];
       if (info.tokens < 0) break;
       int left = info.tokens;

@@ -15,7 +15,7 @@ struct LatentPipeline {
   static constexpr int kTokens = Traits::kTokens, kStages = Traits::kStages;
   using Rows = SwizzledRows<Traits::kKeyDim, kTokens>;
   static constexpr int kTile = Rows::kElements;
-  enum Part { kRope, kRight, kLeft, kParts };  // in the order in which they become free
+  enum Part { kRope, kLeft, kRight, kParts, kLast = kParts - 1 };  // in the order in which they become free
   // Of a part: its first block of 64 columns, and how many it has.
   static __device__ constexpr int first_block(int part) { return part == kRope ? 8 : part == kRight ? 4 : 0; }
   static __device__ constexpr int blocks(int part) { return part == kRope ? 1 : 4; }
@@ -46,7 +46,7 @@ struct LatentPipeline {
     constexpr int kGroup = 4 * kWarp;  // every thread of a warpgroup speaks for itself
     if (thread < kStages * kParts) {
       int const stage = thread / kParts, part = thread % kParts;
-      barrier_init(&control.full[stage][part], kGroup + (part == kLeft));  // and who publishes the stage
+      barrier_init(&control.full[stage][part], kGroup + (part == kLast));  // and who publishes the stage
       barrier_init(&control.empty[stage][part], kGroup);
     } else if (thread < kStages * kParts + kUnits) {
       barrier_init(control.unit_known + thread - kStages * kParts, 1);
@@ -233,7 +233,7 @@ struct LatentProducer {
           } else {
             copy<false>(stage_to, rows, part, n_rows);
           }
-          if (part == Pipeline::kLeft && publishes) {
+          if (part == Pipeline::kLast && publishes) {
             if (first || last) {
               if (lane == 0) control.infos[stage] = info;
 #pragma unroll
@@ -259,7 +259,7 @@ struct LatentProducer {
 #pragma unroll
     for (int part = 0; part < Pipeline::kParts; ++part) {  // the end of the queue
       barrier_wait(&control.empty[stage][part], parity);
-      if (part == Pipeline::kLeft && publishes) {
+      if (part == Pipeline::kLast && publishes) {
         if (lane == 0) control.infos[stage].tokens = -1;
         __syncwarp();
         if (lane == 0) barrier_arrive(&control.full[stage][part]);

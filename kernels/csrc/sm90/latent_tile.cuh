@@ -162,7 +162,7 @@ struct LatentScores : LatentHalf<T, Traits>, Softmax {
     for (int i = 0; i < 2; ++i) {
       int const member = params.group_div.div(first_row + Layout::row(i));
       shared_end[i] = shared, tail_begin[i] = tail_end[i] = 0;
-      if (member >= info.n_members || info.n_members < 2) continue;
+      if (member >= info.n_members) continue;
       if (info.tokens > behind) {
         tail_begin[i] = member ? control.tail_ends[stage][member - 1] : behind;
         tail_end[i] = control.tail_ends[stage][member];
