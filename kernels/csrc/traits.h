@@ -77,7 +77,7 @@ struct LatentTraits {
   static constexpr int kTokens = 64, kStages = 2;
   static constexpr int kMergedAtOnce = 32;  // loads of a lane: parts of a row are many, and nothing else hides them
   static constexpr int kThreads = 384, kComputing = 256, kMinCtas = 1;
-  static constexpr int kRegisters = 168, kCopyRegisters = 88, kComputeRegisters = 208;
+  static constexpr int kRegisters = 168, kCopyRegisters = 72, kComputeRegisters = 216;
 };
 
 }  // namespace feather

@@ -85,8 +85,8 @@ class LatentConfig(KernelConfig):
     def planner_defaults(self) -> dict[str, Any]:
         """How plans are made unless another way is named."""
         return {
-            "strategy": "time", "split": "rounds", "tail_warps": 1, "fan_in": 1, "costs": UnitCosts.latent(),
-            "token_values": LATENT_DIM, "causal_tails": self.causal_tails, "fold_tails": True,
+            "strategy": "time", "split": "rounds", "tail_warps": 1, "costs": UnitCosts.latent(),
+            "token_values": LATENT_DIM, "causal_tails": self.causal_tails,
         }  # fmt: skip
 
     def load(self, soft_cap: bool, sinks: bool) -> Any:
@@ -126,8 +126,8 @@ class LatentDecodeWrapper(PackedDecodeWrapper):
     """
 
     def __init__(self, num_heads: int, *, sm_scale: float, **options: Any) -> None:
-        if options.get("fan_in", 1) != 1:
-            raise ValueError(f"fan_in is {options['fan_in']}: latent attention merges behind the queue, with 1")
+        if not options.setdefault("fold_tails", True):
+            raise ValueError("fold_tails is False: latent attention's units read tails, and none of them merges")
         super().__init__(num_heads, tiles_of(num_heads), VALUE_DIM, sm_scale=sm_scale, **options)
 
     def _configured(self, *layer: int, **kernels: Any) -> KernelConfig:

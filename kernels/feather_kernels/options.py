@@ -106,8 +106,8 @@ class PlannerOptions:
         Warps of a processor that take tails, each a unit at a time; by default those of the Hopper path.
     fan_in : int
         With ``merge`` "fused": a request of more parts than this is closed by an item without tokens, behind the
-        queues, whose warps ask for many parts at once; 1: every such request is. 0 for no limit, and for few packs to
-        stay in their tiles (`tiles`); a batch whose plan has no room for the one part more is planned so.
+        queues, whose warps ask for many parts at once. 0 for no limit, and for few packs to stay in their tiles
+        (`tiles`); a batch whose plan has no room for the one part more is planned so.
     kv_value_bytes : {2, 1}
         Of a value in the caches, for the traffic model.
     token_values : int, optional
@@ -117,7 +117,8 @@ class PlannerOptions:
         do, have their tails in one pack, in a tile of teams; whoever runs it lets each see its own tokens only. Needs
         `grow` False, and a tile of more than 16 rows.
     fold_tails : bool
-        Tails may be read by the unit of what their requests share, behind it: of kernels that mask them.
+        Tails may be read by the unit of what their requests share, behind it, and no unit merges: so the kernel for
+        latent attention has it.
     group_capacity : int
         PackInfer's C, for ``split`` "groups": token-heads (KV tokens of one KV head) that a processor's teams take at
         once. Which processor has which group is not planned: where the kernel's teams ask for units, whoever is free

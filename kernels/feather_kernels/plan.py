@@ -312,8 +312,7 @@ def _fit(options: PlannerOptions, record: npt.NDArray[np.int64], forest: Forest,
         return _call(record, forest, buffer)
     except PlanError as error:
         refused = error
-    costs = options.costs
-    fan_ins = (1,) if options.fan_in == 1 else dict.fromkeys((options.fan_in, 0))  # closing items apart take more room
+    costs, fan_ins = options.costs, dict.fromkeys((options.fan_in, 0))  # closing items apart take more room
     for doublings, fan_in in [(times, fan_in) for times in range(DOUBLINGS + 1) for fan_in in fan_ins][1:]:
         if doublings and options.strategy != "time":
             break

@@ -68,8 +68,8 @@ struct Config : PlannerOptions {
 
   // Fused merge: an item closes each request of several parts. It waits for them, combines them and writes the result.
   bool fused() const { return merge == kMergeFused; }
-  // Whether an item may close a request.
-  bool items_close() const { return fused() && fan_in != 1; }
+  // Whether an item may close a request: not where it may read tails behind its own tokens.
+  bool items_close() const { return fused() && !fold_tails; }
   // The item of the last part does that, and combines the others with its own. It takes in one after the other, so
   // there must not be many.
   bool closed_by_last(Parts parts) const {

@@ -172,8 +172,9 @@ struct LatentScores : LatentHalf<T, Traits>, Softmax {
     }
   }
 
-  // Scores become probabilities, of the stage that begins with a unit's token `at`; true: results so far are to be
-  // multiplied with alpha.
+  // Probabilities from the scores of the stage that begins with a unit's token `at`; true: results so far are to be
+  // multiplied with alpha. Behind the first stage no maximum is looked for unless the sum of a lane's exponentials says
+  // that one of them may be too large for the one that there is.
   __device__ __forceinline__ bool online_softmax(int at, Params<T> const& params, float (&alpha)[2]) {
     bool const tails = at >= behind && at > 0;
     int first[2], last[2];
@@ -183,7 +184,47 @@ struct LatentScores : LatentHalf<T, Traits>, Softmax {
       last[i] = (tails ? tail_end[i] : shared_end[i]) - at;
     }
     if (__any_sync(~0u, tails || last[0] < kTokens || last[1] < kTokens)) mask(first, last);
-    return Softmax::online_softmax(scores, params.scale_log2, alpha);
+    float const scale = params.scale_log2;
+    float sum[2];
+    if (at > 0) {
+      exponentiate(scale, sum);
+      bool const fits = sum[0] + sum[1] <= kRescaleSum && row_max[0] > -INFINITY && row_max[1] > -INFINITY;
+      if (__all_sync(~0u, fits)) {
+        row_sum[0] += sum[0], row_sum[1] += sum[1];
+        return false;
+      }
+      asm volatile("");  // a branch, not predicated instructions in everybody's way
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float top = scores(2 * row);
+#pragma unroll
+      for (int i = 0; i < size(scores) / 4; ++i) {
+        top = fmaxf(top, fmaxf(scores(4 * i + 2 * row), scores(4 * i + 2 * row + 1)));
+      }
+      alpha[row] = update_row_max(allreduce<Max, 1, 4>(top) * scale, row_max[row], row_sum[row]);
+    }
+    exponentiate(scale, sum);
+    row_sum[0] += sum[0], row_sum[1] += sum[1];
+    return at > 0;
+  }
+  // Probabilities from the scores, which stay, as an operand: a lane's accumulators of 16 tokens are, in order, those of
+  // a k16 step.
+  __device__ __forceinline__ void exponentiate(float scale, float (&sum)[2]) {
+    auto words = recast<uint32_t>(p);
+    float minus[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      minus[row] = row_max[row] == -INFINITY ? 0.f : -row_max[row];
+      sum[row] = 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < size(words); ++i) {
+      float const low = exp2f(fmaf(scores(2 * i), scale, minus[i % 2]));
+      float const high = exp2f(fmaf(scores(2 * i + 1), scale, minus[i % 2]));
+      sum[i % 2] += low + high;
+      words(i) = pack_pair<T>(low, high);
+    }
   }
   // Of each row's scores those from `first` on and before `last` count.
   __device__ __forceinline__ void mask(int const (&first)[2], int const (&last)[2]) {
@@ -205,14 +246,7 @@ struct LatentScores : LatentHalf<T, Traits>, Softmax {
     for (int i = 0; i < 2; ++i) inverse[i] = normalizer(allreduce<Sum, 1, 4>(row_sum[i]), row_max[i], lse[i]);
   }
 
-  // The probabilities as an operand: a lane's accumulators of 16 tokens are, in order, those of a k16 step.
-  __device__ __forceinline__ void round_probabilities() {
-    auto const values = convert_type<T>(scores);
-#pragma unroll
-    for (int i = 0; i < size(values); ++i) p(i) = values(i);
-  }
-
-  // The same in shared memory, as the other warpgroup reads them.
+  // The probabilities in shared memory, as the other warpgroup reads them.
   __device__ __forceinline__ void store_probabilities(T* p_tile, int warp) const {
     int const lane = threadIdx.x % kWarp;
     auto const words = recast<uint32_t>(p);
