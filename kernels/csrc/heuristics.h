@@ -30,8 +30,8 @@ constexpr double kLastTailRound = 0.6;     // so full a last one
 constexpr int64_t kLongPack = 256;      // tokens
 constexpr int64_t kLongPackShares = 4;  // of a warp's even share of all such packs
 
-// ---- Tails are read by units of other packs (planner/row_tiles.h): latent attention only, whose tiles have few rows of
-// a tail.
+// ---- Tails are read by units of other packs (planner/row_tiles.h): latent attention only. "Latent attention": 36 us for
+// 88 on `1,16,32,64,128,1024_256,128,64,32,32,32` at 8 heads.
 constexpr int32_t kMostFolded = 32;    // tails to a unit: a lane each
 constexpr double kFoldedShares = 1;    // of a processor's even share of all work that they may take
 

@@ -159,8 +159,8 @@ cudaStream_t stream_of(TensorView tensor) {
   return static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
 }
 
-// flags: 1 = L2 prefetch, 2 = portable path; queues: a bit per tile shape; q_rope: of latent attention, whose `q` is what
-// meets the values, and `k` the latents, once for every 64 query heads or less.
+// flags: 1 = L2 prefetch, 2 = portable path; queues: a bit per tile shape; q_rope: of latent attention, whose `q` is
+// what meets the values, and `k` the latents, once for every 64 query heads or less.
 void forward(TensorView q, TensorView k, TensorView v, TensorView out, Optional<TensorView> lse, TensorView part_out,
              TensorView part_stats, TensorView counters, TensorView plan, TensorView seq_lens, TensorView table,
              int64_t page_bits, double sm_scale, double soft_cap, Optional<TensorView> sinks, double v_scale,

@@ -70,8 +70,8 @@ struct HopperTraits {
   static constexpr int kTailWarps = 4 + 4 / kGroups;
 };
 
-// Latent attention (sm_90a): one KV head whose keys are a slot's 576 columns and whose values are the first 512 of them.
-// Two warpgroups have half of an output row's columns each, and a third copies for them.
+// Latent attention (sm_90a): one KV head whose keys are a slot's 576 columns and whose values are the first 512 of
+// them. Two warpgroups have half of an output row's columns each, and a third copies for them.
 struct LatentTraits {
   static constexpr int kKeyDim = 576, kValueDim = 512, kHalfDim = kValueDim / 2;
   static constexpr int kTokens = 64, kStages = 2;

@@ -208,7 +208,7 @@ def test_a_buffer_of_ones_own():
 def test_a_library_with_other_fields_is_refused_in_one_line():
     library = load_planner().interface()
     check_interface(library)
-    for there, other in (("fan_in:i144", "fan_out:i144"), ("alpha:f", "alpha:i"), ("naive compute", "compute naive")):
+    for there, other in (("fan_in:i152", "fan_out:i152"), ("alpha:f", "alpha:i"), ("naive compute", "compute naive")):
         with pytest.raises(BuildError) as error:
             check_interface(library.replace(there, other))
         assert "where feather_kernels.options has" in str(error.value) and "\n" not in str(error.value)

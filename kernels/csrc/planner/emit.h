@@ -229,7 +229,8 @@ inline void emit(const Config& config, const Forest& forest, const Packing& pack
   const int32_t parts = number_parts(config, packing, schedule, scratch, part_begin);
   std::array<int32_t, kMaxTiles + 1> queue_begin;
   sort_items(config, packing, schedule, scratch, queue_begin.data());
-  write_items(config, forest, packing, schedule, scratch, part_begin, queue_begin[n_tiles], buffer + layout.items, buffer + layout.members);
+  write_items(config, forest, packing, schedule, scratch, part_begin, queue_begin[n_tiles], buffer + layout.items,
+              buffer + layout.members);
 
   const uint32_t plans = buffer[kHeaderMagic] == kMagic ? static_cast<uint32_t>(buffer[kHeaderSerial]) : 0;
   const int32_t serial = static_cast<int32_t>((plans + 1) & INT32_MAX);
@@ -247,7 +248,8 @@ inline void emit(const Config& config, const Forest& forest, const Packing& pack
   buffer[kHeaderSerial] = serial;
   buffer[kHeaderClosing] = static_cast<int32_t>(schedule.n_closing);
   buffer[kHeaderHeadPack] = schedule.head_pack;
-  buffer[kHeaderMerges] = static_cast<int32_t>(schedule.n_items - static_cast<int64_t>(schedule.folded.size())) - queue_begin[n_tiles];
+  const int64_t read = schedule.n_items - static_cast<int64_t>(schedule.folded.size());
+  buffer[kHeaderMerges] = static_cast<int32_t>(read) - queue_begin[n_tiles];
   std::copy_n(queue_begin.begin(), n_tiles + 1, buffer + kHeaderQueue);
 }
 

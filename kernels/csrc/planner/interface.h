@@ -83,7 +83,8 @@ inline std::string describe_interface() {
   FIELD(max_parts), FIELD(min_chunk);
   FIELD(shared_chunk), FIELD(item_overhead), FIELD(head_pack), FIELD(tail_warps), FIELD(fan_in);
   FIELD(causal_tails), FIELD(fold_tails);
-  FIELD(group_capacity), FIELD(n_tiles), FIELD(tile_m), FIELD(tile_n), FIELD(profit_factor), FIELD(compute_split_cost), FIELD(part_ns), FIELD(part_row_ns);
+  FIELD(group_capacity), FIELD(n_tiles), FIELD(tile_m), FIELD(tile_n), FIELD(profit_factor);
+  FIELD(compute_split_cost), FIELD(part_ns), FIELD(part_row_ns);
   FIELD(alpha), FIELD(unit_ns), FIELD(step_ns);
 #undef FIELD
   text += "size:" + std::to_string(sizeof(PlannerOptions)) + "\nstats ";

@@ -128,8 +128,8 @@ inline void promote_long(const Config& config, const Packing& packing, std::vect
   }
 }
 
-// A tail of its own takes a unit, a part, and a merge. Where a pack's row tile reads up to it, that tile's last chunk may
-// read the tails of all its requests, too, if that makes no unit much longer than a processor's even share of all work.
+// A tail of its own takes a unit, a part, and a merge. Where a pack's row tile reads up to it, that tile's last chunk
+// may read the tails of all its requests, too, if they take no longer than a processor's even share of all work.
 inline void fold_tails(const Config& config, const Packing& packing, Schedule& out) {
   out.folded.clear();
   if (!config.fold_tails) return;

@@ -1,8 +1,8 @@
 // Latent attention on Hopper: two warpgroups multiply 64 query rows with wgmma, fed by a third that copies.
 //
-// Both read each stage of latents: the first computes the scores of all rows, and the left half of the results' columns;
-// the second takes the probabilities from shared memory and computes the right half. To whoever merges a half is a row
-// of its own: query head h has rows 2 h and 2 h + 1, of 256 columns.
+// Both read each stage of latents: the first computes the scores of all rows, and the left half of the results'
+// columns; the second takes the probabilities from shared memory and computes the right half. To whoever merges a half
+// is a row of its own: query head h has rows 2 h and 2 h + 1, of 256 columns.
 #pragma once
 #include <cutlass/arch/reg_reconfig.h>
 
@@ -67,7 +67,8 @@ struct LatentForward {
       cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters>();
     }
     constexpr int kWarps = kThreads / kWarp;
-    int const index = (kWarps - 1 - thread() / kWarp) * int(gridDim.x) + int(blockIdx.x), warps = kWarps * int(gridDim.x);
+    int const warps = kWarps * int(gridDim.x);
+    int const index = (kWarps - 1 - thread() / kWarp) * int(gridDim.x) + int(blockIdx.x);
     if (params.plan[kHeaderMerges] * params.q_heads <= warps || params.q_heads % kMergedRows) {
       run_merges<kHalfDim, Traits::kMergedAtOnce>(params, index, warps);
     } else {
@@ -89,14 +90,6 @@ struct LatentForward {
     barrier_wait(&control.full[turn.stage][part], turn.parity);
     cutlass::arch::fence_view_async_shared();
   }
-  static __device__ __forceinline__ bool has_come(Control& control, Turn const& turn) {
-    bool there = true;
-#pragma unroll
-    for (int part = 0; part < Pipeline::kParts; ++part) {
-      there &= barrier_ready(&control.full[turn.stage][part], turn.parity);
-    }
-    return __all_sync(~0u, there);
-  }
   static __device__ __forceinline__ T const* tile_of(T const* ring, int stage) {
     return ring + uniform(stage) * Pipeline::kTile;
   }
@@ -109,8 +102,7 @@ struct LatentForward {
     for (int i = 0; i < 2; ++i) rows[i].head = 2 * rows[i].head + half;
   }
 
-  // The values of a stage are multiplied before the scores of the next one, so that its place is free early. The other
-  // warpgroup's values are, while this one works out probabilities.
+  // The values of a stage are multiplied before the scores of the next one, so that its place is free early.
   static __device__ __forceinline__ void run_left(Params<T> const& params, Control& control, T const* queries,
                                                   T const* ring, T* p_tile, int warp) {
     LatentScores<T, Traits> tile;
@@ -134,13 +126,14 @@ struct LatentForward {
         if (left == info.tokens) tile.find_ends(params, control, stage, info, 16 * warp);
         pending.publish(params);  // of the unit before: its values have been written meanwhile
         tile.wait_for_scores();
-        barrier_arrive(&control.scored);
         barrier_arrive(&control.empty[stage][Pipeline::kRope]);
         if (last) barrier_arrive(&control.queries_empty);
         float alpha[2];
         bool rescales = false;
         // Rows of padding alone spoil nobody, and may have anything.
-        if (16 * warp < info.n_members * params.group) rescales = tile.online_softmax(info.tokens - left, params, alpha);
+        if (16 * warp < info.n_members * params.group) {
+          rescales = tile.online_softmax(info.tokens - left, params, alpha);
+        }
         if (rescales) Softmax::rescale(tile.out, alpha);
         if (last) tile.normalize(inverse, lse);
         barrier_wait(&control.scores_empty, empty_parity);
@@ -183,7 +176,7 @@ struct LatentForward {
                                                    T const* p_tile, int warp) {
     LatentHalf<T, Traits> tile;
     Turn turn;
-    int full_parity = 0;  // of the stage's probabilities; of the next one's scores it is the other
+    int full_parity = 0;
     PendingPublish pending;
     while (true) {
       wait_for(control, turn, Pipeline::kLast);
@@ -197,12 +190,8 @@ struct LatentForward {
         bool const last = left <= kTokens;
         int const stage = turn.stage;
         wait_for(control, turn, Pipeline::kRight);
-        turn.next();
-        // The next stage's scores first, if it is there: then the matrix units are free while probabilities are made.
-        bool const waits = !last && has_come(control, turn);
         barrier_wait(&control.scores_full, full_parity);
         full_parity ^= 1;
-        if (waits) barrier_wait(&control.scored, full_parity);
         if (last) find_half_rows(params, control.infos[stage], control.members[stage], warp, 1, rows);
         if (uniform(control.rescales[warp])) {
           float alpha[2];
@@ -223,6 +212,7 @@ struct LatentForward {
         tile.wait_for_results();
         barrier_arrive(&control.scores_empty);
         barrier_arrive(&control.empty[stage][Pipeline::kRight]);
+        turn.next();
       } while ((left -= kTokens) > 0);
 #pragma unroll
       for (int i = 0; i < size(tile.out); ++i) tile.out(i) *= inverse[i / 2 % 2];

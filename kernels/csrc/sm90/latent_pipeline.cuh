@@ -28,14 +28,13 @@ struct LatentPipeline {
   struct Control {
     uint64_t full[kStages][kParts], empty[kStages][kParts];
     uint64_t queries_full, queries_empty;
-    uint64_t scored;                     // a stage's scores are there
-    uint64_t scores_full, scores_empty;  // its probabilities
+    uint64_t scores_full, scores_empty;  // a stage's probabilities
     uint64_t unit_known[kUnits];
     int units[kUnits];
     StageInfo infos[kStages];  // of a unit, with its first and last stages; tokens are the unit's
     int members[kStages][kMemberWords];
-    // Of a unit with tails, with its first stage: how many of its tokens all rows see; and where each member's tail ends,
-    // counted in its tokens. The first tail begins with a stage.
+    // Of a unit with tails, with its first stage: how many of its tokens all rows see; and where each member's tail
+    // ends, counted in its tokens. The first tail begins with a stage.
     int shared[kStages], tail_ends[kStages][kMostTails];
     // Of each row: what its results so far are multiplied with, if its warp says so; and with the last stage, what they
     // are multiplied with in the end, and the log-sum-exp.
@@ -53,7 +52,6 @@ struct LatentPipeline {
     } else if (thread == kWarp - 1) {
       barrier_init(&control.queries_full, kGroup);
       barrier_init(&control.queries_empty, kGroup);
-      barrier_init(&control.scored, kGroup);
       barrier_init(&control.scores_full, kGroup);
       barrier_init(&control.scores_empty, kGroup);
     }
@@ -128,7 +126,8 @@ struct LatentProducer {
     if (lane < count) {
       int const* const item = params.plan + params.plan[kHeaderItemsBegin] + kItemSize * (first + lane);
       int const grows = __ldg(item + kItemGrows);
-      int64_t const offset = int64_t(uint32_t(__ldg(item + kItemOffsetLow))) | int64_t(__ldg(item + kItemOffsetHigh)) << 32;
+      int64_t const offset =
+          int64_t(uint32_t(__ldg(item + kItemOffsetLow))) | int64_t(__ldg(item + kItemOffsetHigh)) << 32;
       tails.start = __ldg(item + kItemStart);
       tails.row = static_cast<char const*>(params.table) + offset * params.entry_bytes;
       length = max(0, (grows >= 0 ? __ldg(params.seq_lens + grows) : __ldg(item + kItemStop)) - tails.start);
@@ -152,8 +151,8 @@ struct LatentProducer {
       if (mine >= __shfl_sync(~0u, tails.begin, i)) member = i;
     }
     int const position = __shfl_sync(~0u, tails.start, member) + mine - __shfl_sync(~0u, tails.begin, member);
-    auto const row = reinterpret_cast<char const*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(tails.row), member));
-    return {position, load_page(params, row, position)};
+    auto const row = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(tails.row), member);
+    return {position, load_page(params, reinterpret_cast<char const*>(row), position)};
   }
 
   // Go on to the unit behind.
@@ -287,8 +286,8 @@ struct LatentProducer {
     }
   }
 
-  // This warp's rows of a unit's queries. Rows of padding are zeros beside others, as a warp's rows are rescaled together;
-  // where there are no others, they keep what they have.
+  // This warp's rows of a unit's queries. Rows of padding are zeros beside others, as a warp's rows are rescaled
+  // together; where there are no others, they keep what they have.
   __device__ void copy_queries(int const (&requests)[kTurns], int const (&heads)[kTurns]) const {
     if (!__any_sync(~0u, requests[0] >= 0)) return;
 #pragma unroll

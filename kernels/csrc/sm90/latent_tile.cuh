@@ -208,8 +208,8 @@ struct LatentScores : LatentHalf<T, Traits>, Softmax {
     row_sum[0] += sum[0], row_sum[1] += sum[1];
     return at > 0;
   }
-  // Probabilities from the scores, which stay, as an operand: a lane's accumulators of 16 tokens are, in order, those of
-  // a k16 step.
+  // Probabilities from the scores, which stay, as an operand: a lane's accumulators of 16 tokens are, in order, those
+  // of a k16 step.
   __device__ __forceinline__ void exponentiate(float scale, float (&sum)[2]) {
     auto words = recast<uint32_t>(p);
     float minus[2];
