@@ -34,7 +34,10 @@ class PlainAttention(TorchNativeAttnBackend):
         """Attention of the last ``counts`` tokens of each request, which end so many ``beyond`` its length."""
         if save_kv_cache and k is not None:
             location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
-            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
+            scales = () if hasattr(self.token_to_kv_pool, "kv_lora_rank") else (layer.k_scale, layer.v_scale)
+            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, *scales)
+        if k is not None and k.shape[1] != self.token_to_kv_pool.get_key_buffer(layer.layer_id).shape[1]:
+            return self._attend_to_given(q, k, v, layer, counts)
         keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out, begin = [], 0
@@ -49,6 +52,12 @@ class PlainAttention(TorchNativeAttnBackend):
             out.append(self._one(q[begin : begin + count], *mine, layer, sinks))
             begin += count
         return torch.cat(out).to(q.dtype).flatten(1)
+
+    def _attend_to_given(self, q, k, v, layer, counts):
+        """Prefill of whole prompts by latent attention, with keys and values of each head, which no pool holds."""
+        q, k, v = (x.view(len(x), -1, dim) for x, dim in ((q, layer.qk_head_dim), (k, layer.qk_head_dim), (v, layer.v_head_dim)))
+        parts = zip(*(x.split(counts) for x in (q, k.double(), v.double())), strict=True)
+        return torch.cat([self._one(*part, layer, None) for part in parts]).to(q.dtype).flatten(1)
 
     def _slots(self, layer, slots):
         in_window = getattr(self.token_to_kv_pool, "layers_mapping", {}).get(layer.layer_id, (0, False))[1]

@@ -76,6 +76,16 @@ KINDS = {
         _LLAMA, [1], layers={0: {"use_irope": True}, 2: {"use_irope": True}}, attention_chunk_size=CHUNK
     ),
     "scores": Kind(_LLAMA, [0, 1, 2], layers={0: {"scaling": 0.1}, 1: {"logit_cap": 2.0}, 2: {"logit_cap": 9.0}}),
+    "latent": Kind(
+        _LLAMA, [0, 1, 2], "MLATokenToKVPool", architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2",
+        num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=None, qk_nope_head_dim=16, qk_rope_head_dim=16,
+        v_head_dim=16, first_k_dense_replace=3, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+        moe_intermediate_size=32, n_group=1, topk_group=1, topk_method="greedy", moe_layer_freq=1,
+        rope_scaling={
+            "type": "yarn", "factor": 4, "original_max_position_embeddings": 512, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 0.707, "mscale_all_dim": 0.707,
+        },
+    ),
     "linear": Kind(
         {**_LLAMA, **_EXPERTS, **_GATED, "num_hidden_layers": 4}, [1, 3], "HybridLinearKVPool",
         architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", full_attention_interval=2,
@@ -173,6 +183,8 @@ def spread_weights(model):
             weights.data.copy_(torch.ones(weights.shape) if "norm" in name else drawn)
         else:
             weights.data.copy_(drawn * 2 * weights.shape[-1] ** -0.5)
+    if hasattr(model, "post_load_weights"):  # of latent attention, where some are kept in another form, too
+        model.post_load_weights()
 
 
 def serve(server, prefix=130):
@@ -237,7 +249,7 @@ N_GRAMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["windows", "windows of their own", "sinks", "chunks", "scores"])
+@pytest.mark.parametrize("name", ["windows", "windows of their own", "sinks", "chunks", "scores", "latent"])
 def test_drafts_are_verified_by_all_layers(server, monkeypatch, name):
     drafting.install(monkeypatch)
     expected = serve(server(name))
@@ -290,8 +302,9 @@ def test_other_kv_caches_of_8_bits_are_refused(server, monkeypatch):
         ("sinks", {"kind": OverlapServer}),  # which SGLang has for linear attention on a GPU only
         ("sinks", {"policy": "feather"}),
         ("linear", {"policy": "feather"}),
+        ("latent", {"kind": OverlapServer, "policy": "feather", "page_size": 16}),
     ],
-    ids=["sinks-overlap", "sinks-feather", "linear-feather"],
+    ids=["sinks-overlap", "sinks-feather", "linear-feather", "latent-overlap-feather-pages"],
 )
 def test_under_overlap_and_a_policy(server, name, overrides):
     assert_same(serve(server(name, "pat", **overrides)), serve(server(name)))

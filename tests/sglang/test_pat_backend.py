@@ -817,7 +817,6 @@ def test_a_hook_that_did_not_work_ends_start_up(one_rank, started):
 @pytest.mark.parametrize(
     ("where", "name", "value", "says"),
     [
-        ("model_config", "attention_arch", pat_facts.AttentionArch.MLA, "multi-head latent attention"),
         ("model_config", "is_encoder_decoder", True, "encoder-decoder models"),
         (
             "",

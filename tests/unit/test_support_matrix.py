@@ -58,7 +58,12 @@ def test_a_gpu_that_nothing_has_run_on_is_not_called_served():
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"pool": "MLATokenToKVPool"}, "the KV cache MLATokenToKVPool: choose another"),
+        ({"pool": "DSATokenToKVPool"}, "the KV cache DSATokenToKVPool: choose another"),
+        (
+            {"pool": "MLATokenToKVPool", "kv_dtype": "float8_e4m3fn"},
+            r"latents in float8_e4m3fn \(--kv-cache-dtype: auto\)",
+        ),
+        ({"layers": (replace(LAYER, kv_heads=1, head_dim=288, v_head_dim=256),)}, r"latents of 256 in 288 values"),
         (
             {"pool": "HybridLinearKVPool", "speculative": True},
             "speculative decoding of a model with linear attention: choose another",
@@ -67,7 +72,6 @@ def test_a_gpu_that_nothing_has_run_on_is_not_called_served():
         ({"layout": "hnd"}, r"the KV cache MHATokenToKVPool \(hnd\)"),
         ({"kv_dtype": "float8_e5m2"}, r"float8_e5m2 under a model in bfloat16 \(--kv-cache-dtype: auto or fp8_e4m3\)"),
         ({"attn_cp_size": 2}, "context parallelism"),
-        ({"latent": True}, "multi-head latent attention"),
         ({"encoder_decoder": True}, "encoder-decoder models"),
         ({"layers": ()}, "no attention layer"),
         ({"layers": (LAYER, replace(LAYER, window=9))}, "attention of several kinds on the KV of one layer"),

@@ -82,21 +82,23 @@ class Engines:
     ) -> torch.Tensor:  # fmt: skip
         """Write a step's KV into the pool, and attend with the last plan.
 
-        q [rows, heads * head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads * head_dim]
+        q [rows, heads * head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads * head_dim]; of latent attention
+        k [rows, 1, head_dim] and v the first part of it -> [rows, heads * v_head_dim].
         """
         if given := [name for name, value in extras.items() if value is not None and value is not False]:
             raise FeatherError(
                 f"the pat backend does not support {', '.join(given)} in attention, which this model uses: choose "
                 "another --decode-attention-backend"
             )
-        pool, (heads, _, dim) = self._packed.pool, self.shape(layer.layer_id)
+        pool, facts = self._packed.pool, self._served[layer.layer_id][1]
         if save_kv_cache and k is not None:
-            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, layer.k_scale, layer.v_scale)
-        q = q.reshape(-1, heads * dim)
-        out = q.new_empty(q.shape)
+            scales = () if facts.latent else (layer.k_scale, layer.v_scale)
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *scales)
+        q = q.reshape(-1, facts.q_heads, facts.head_dim)
+        out = q.new_empty(len(q), facts.q_heads, facts.v_head_dim)
         caches = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        self.run(layer.layer_id, q.view(-1, heads, dim), *caches, out.view(-1, heads, dim), sinks, self._scales(layer))
-        return out
+        self.run(layer.layer_id, q, *caches, out, sinks, self._scales(layer))
+        return out.flatten(1)
 
     def _scales(self, layer: Any) -> tuple[float, float]:
         """What a layer's keys and values in the pool stand for times, as SGLang divides them when it writes them."""

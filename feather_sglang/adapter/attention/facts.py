@@ -48,10 +48,12 @@ def facts_of(runner: Any, reference: bool) -> ModelFacts:
         layer for layer, (_, in_window) in getattr(pool, "layers_mapping", {}).items() if in_window
     }  # of a pool with slots of its own for windows
     chunks = model.attention_chunk_size is not None
+    latent = model.attention_arch == AttentionArch.MLA
     layers = dict.fromkeys(  # several may read the KV of one
         _layer_facts(layer, chunks, layer.layer_id in in_window_pool, _has_sinks(runner.model, name), reference)
         for name, layer in runner.model.named_modules()
-        if isinstance(layer, RadixAttention)
+        # A latent layer has another object for prefill, whose keys are no latents.
+        if isinstance(layer, RadixAttention) and (not latent or layer.v_head_dim == model.kv_lora_rank)
     )
     return ModelFacts(
         layers=tuple(layers),
@@ -60,7 +62,6 @@ def facts_of(runner: Any, reference: bool) -> ModelFacts:
         pool=type(pool).__name__,
         full_pool=type(full_pool).__name__,
         layout=getattr(full_pool, "kv_cache_layout", "nhd"),
-        latent=model.attention_arch == AttentionArch.MLA,
         encoder_decoder=model.is_encoder_decoder,
         attn_cp_size=max(parallel.attn_cp_size, parallel.attn_dcp_size),
         speculative=get_spec().speculative_algorithm is not None,

@@ -13,13 +13,17 @@ from feather_sglang.adapter.refusals import ANOTHER_BACKEND, Limit, first_limit
 from feather_sglang.errors import FeatherError
 
 FP8 = "float8_e4m3fn"  # of KV; --kv-cache-dtype fp8_e4m3
+LATENT_DIMS = 576, 512
 MAX_GROUP = {64: 128, 128: 128, 256: 64}  # by head_dim: query heads to a KV head that were checked on a GPU
-POOLS = ("MHATokenToKVPool", "SWAKVPool", "HybridLinearKVPool")
+POOLS = ("MHATokenToKVPool", "SWAKVPool", "HybridLinearKVPool", "MLATokenToKVPool")
 
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What one attention layer asks of a backend; heads are those of a rank."""
+    """What one attention layer asks of a backend; heads are those of a rank.
+
+    Keys of latent attention are latents of one KV head, [latent and rope], whose first ``v_head_dim`` are its values.
+    """
 
     layer_id: int
     q_heads: int
@@ -45,6 +49,11 @@ class LayerFacts:
         return self.q_heads, self.kv_heads, self.head_dim
 
     @property
+    def latent(self) -> bool:
+        """Whether values are a part of keys."""
+        return self.kv_heads == 1 and self.v_head_dim < self.head_dim
+
+    @property
     def max_group(self) -> int:
         """The most query heads to a KV head."""
         return MAX_GROUP.get(self.head_dim, max(MAX_GROUP.values()))
@@ -60,7 +69,6 @@ class ModelFacts:
     pool: str = "MHATokenToKVPool"
     full_pool: str = "MHATokenToKVPool"  # the one of the layers that see everything
     layout: str = "nhd"
-    latent: bool = False
     encoder_decoder: bool = False
     attn_cp_size: int = 1
     speculative: bool = False
@@ -72,14 +80,18 @@ MODEL_LIMITS = (
         lambda model: len({layer.layer_id for layer in model.layers}) < len(set(model.layers)),
     ),
     Limit("context parallelism", lambda model: model.attn_cp_size > 1),
-    Limit("multi-head latent attention, which this model has", lambda model: model.latent, "latent attention (MLA)"),
+    Limit(
+        "latents in {0.kv_dtype} (--kv-cache-dtype: auto)",
+        lambda model: model.pool == "MLATokenToKVPool" and model.kv_dtype != model.dtype,
+        "latents in another dtype than the model",
+    ),
     Limit("encoder-decoder models, which this is", lambda model: model.encoder_decoder, "encoder-decoder models"),
     Limit(
         "a KV cache of {0.kv_dtype} under a model in {0.dtype} (--kv-cache-dtype: auto or fp8_e4m3)",
         lambda model: model.kv_dtype not in (model.dtype, FP8),
         "KV in another dtype than the model or fp8_e4m3 (fp8_e5m2, fp4)",
     ),
-    # Others hold latents or quantised values, or rows of ids that stand for slots.
+    # Others hold what sparse attention looks up, quantised values, or rows of ids that stand for slots.
     Limit(
         "the KV cache {0.pool}",
         lambda model: model.pool not in POOLS,
@@ -91,7 +103,7 @@ MODEL_LIMITS = (
     ),
     Limit(
         "the KV cache {0.full_pool} ({0.layout})",
-        lambda model: (model.full_pool, model.layout) != ("MHATokenToKVPool", "nhd"),
+        lambda model: model.full_pool not in ("MHATokenToKVPool", "MLATokenToKVPool") or model.layout != "nhd",
         "other layouts of a slot",
     ),
 )
@@ -114,7 +126,7 @@ LAYER_LIMITS = (
     Limit("attention temperature", lambda layer: layer.temperature > 0),
     Limit(
         "values of {0.v_head_dim} beside keys of {0.head_dim}",
-        lambda layer: layer.v_head_dim != layer.head_dim,
+        lambda layer: layer.v_head_dim != layer.head_dim and not layer.latent,
         "values of another size than keys",
     ),
     Limit(
@@ -123,8 +135,13 @@ LAYER_LIMITS = (
         f"more than {MAX_GROUP[128]} query heads to a KV head, {MAX_GROUP[256]} of head_dim 256",
     ),
     Limit(
+        "latents of {0.v_head_dim} in {0.head_dim} values (only 512 in 576)",
+        lambda layer: not layer.reference and layer.latent and (layer.head_dim, layer.v_head_dim) != LATENT_DIMS,
+        "latents of other sizes than 512, and 64 of rope",
+    ),
+    Limit(
         f"head_dim {{0.head_dim}} (only {', '.join(map(str, HEAD_DIMS))})",
-        lambda layer: not layer.reference and layer.head_dim not in HEAD_DIMS,
+        lambda layer: not layer.reference and not layer.latent and layer.head_dim not in HEAD_DIMS,
         f"head_dim other than {', '.join(map(str, HEAD_DIMS))}",
     ),
 )

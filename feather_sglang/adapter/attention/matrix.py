@@ -34,6 +34,7 @@ _FULL = LayerFacts(0, 32, 8, 128, 128, 0.088)
 _WIDE = replace(_FULL, q_heads=48, kv_heads=1)
 _WINDOW = replace(_FULL, window=127)
 _POOL_WINDOW = replace(_WINDOW, in_window_pool=True)
+_LATENT = replace(_FULL, q_heads=4, kv_heads=1, head_dim=576, v_head_dim=512)
 _SINKS = replace(_POOL_WINDOW, sinks=True), replace(_FULL, sinks=True)
 
 
@@ -80,6 +81,12 @@ KINDS = (
         "scores",
         "scales and soft caps that differ",
         (replace(_FULL, sm_scale=0.1), replace(_FULL, logit_soft_cap=2.0), replace(_FULL, logit_soft_cap=9.0)),
+    ),
+    ModelKind(
+        "latent",
+        "DeepSeek V2 and V3, Kimi K2 (not their sparse successors)",
+        (_LATENT,) * 3,
+        {"pool": "MLATokenToKVPool", "full_pool": "MLATokenToKVPool"},
     ),
     ModelKind(
         "linear",
