@@ -56,6 +56,24 @@ def _every(number: int, layers: int, usual: str, other: str) -> list[str]:
     return [other if (layer + 1) % number == 0 else usual for layer in range(layers)]
 
 
+def _latent(**sizes: int) -> dict[str, Any]:
+    """A model of DeepSeek's with latents of 512 values and 64 of rope, whose experts are all chosen."""
+    return {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "kv_lora_rank": 512,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_act": "silu",
+        "num_key_value_heads": sizes["num_attention_heads"], "moe_intermediate_size": 1408, "n_routed_experts": 6,
+        "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1,
+        "topk_group": 1, "topk_method": "greedy", "routed_scaling_factor": 1.0, "norm_topk_prob": False,
+        "scoring_func": "softmax", "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 0.707, "mscale_all_dim": 0.707,
+        },
+        **sizes,
+    }  # fmt: skip
+
+
+_OF_61_LAYERS = {"hidden_size": 7168, "intermediate_size": 2304, "num_hidden_layers": 8, "q_lora_rank": 1536}
 SHAPES = {
     "llama-3.2-1b": Shape(
         "dense",
@@ -152,6 +170,24 @@ SHAPES = {
         "24 of 48 layers, 1 of 16 experts, chunks of 1,024, not 8,192",
         ("fa3",),  # the others do not cut into chunks
         flags="--swa-full-tokens-ratio 1.0",
+    ),
+    "deepseek-v2-lite": Shape(
+        "latent",
+        _latent(hidden_size=2048, intermediate_size=10944, num_hidden_layers=27, num_attention_heads=16),
+        "6 of 64 experts",
+        ("fa3", "flashinfer"),
+    ),
+    "deepseek-v3": Shape(
+        "latent",
+        _latent(**_OF_61_LAYERS, num_attention_heads=16),
+        "what a rank of 8 has: 16 of 128 heads; 8 of 61 layers, 6 of 256 experts",
+        ("fa3", "flashinfer"),
+    ),
+    "kimi-k2": Shape(
+        "latent",
+        _latent(**_OF_61_LAYERS, num_attention_heads=8),
+        "what a rank of 8 has: 8 of 64 heads; 8 of 61 layers, 6 of 384 experts",
+        ("fa3", "flashinfer"),
     ),
     "qwen3-next-80b-a3b": Shape(
         "linear",

@@ -55,7 +55,10 @@ class PlainAttention(TorchNativeAttnBackend):
 
     def _attend_to_given(self, q, k, v, layer, counts):
         """Prefill of whole prompts by latent attention, with keys and values of each head, which no pool holds."""
-        q, k, v = (x.view(len(x), -1, dim) for x, dim in ((q, layer.qk_head_dim), (k, layer.qk_head_dim), (v, layer.v_head_dim)))
+        q, k, v = (
+            x.view(len(x), -1, dim)
+            for x, dim in ((q, layer.qk_head_dim), (k, layer.qk_head_dim), (v, layer.v_head_dim))
+        )
         parts = zip(*(x.split(counts) for x in (q, k.double(), v.double())), strict=True)
         return torch.cat([self._one(*part, layer, None) for part in parts]).to(q.dtype).flatten(1)
 

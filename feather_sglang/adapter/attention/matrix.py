@@ -87,6 +87,7 @@ KINDS = (
         "DeepSeek V2 and V3, Kimi K2 (not their sparse successors)",
         (_LATENT,) * 3,
         {"pool": "MLATokenToKVPool", "full_pool": "MLATokenToKVPool"},
+        ("deepseek-v2-lite", "deepseek-v3", "kimi-k2"),
     ),
     ModelKind(
         "linear",
