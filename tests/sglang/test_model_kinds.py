@@ -302,9 +302,9 @@ def test_other_kv_caches_of_8_bits_are_refused(server, monkeypatch):
         ("sinks", {"kind": OverlapServer}),  # which SGLang has for linear attention on a GPU only
         ("sinks", {"policy": "feather"}),
         ("linear", {"policy": "feather"}),
-        ("latent", {"kind": OverlapServer, "policy": "feather", "page_size": 16}),
+        ("latent", {"kind": OverlapServer, "policy": "feather"}),
     ],
-    ids=["sinks-overlap", "sinks-feather", "linear-feather", "latent-overlap-feather-pages"],
+    ids=["sinks-overlap", "sinks-feather", "linear-feather", "latent-overlap-feather"],
 )
 def test_under_overlap_and_a_policy(server, name, overrides):
     assert_same(serve(server(name, "pat", **overrides)), serve(server(name)))
