@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -55,6 +57,23 @@ class ReferenceEngine:
             k_scale, v_scale,
         )  # fmt: skip
         return out.copy_(torch.from_numpy(values))
+
+
+class ReferenceLatentEngine(ReferenceEngine):
+    """`feather_kernels.latent.LatentDecodeWrapper` without a GPU, for latents of any size."""
+
+    def __init__(self, *shape: int, value_dim: int, **options: Any) -> None:
+        super().__init__(*shape, **options)
+        self._value_dim = value_dim
+
+    def run(  # type: ignore[override]
+        self, q: torch.Tensor, latents: torch.Tensor, out: torch.Tensor, *, q_rope: torch.Tensor | None,
+        sm_scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attend with the last plan."""
+        q = q if q_rope is None else torch.cat([q, q_rope], -1)
+        scores: dict[str, Any] = {"logit_soft_cap": 0.0, "sinks": None, "k_scale": 1.0, "v_scale": 1.0}
+        return super().run(q, latents, latents[..., : self._value_dim], out, sm_scale=sm_scale, **scores)
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:

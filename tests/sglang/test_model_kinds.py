@@ -17,6 +17,7 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache import allocation
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.qwen3_next import Qwen3GatedDeltaNet
@@ -115,6 +116,11 @@ def remember(layer, hidden, forward_batch):
     return out
 
 
+def write_latents(pool, layer, location, latent, rope):
+    """What SGLang has a kernel of Triton's for."""
+    pool.set_kv_buffer(layer, location, torch.cat([latent, rope], -1), latent)
+
+
 @pytest.fixture
 def environment(monkeypatch):
     """The reference instead of the kernel, a look at the slots after every step, and backends for a CPU."""
@@ -125,6 +131,7 @@ def environment(monkeypatch):
     for module in (allocation, forward_batch_info):  # which think that its kernels can run, by its name
         monkeypatch.setattr(module, "support_triton", lambda name: False)
     monkeypatch.setattr(Qwen3GatedDeltaNet, "forward", remember)
+    monkeypatch.setattr(MLATokenToKVPool, "set_mla_kv_buffer", write_latents)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import get_parallel
 
-from feather_sglang.adapter.attention.beside import create_beside
+from feather_sglang.adapter.attention.beside import PAT, create_beside
 from feather_sglang.adapter.attention.engines import PackedLayers
 from feather_sglang.adapter.attention.facts import packed_of
 from feather_sglang.adapter.attention.lengths import FILL, PLAIN, Lengths
@@ -224,8 +224,18 @@ def _dummy(forward_batch: Any) -> tuple[np.ndarray, np.ndarray]:
 def backend_of(model_runner: Any) -> PatBackend:
     """pat for a model that decodes, as its server's flags say."""
     packed = packed_of(model_runner)
+    if any(layer.latent for layer in packed.layers):
+        take_rope_apart()
     verify = Lengths(drafts=verified_drafts(model_runner.server_args, masks=packed.others > 0))
     return PatBackend(model_runner, packed, verify=verify, beside=create_beside(model_runner, packed.others))
+
+
+def take_rope_apart() -> None:
+    """Let DeepSeek's models hand on what has positions beside the rest, instead of copying both into one tensor."""
+    from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS as APART
+
+    if PAT not in APART:
+        APART.append(PAT)
 
 
 @functools.cache

@@ -82,22 +82,44 @@ class Engines:
     ) -> torch.Tensor:  # fmt: skip
         """Write a step's KV into the pool, and attend with the last plan.
 
-        q [rows, heads * head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads * head_dim]; of latent attention
-        k [rows, 1, head_dim] and v the first part of it -> [rows, heads * v_head_dim].
+        q [rows, heads * head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads * head_dim]
         """
+        facts = self._served[layer.layer_id][1]
+        if facts.latent:
+            latents, rope = (k if save_kv_cache else None), (extras.pop("q_rope", None), extras.pop("k_rope", None))
+            return self._attend_to_latents(q, latents, layer, forward_batch, *rope)
         if given := [name for name, value in extras.items() if value is not None and value is not False]:
             raise FeatherError(
                 f"the pat backend does not support {', '.join(given)} in attention, which this model uses: choose "
                 "another --decode-attention-backend"
             )
-        pool, facts = self._packed.pool, self._served[layer.layer_id][1]
+        pool, (heads, _, dim) = self._packed.pool, facts.shape
         if save_kv_cache and k is not None:
-            scales = () if facts.latent else (layer.k_scale, layer.v_scale)
-            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *scales)
-        q = q.reshape(-1, facts.q_heads, facts.head_dim)
-        out = q.new_empty(len(q), facts.q_heads, facts.v_head_dim)
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, layer.k_scale, layer.v_scale)
+        q = q.reshape(-1, heads * dim)
+        out = q.new_empty(q.shape)
         caches = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        self.run(layer.layer_id, q, *caches, out, sinks, self._scales(layer))
+        self.run(layer.layer_id, q.view(-1, heads, dim), *caches, out.view(-1, heads, dim), sinks, self._scales(layer))
+        return out
+
+    def _attend_to_latents(
+        self, q: torch.Tensor, k: torch.Tensor | None, layer: Any, forward_batch: Any,
+        q_rope: torch.Tensor | None, k_rope: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The same of latent attention, whose values are the first part of keys: k [rows, 1, v_head_dim].
+
+        q [rows, heads, v_head_dim] -> [rows, heads * v_head_dim]; what has positions comes apart, or behind the rest.
+        """
+        pool, (engine, facts) = self._packed.pool, self._served[layer.layer_id]
+        if k is not None:
+            if k_rope is None:
+                k, k_rope = k[..., : facts.v_head_dim], k[..., facts.v_head_dim :]
+            pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
+        q = q.view(-1, facts.q_heads, facts.head_dim if q_rope is None else facts.v_head_dim)
+        if q_rope is not None:
+            q_rope = q_rope.view(-1, facts.q_heads, facts.head_dim - facts.v_head_dim)
+        out = q.new_empty(len(q), facts.q_heads, facts.v_head_dim)
+        engine.run(q, pool.get_key_buffer(layer.layer_id), out, q_rope=q_rope, sm_scale=facts.sm_scale)
         return out.flatten(1)
 
     def _scales(self, layer: Any) -> tuple[float, float]:
@@ -123,9 +145,15 @@ class Engines:
 def _engine(packed: PackedLayers, layer: LayerFacts, max_rows: int, levels: int) -> Any:
     room: dict[str, Any] = {"max_requests": max_rows, "max_parts": default_parts(max_rows, layer.q_heads, levels)}
     if packed.reference:
-        from feather_kernels.reference_engine import ReferenceEngine
+        from feather_kernels.reference_engine import ReferenceEngine, ReferenceLatentEngine
 
+        if layer.latent:
+            return ReferenceLatentEngine(*layer.shape, **room, kv_dtype=packed.kv_dtype, value_dim=layer.v_head_dim)
         return ReferenceEngine(*layer.shape, **room, kv_dtype=packed.kv_dtype)
+    if layer.latent:
+        from feather_kernels.latent import LatentDecodeWrapper
+
+        return LatentDecodeWrapper(layer.q_heads, sm_scale=layer.sm_scale, **room, device=packed.device)
     from feather_kernels import PackedDecodeWrapper
 
     return PackedDecodeWrapper(

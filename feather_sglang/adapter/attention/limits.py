@@ -13,6 +13,7 @@ from feather_sglang.adapter.refusals import ANOTHER_BACKEND, Limit, first_limit
 from feather_sglang.errors import FeatherError
 
 FP8 = "float8_e4m3fn"  # of KV; --kv-cache-dtype fp8_e4m3
+FULL_POOLS = {"MLATokenToKVPool": "MLATokenToKVPool"}  # of the others: MHATokenToKVPool
 LATENT_DIMS = 576, 512
 MAX_GROUP = {64: 128, 128: 128, 256: 64}  # by head_dim: query heads to a KV head that were checked on a GPU
 POOLS = ("MHATokenToKVPool", "SWAKVPool", "HybridLinearKVPool", "MLATokenToKVPool")
@@ -103,7 +104,7 @@ MODEL_LIMITS = (
     ),
     Limit(
         "the KV cache {0.full_pool} ({0.layout})",
-        lambda model: model.full_pool not in ("MHATokenToKVPool", "MLATokenToKVPool") or model.layout != "nhd",
+        lambda model: model.layout != "nhd" or model.full_pool != FULL_POOLS.get(model.pool, "MHATokenToKVPool"),
         "other layouts of a slot",
     ),
 )
