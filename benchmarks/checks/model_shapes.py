@@ -175,19 +175,19 @@ SHAPES = {
         "latent",
         _latent(hidden_size=2048, intermediate_size=10944, num_hidden_layers=27, num_attention_heads=16),
         "6 of 64 experts",
-        ("fa3", "flashinfer"),
+        ("flashinfer", "triton"),
     ),
     "deepseek-v3": Shape(
         "latent",
         _latent(**_OF_61_LAYERS, num_attention_heads=16),
         "what a rank of 8 has: 16 of 128 heads; 8 of 61 layers, 6 of 256 experts",
-        ("fa3", "flashinfer"),
+        ("flashinfer", "triton"),
     ),
     "kimi-k2": Shape(
         "latent",
         _latent(**_OF_61_LAYERS, num_attention_heads=8),
         "what a rank of 8 has: 8 of 64 heads; 8 of 61 layers, 6 of 384 experts",
-        ("fa3", "flashinfer"),
+        ("flashinfer", "triton"),
     ),
     "qwen3-next-80b-a3b": Shape(
         "linear",

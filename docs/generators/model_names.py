@@ -16,7 +16,7 @@ import perf_servers
 from perf_text import caption, table
 
 from feather_kernels.build import ARCHITECTURES
-from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts, left_to_another, packed_layers
+from feather_sglang.adapter.attention.limits import FULL_POOLS, LayerFacts, ModelFacts, left_to_another, packed_layers
 from feather_sglang.adapter.attention.matrix import GPU_TESTS
 from feather_sglang.adapter.hooks import SUPPORTED
 from feather_sglang.errors import FeatherError
@@ -28,7 +28,10 @@ from model_shapes import SHAPES, Shape  # noqa: E402
 
 MADE = "<!-- Made by docs/generators/performance.py from the checks of pat and docs/measured; edit those. -->"
 REFUSED = "refused at start-up"
-POOLS = {"windows": "SWAKVPool", "sinks": "SWAKVPool", "chunks": "SWAKVPool", "linear": "HybridLinearKVPool"}
+POOLS = {
+    "windows": "SWAKVPool", "sinks": "SWAKVPool", "chunks": "SWAKVPool", "linear": "HybridLinearKVPool",
+    "latent": "MLATokenToKVPool",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Named:
 
     Attributes
     ----------
-    kind : as the support matrix calls it; ``latent`` for latent attention.
+    kind : as the support matrix calls it; the KV of ``latent`` is one head of 576 columns.
     full, other : layers with full attention, and with windows or chunks; linear layers have no KV and count in neither.
     run : the shape of ``check_models.py`` that is this very model.
     """
@@ -58,11 +61,13 @@ class Named:
 
     def facts(self) -> ModelFacts:
         """What the checks judge."""
-        layer = LayerFacts(0, self.q_heads, self.kv_heads, self.head_dim, self.head_dim, self.head_dim**-0.5)
+        value_dim = 512 if self.kind == "latent" else self.head_dim
+        layer = LayerFacts(0, self.q_heads, self.kv_heads, self.head_dim, value_dim, self.head_dim**-0.5)
         usual = {"window": 127} if self.kind != "chunks" else {"chunked": True}
         layers = [layer] * self.full + [LayerFacts(**{**vars(layer), **usual})] * self.other
         numbered = tuple(LayerFacts(**{**vars(one), "layer_id": number}) for number, one in enumerate(layers))
-        return ModelFacts(numbered, pool=POOLS.get(self.kind, "MHATokenToKVPool"), latent=self.kind == "latent")
+        pool = POOLS.get(self.kind, "MHATokenToKVPool")
+        return ModelFacts(numbered, pool=pool, full_pool=FULL_POOLS.get(pool, "MHATokenToKVPool"))
 
 
 FAMILIES = {
@@ -119,16 +124,19 @@ FAMILIES = {
         Named("GLM-4.5, GLM-4.6", "experts", 96, 8, 128, 92),
     ),
     "DeepSeek and Kimi": (
-        Named("DeepSeek V3, V3.1, R1", "latent", 128, 128, 192, 61),
-        Named("DeepSeek V2-Lite", "latent", 16, 16, 192, 27),
-        Named("Kimi K2", "latent", 64, 64, 192, 61),
+        Named("DeepSeek V2-Lite", "latent", 16, 1, 576, 27, run="deepseek-v2-lite"),
+        Named("DeepSeek V2", "latent", 128, 1, 576, 60),
+        Named("DeepSeek V3, V3.1, R1", "latent", 128, 1, 576, 61),
+        Named("Kimi K2", "latent", 64, 1, 576, 61),
     ),
 }
 NOTES = {
     "Mistral": "SGLang gives every layer of Mistral full attention, also where the configuration names a window.",
     "Qwen": "The linear layers of Qwen3-Next and Qwen3.5 have no KV and stay with SGLang.",
-    "DeepSeek and Kimi": "These models have latent attention (MLA). Serve them with SGLang's own decode attention "
-    "backend; `--schedule-policy feather` works with it.",
+    "DeepSeek and Kimi": "These models have latent attention (MLA), which `pat` packs on an H100 or H200 with KV in "
+    "bfloat16. With tensor parallelism each GPU has a part of the heads; packing gains more with fewer. Models with "
+    "sparse attention (DeepSeek V3.2, GLM-5) are refused; `--schedule-policy feather` works with them. FlashInfer and "
+    "Triton were compared with on servers, FlashAttention-3 was not.",
 }
 REST = {"windows": "windows", "sinks": "windows", "chunks": "chunks"}
 GPUS = {  # by compute capability x 10
@@ -159,6 +167,8 @@ def heads(shape: Shape) -> tuple[int, int]:
     """Query heads to a KV head, and head_dim, of a shape that was run."""
     config = shape.config.get("text_config", shape.config)
     q_heads, size = config["num_attention_heads"], config["hidden_size"]
+    if shape.kind == "latent":
+        return q_heads, config["kv_lora_rank"] + config["qk_rope_head_dim"]
     return q_heads // config["num_key_value_heads"], config.get("head_dim", size // q_heads)
 
 

@@ -23,6 +23,7 @@ LAYERS = {  # of each kind of model in the support matrix that a GPU check has a
     "sinks": "windows, full, sinks",
     "chunks": "chunks, full",
     "scores": "full, unlike scores",
+    "latent": "latent",
     "linear": "linear, full",
 }
 
