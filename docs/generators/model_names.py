@@ -136,7 +136,7 @@ NOTES = {
     "DeepSeek and Kimi": "These models have latent attention (MLA), which `pat` packs on an H100 or H200 with KV in "
     "bfloat16. With tensor parallelism each GPU has a part of the heads; packing gains more with fewer. Models with "
     "sparse attention (DeepSeek V3.2, GLM-5) are refused; `--schedule-policy feather` works with them. FlashInfer and "
-    "Triton were compared with on servers, FlashAttention-3 was not.",
+    "Triton were compared with on servers, and FlashAttention-3 and FlashMLA [as kernels](../lab/kernel.md).",
 }
 REST = {"windows": "windows", "sinks": "windows", "chunks": "chunks"}
 GPUS = {  # by compute capability x 10

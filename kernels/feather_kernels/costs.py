@@ -18,8 +18,7 @@ from feather_kernels.tiles import LATENT_TILES, TILES
 # `tiles.TILES`.
 UNIT_NS = {8: 480.0, 16: 600.0, 64: 1300.0, 128: 3500.0}
 STEP_NS = {8: 170.0, 16: 220.0, 64: 1200.0, 128: 1400.0}
-# The same of latent attention, whose tiles all have 64 rows: the best of seven sets on PAT's trees of 8 and 16 heads. A
-# unit more takes 3.1 us with 16 rows and 5.2 with 64, a step 1.6 us where the matrix units bind and 2.2 where memory does.
+# The same of latent attention, whose tiles all have 64 rows: the best of seven sets on PAT's trees at 8 and 16 heads.
 LATENT_UNIT_NS, LATENT_STEP_NS, LATENT_PART_ROW_NS = 2500.0, 1700.0, 60.0
 
 

@@ -130,9 +130,8 @@ class LatentDecodeWrapper(PackedDecodeWrapper):
             raise ValueError("fold_tails is False: latent attention's units read tails, and none of them merges")
         super().__init__(num_heads, tiles_of(num_heads), VALUE_DIM, sm_scale=sm_scale, **options)
 
-    def _configured(self, *layer: int, **kernels: Any) -> KernelConfig:
-        heads, tiles, _ = layer
-        return LatentConfig(heads, tiles, LATENT_DIM, **kernels)
+    def _configured(self, num_qo_heads: int, num_kv_heads: int, head_dim: int, **kernels: Any) -> KernelConfig:
+        return LatentConfig(num_qo_heads, num_kv_heads, LATENT_DIM, **kernels)
 
     def run(  # type: ignore[override]
         self, q: torch.Tensor, latents: torch.Tensor, out: torch.Tensor | None = None, return_lse: bool = False, *,

@@ -183,7 +183,7 @@ def _attend(
     q: Array, k: Array, v: Array, sm_scale: float | None, logit_soft_cap: float, sinks: Array | None = None,
     seen: IntArray | None = None,
 ) -> Result:  # fmt: skip
-    """q [n, q_heads, d], k and v [tokens, kv_heads, d or less] -> [n, q_heads, columns of v], and log-sum-exps [n, q_heads].
+    """q [n, q_heads, d], k and v [tokens, kv_heads, d or less] -> [n, q_heads, columns of v] and sums [n, q_heads].
 
     ``seen`` [n]: how many of the tokens count for each, from the first one on; all by default.
     """

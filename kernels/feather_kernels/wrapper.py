@@ -101,8 +101,8 @@ class PackedDecodeWrapper:
         self.pack_plan: PackPlan | None = None
         self._table: torch.Tensor | None = None
 
-    def _configured(self, *layer: int, **kernels: Any) -> KernelConfig:
-        return KernelConfig(*layer, **kernels)
+    def _configured(self, num_qo_heads: int, num_kv_heads: int, head_dim: int, **kernels: Any) -> KernelConfig:
+        return KernelConfig(num_qo_heads, num_kv_heads, head_dim, **kernels)
 
     def load(self, soft_cap: bool, sinks: bool) -> Any:
         """The kernels with or without a soft cap and attention sinks, compiled if need be, which takes a minute.

@@ -146,9 +146,7 @@ def ran(monkeypatch):
     library = SimpleNamespace(forward=lambda *of: given.append(of), merge=lambda *of: given.append(of))
     monkeypatch.setattr(latent_module, "LatentConfig", HostConfig)
     monkeypatch.setattr(latent_module, "load_kernel", lambda *of: library)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
     return given

@@ -28,7 +28,7 @@ def test_shapes_are_of_kinds_that_the_matrix_knows(tmp_path):
         assert text["vocab_size"] == model_shapes.VOCABULARY
         usual = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
         dim = text["kv_lora_rank"] + text["qk_rope_head_dim"] if shape.kind == "latent" else usual
-        assert dim in (64, 128, 256, 576) and shape.stock[0] in ("fa3", "triton")
+        assert dim in (64, 128, 256, 576) and shape.stock[0] in ("fa3", "triton", "flashinfer")
         assert len(text.get("layer_types", [])) in (0, text["num_hidden_layers"])
 
 
