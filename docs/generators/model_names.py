@@ -132,7 +132,8 @@ FAMILIES = {
 }
 NOTES = {
     "Mistral": "SGLang gives every layer of Mistral full attention, also where the configuration names a window.",
-    "Qwen": "The linear layers of Qwen3-Next and Qwen3.5 have no KV and stay with SGLang.",
+    "Qwen": "The linear layers of Qwen3-Next and Qwen3.5 have no KV and stay with SGLang. For these two, `pat` refuses "
+    "speculative decoding, and under `feather` no prefix waits for more requests that share it.",
     "DeepSeek and Kimi": "These models have latent attention (MLA), which `pat` packs on an H100 or H200 with KV in "
     "bfloat16. With tensor parallelism each GPU has a part of the heads; packing gains more with fewer. Models with "
     "sparse attention (DeepSeek V3.2, GLM-5) are refused; `--schedule-policy feather` works with them. FlashInfer and "
@@ -251,7 +252,11 @@ def gpu_rows(folder: Path) -> list[list[str]]:
             servers = " and ".join(filter(None, what))
             ran = "nothing yet" if compiled else "-"
             if what:
-                ran = f"the kernel; servers with SGLang {servers}" if servers else "the kernel; no server"
+                ran = (
+                    f"the kernel; servers with SGLang {servers}"
+                    if servers
+                    else "the kernel; it was not run in a server"
+                )
             verdict = ("served" if what else "compiled, not run") if compiled else REFUSED
             rows.append([name, f"{capability / 10:.1f}", verdict, ran])
     return rows

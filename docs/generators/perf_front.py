@@ -141,8 +141,9 @@ def real_traffic(folder: Path) -> Claim:
         f"{longest:.2f}x that of `fcfs`, and the mean {of_hrrn:.2f}x that of SGLang's `hrrn`."
     ]
     if lost:
-        counts = "; ".join(f"{name} in {count}" for name, count in lost.items())
-        loses.append(f"`feather` is behind by more than 1%, of {len(found)} slices: {counts}.")
+        pairs = [(count, *name.removesuffix("'s").split(" to ")) for name, count in lost.items()]
+        counts = ", ".join(f"in {count} by its {figure}, compared with `{policy}`" for count, figure, policy in pairs)
+        loses.append(f"Of the {len(found)} slices, `feather` is behind by more than 1% {counts}.")
     return Claim(
         "real_traffic",
         "Real traffic",

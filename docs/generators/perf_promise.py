@@ -19,7 +19,10 @@ FILES = {
     WITH: ", CUDA graphs for prefill",
     SHORT: ", CUDA graphs for prefill, 200,000 KV tokens",
 }
-STARS = "with one star the servers had CUDA graphs for prefill, with two stars a KV pool of 200,000 tokens, too"
+STARS = (
+    "without a star: no CUDA graphs for prefill, 500,000 KV tokens for the traces and 200,000 for W2 and W6; one star: "
+    "CUDA graphs for prefill, 500,000 KV tokens; two stars: CUDA graphs for prefill, 200,000 KV tokens"
+)
 PLAIN = "feather"
 FLAGS = {"feather, tbt 250": "`--feather-tbt 250`", "feather, tbt 50": "`--feather-tbt 50`",
          "feather, slo mooncake": "`--feather-slo mooncake`"}  # fmt: skip
