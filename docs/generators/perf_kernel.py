@@ -152,7 +152,7 @@ def page(folder: Path) -> Page:
             table(["query heads / KV heads", "H200", "H100"], by_heads(folder)),
             caption(f"{here}; {older}", "tree-notation"),
             f"The times over the {term('floor')}, the time that the GPU needs at least to read the KV and to multiply "
-            "it; 1 cannot be passed.",
+            "it. It is computed with the bandwidth of a copy, so what only reads can come out slightly below 1.",
             table(["query heads / KV heads", "`pat`", "FlashAttention-3", "FlashInfer"], floors(folder)),
             caption(here, "floor"),
             "![Time over the floor by tree](kernel.svg)",
@@ -166,7 +166,7 @@ def page(folder: Path) -> Page:
         [
             "Each row is a set of batches: in how many of them a peer is faster by more than 1%, the geometric mean of "
             "the time over the best peer's, and the worst of these ratios.",
-            table(["batches", "slower than the best peer", "time to the best peer's", "worst"], by_set(folder)),
+            table(["batches", "slower than the best peer", "time over the best peer's", "worst"], by_set(folder)),
             caption(here),
         ],
         list(SETS.values()),

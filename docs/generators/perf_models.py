@@ -110,7 +110,7 @@ def named(one: Model) -> str:
 def cut_rows(found: Iterable[Model]) -> list[list[str]]:
     """What each model is, and whether pat is right on it."""
     return [
-        [named(one), one.cut or "nothing", LAYERS[one.kind], one.release, "**no**" if one.wrong else "yes"]
+        [named(one), one.cut or "whole", LAYERS[one.kind], one.release, "**no**" if one.wrong else "yes"]
         for one in found
     ]
 
@@ -140,9 +140,9 @@ def page(folder: Path) -> Page:
         [
             f"`{OURS}` counts as right where its tokens and log-probabilities are those of one of SGLang's own "
             "backends, within twice the difference between two of these backends, or between the answers of one "
-            "backend to all requests at once and to one request at a time. Weights are random, so that some parts of "
-            "large models are left out.",
-            table(["model", "left out of it", "its layers", "SGLang", "right"], cut_rows(found)),
+            "backend to all requests at once and to one request at a time. Weights are random. Large models are reduced, so "
+            "that they fit and so that each token goes to all experts.",
+            table(["model", "reduced to", "its layers", "SGLang", "right"], cut_rows(found)),
             caption(where),
             f"The largest difference of a log-probability: between `{OURS}` and one of SGLang's backends, and between "
             "SGLang's backends.",
