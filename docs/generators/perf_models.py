@@ -140,8 +140,8 @@ def page(folder: Path) -> Page:
         [
             f"`{OURS}` counts as right where its tokens and log-probabilities are those of one of SGLang's own "
             "backends, within twice the difference between two of these backends, or between the answers of one "
-            "backend to all requests at once and to one request at a time. Weights are random. Large models are reduced, so "
-            "that they fit and so that each token goes to all experts.",
+            "backend to all requests at once and to one request at a time. Weights are random. Large models are "
+            "reduced, so that they fit and so that each token goes to all experts.",
             table(["model", "reduced to", "its layers", "SGLang", "right"], cut_rows(found)),
             caption(where),
             f"The largest difference of a log-probability: between `{OURS}` and one of SGLang's backends, and between "
