@@ -61,8 +61,10 @@ class Named:
 
     def facts(self) -> ModelFacts:
         """What the checks judge."""
-        value_dim = 512 if self.kind == "latent" else self.head_dim
-        layer = LayerFacts(0, self.q_heads, self.kv_heads, self.head_dim, value_dim, self.head_dim**-0.5)
+        latent = self.kind == "latent"
+        value_dim = 512 if latent else self.head_dim
+        scale = self.head_dim**-0.5
+        layer = LayerFacts(0, self.q_heads, self.kv_heads, self.head_dim, value_dim, scale, latent=latent)
         usual = {"window": 127} if self.kind != "chunks" else {"chunked": True}
         layers = [layer] * self.full + [LayerFacts(**{**vars(layer), **usual})] * self.other
         numbered = tuple(LayerFacts(**{**vars(one), "layer_id": number}) for number, one in enumerate(layers))

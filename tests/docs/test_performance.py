@@ -504,7 +504,7 @@ def test_a_model_has_its_row_with_what_was_cut_and_the_best_other_backend(
     content["rows"][1]["all_tok_s"]["private"]["pat"] = [77.0]
     content["rows"][1]["answers"] = {"wrong": ["another token"], "spread": {"largest": 3.0}}
     page = everything(written(files, tmp_path))
-    assert rows_with(page, "|small|nothing|full|0.5.17|yes|") and rows_with(page, "|small|0.25|0.50|")
+    assert rows_with(page, "|small|whole|full|0.5.17|yes|") and rows_with(page, "|small|0.25|0.50|")
     assert rows_with(page, "|small|110|100 (fa3)|**1.10**|177%|")
     assert rows_with(page, "|small|97.0|100 (fa3)|**0.97**|2%|")
     assert rows_with(page, "|large|4 of 32 experts|windows, full, sinks|0.5.17|**no**|")

@@ -87,7 +87,7 @@ def test_the_tokens_of_torch_native_from_fewer_reads(server, packed, overrides):
     assert read < (0.8 if overrides.get("disable_radix_cache") else 0.4) * attended
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "dense"])
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in ("dense", "latent")])
 def test_models_whose_layers_differ(server, packed, name):  # noqa: F811
     """Other layers prefill with SGLang's backend in the same step."""
     prefix = KINDS[name].prefix
@@ -241,6 +241,11 @@ def test_only_tokens_that_see_those_before_them_are_packed():
 def test_memory_is_for_the_tokens_of_sglangs_largest_step(arguments, rows):
     plain = {"chunked_prefill_size": 2048, "max_prefill_tokens": 9000}
     assert pat_prefill.rows_of(SimpleNamespace(**(plain | arguments))) == rows
+
+
+def test_latent_attention_is_refused(packed):
+    with pytest.raises(FeatherError, match=r"^--feather-pat-prefill is not for latent attention, .*; leave it out$"):
+        packed("latent")
 
 
 def test_prefill_graphs_are_refused(packed):

@@ -63,7 +63,10 @@ def test_a_gpu_that_nothing_has_run_on_is_not_called_served():
             {"pool": "MLATokenToKVPool", "kv_dtype": "float8_e4m3fn"},
             r"latents in float8_e4m3fn \(--kv-cache-dtype: auto\)",
         ),
-        ({"layers": (replace(LAYER, kv_heads=1, head_dim=288, v_head_dim=256),)}, r"latents of 256 in 288 values"),
+        (
+            {"layers": (replace(LAYER, kv_heads=1, head_dim=288, v_head_dim=256, latent=True),)},
+            r"latents of 256 in 288 values",
+        ),
         (
             {"pool": "HybridLinearKVPool", "speculative": True},
             "speculative decoding of a model with linear attention: choose another",

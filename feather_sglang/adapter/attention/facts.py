@@ -50,7 +50,7 @@ def facts_of(runner: Any, reference: bool) -> ModelFacts:
     chunks = model.attention_chunk_size is not None
     latent = model.attention_arch == AttentionArch.MLA
     layers = dict.fromkeys(  # several may read the KV of one
-        _layer_facts(layer, chunks, layer.layer_id in in_window_pool, _has_sinks(runner.model, name), reference)
+        _layer_facts(layer, chunks, layer.layer_id in in_window_pool, _has_sinks(runner.model, name), latent, reference)
         for name, layer in runner.model.named_modules()
         # A latent layer has another object for prefill, whose keys are no latents.
         if isinstance(layer, RadixAttention) and (not latent or layer.v_head_dim == model.kv_lora_rank)
@@ -74,7 +74,9 @@ def _has_sinks(model: torch.nn.Module, name: str) -> bool:
     return any("sink" in parameter for parameter, _ in owner.named_parameters(recurse=False))
 
 
-def _layer_facts(layer: RadixAttention, chunks: bool, in_window_pool: bool, sinks: bool, reference: bool) -> LayerFacts:
+def _layer_facts(
+    layer: RadixAttention, chunks: bool, in_window_pool: bool, sinks: bool, latent: bool, reference: bool
+) -> LayerFacts:
     return LayerFacts(
         layer_id=layer.layer_id,
         q_heads=layer.tp_q_head_num,
@@ -92,5 +94,6 @@ def _layer_facts(layer: RadixAttention, chunks: bool, in_window_pool: bool, sink
         temperature=layer.xai_temperature_len,
         in_window_pool=in_window_pool,
         sinks=sinks,
+        latent=latent,
         reference=reference,
     )

@@ -42,17 +42,13 @@ class LayerFacts:
     temperature: int = -1
     in_window_pool: bool = False  # its KV has slots of its own
     sinks: bool = False  # comes with attention sinks
+    latent: bool = False  # its values are a part of its keys
     reference: bool = False  # run by the NumPy reference, which takes any head_dim
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Query heads, KV heads and head_dim, which a plan is made for."""
         return self.q_heads, self.kv_heads, self.head_dim
-
-    @property
-    def latent(self) -> bool:
-        """Whether values are a part of keys."""
-        return self.kv_heads == 1 and self.v_head_dim < self.head_dim
 
     @property
     def max_group(self) -> int:

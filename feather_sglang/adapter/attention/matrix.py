@@ -34,7 +34,7 @@ _FULL = LayerFacts(0, 32, 8, 128, 128, 0.088)
 _WIDE = replace(_FULL, q_heads=48, kv_heads=1)
 _WINDOW = replace(_FULL, window=127)
 _POOL_WINDOW = replace(_WINDOW, in_window_pool=True)
-_LATENT = replace(_FULL, q_heads=4, kv_heads=1, head_dim=576, v_head_dim=512)
+_LATENT = replace(_FULL, q_heads=4, kv_heads=1, head_dim=576, v_head_dim=512, latent=True)
 _SINKS = replace(_POOL_WINDOW, sinks=True), replace(_FULL, sinks=True)
 
 

@@ -68,6 +68,8 @@ def create_backend(runner: Any) -> Any:
         from feather_sglang.adapter.attention.backend import backend_of
 
         backend = runner.feather_pat = backend_of(runner)
+        if any(layer.latent for layer in backend.packed.layers):
+            _refuse_with_latents(runner.server_args)
         if getattr(runner.server_args, DRAFTS_BY_PAT, False):
             from feather_sglang.adapter.attention.draft_model import draft_by_pat
 
@@ -78,6 +80,13 @@ def create_backend(runner: Any) -> Any:
             pack_prefill()
     logger.info("feather: pat is active (sglang %s)", installed_version())
     return backend
+
+
+def _refuse_with_latents(args: Any) -> None:
+    """Its prefill has keys for each head, which no pool holds; a draft model with latents was not tried."""
+    chosen = {"--feather-pat-prefill": packs_prefill(), f"{DRAFT_FLAG} pat": getattr(args, DRAFTS_BY_PAT, False)}
+    if asked := [flag for flag, value in chosen.items() if value]:
+        raise FeatherError(f"{asked[0]} is not for latent attention, which this model has; leave it out")
 
 
 def register_backend() -> None:
