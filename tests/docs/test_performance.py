@@ -511,7 +511,7 @@ def test_a_model_has_its_row_with_what_was_cut_and_the_best_other_backend(
     assert rows_with(page, "|large|3.00|0.50|")
     assert rows_with(page, "|large|110|220 (triton)|**0.50**|1%|")
     assert rows_with(page, "|large|77.0|100 (fa3)|**0.77**|0%|")
-    assert rows_with(page, "|small<br>`--dp 2`|nothing|full|0.5.17|")  # and no flag of room
+    assert rows_with(page, "|small<br>`--dp 2`|whole|full|0.5.17|")  # and no flag of room
     assert "\npython benchmarks/checks/check_models.py --repeat 2\n" in page
 
 
