@@ -152,7 +152,10 @@ def page(folder: Path) -> Page:
         where = f"{setup(folder, file)}, `feather` with `pat`"
         for case, runs in measured(folder, file).items():
             body = [
-                table(["setting", "longest gap, s", "TBT p99, ms", "requests/s within the bounds"], gap_rows(runs)),
+                table(
+                    ["setting", "longest gap of a request, p99, s", "TBT p99, ms", "requests/s within the bounds"],
+                    gap_rows(runs),
+                ),
                 table(["setting", "output tokens/s", "to no bound", "TTFT mean, s", "arrival to last token, mean, s"],
                       cost_rows(runs)),
                 caption(where, "tbt", "ttft", "share-within-the-bounds"),
