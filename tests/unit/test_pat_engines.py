@@ -1,6 +1,7 @@
 """One engine and one plan for each shape of heads that a model's layers have."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from feather_kernels.reference import direct_decode
 from feather_kernels.trees import forest_table, tree_forest
 from feather_sglang.adapter.attention.engines import Engines, PackedLayers
 from feather_sglang.adapter.attention.limits import LayerFacts
+from feather_sglang.errors import FeatherError
 
 SMALL = LayerFacts(0, 4, 2, 16, 16, 0.25, reference=True)
 LAYERS = (
@@ -44,6 +46,15 @@ def test_layers_share_the_plan_of_their_shape_and_have_scores_of_their_own():
         engines.run(layer.layer_id, *map(torch.from_numpy, (q, k, v)), out, given)
         scores = layer.sm_scale, layer.logit_soft_cap, sinks
         np.testing.assert_allclose(out.numpy(), direct_decode(forest, q, k, v, table, 1, *scores)[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("extras", [{"attn_sink": torch.ones(2)}, {"sinks": torch.ones(2)}, {"topk_indices": [1]}])
+def test_what_latent_attention_does_not_know_is_refused(extras):
+    latent = replace(SMALL, kv_heads=1, head_dim=24, v_head_dim=16, latent=True)
+    engines = Engines(PackedLayers((latent,), torch.float32, torch.float32, "cpu", reference=True), 8)
+    layer = SimpleNamespace(layer_id=latent.layer_id)
+    with pytest.raises(FeatherError, match=f"does not support {next(iter(extras))} in attention"):
+        engines.attend(torch.ones(1), None, None, layer, None, q_rope=torch.ones(1), **extras)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])

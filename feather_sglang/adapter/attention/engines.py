@@ -85,14 +85,16 @@ class Engines:
         q [rows, heads * head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads * head_dim]
         """
         facts = self._served[layer.layer_id][1]
+        rope: tuple[Any, ...] = ()
         if facts.latent:
-            latents, rope = (k if save_kv_cache else None), (extras.pop("q_rope", None), extras.pop("k_rope", None))
-            return self._attend_to_latents(q, latents, layer, forward_batch, *rope)
+            rope, extras["sinks"] = (extras.pop("q_rope", None), extras.pop("k_rope", None)), sinks
         if given := [name for name, value in extras.items() if value is not None and value is not False]:
             raise FeatherError(
                 f"the pat backend does not support {', '.join(given)} in attention, which this model uses: choose "
                 "another --decode-attention-backend"
             )
+        if facts.latent:
+            return self._attend_to_latents(q, k if save_kv_cache else None, layer, forward_batch, *rope)
         pool, (heads, _, dim) = self._packed.pool, facts.shape
         if save_kv_cache and k is not None:
             pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, layer.k_scale, layer.v_scale)
