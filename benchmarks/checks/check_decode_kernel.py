@@ -27,12 +27,13 @@ Then: CUDA graphs replayed after other batches were planned, and bad input, whic
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -318,10 +319,24 @@ def same_bits(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
     return torch.equal(first.contiguous().view(torch.int16), second.contiguous().view(torch.int16))
 
 
+@contextlib.contextmanager
+def noted(outcome: Outcome) -> Iterator[None]:
+    """Note in ``outcome`` what a case fails with, and go on behind the block."""
+    try:
+        yield
+    except Wrong as wrong:
+        outcome.failure = str(wrong)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        outcome.failure = "out of GPU memory"
+    except (ValueError, TypeError, RuntimeError, AssertionError, AttributeError) as error:
+        outcome.failure = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
 def check_forest(choice: Choice, make: Make, device: torch.device | str) -> Outcome:
     """One random forest: plan, perhaps grow, run twice, compare."""
     outcome = Outcome(choice)
-    try:
+    with noted(outcome):
         batch = random_batches.make(choice)
         data = Device(batch, device)
         wrapper = new_wrapper(make, choice, data)
@@ -336,13 +351,6 @@ def check_forest(choice: Choice, make: Make, device: torch.device | str) -> Outc
         second = attend_once(wrapper, data, True, choice.return_lse)
         if not all(same_bits(a, b) for a, b in zip(first, second, strict=True)):
             raise Wrong("a second run of the same plan gives other bits")
-    except Wrong as wrong:
-        outcome.failure = str(wrong)
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        outcome.failure = "out of GPU memory"
-    except (ValueError, TypeError, RuntimeError, AssertionError, AttributeError) as error:
-        outcome.failure = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     return outcome
 
 

@@ -19,6 +19,7 @@ from check_decode_kernel import (
     check_scratch,
     chunks,
     compare,
+    noted,
     poison_scratch,
     pytorch_attention,
     same_bits,
@@ -115,7 +116,7 @@ def attend_once(wrapper: Any, data: Device) -> tuple[torch.Tensor, torch.Tensor]
 def check_forest(choice: Choice) -> Outcome:
     """One random forest: plan, perhaps grow, run twice, compare."""
     outcome = Outcome(choice)
-    try:
+    with noted(outcome):
         batch = random_batches.make(choice)
         data = Device(batch)
         wrapper = LatentDecodeWrapper(
@@ -130,11 +131,4 @@ def check_forest(choice: Choice) -> Outcome:
         compare(*first, expected, outcome)
         if not all(map(same_bits, first, attend_once(wrapper, data))):
             raise Wrong("a second run of the same plan gives other bits")
-    except Wrong as wrong:
-        outcome.failure = str(wrong)
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        outcome.failure = "out of GPU memory"
-    except (ValueError, TypeError, RuntimeError, AssertionError, AttributeError) as error:
-        outcome.failure = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     return outcome

@@ -15,8 +15,9 @@ import perf_models
 import perf_servers
 from perf_text import caption, table
 
-from feather_kernels.build import ARCHITECTURES
-from feather_sglang.adapter.attention.limits import FULL_POOLS, LayerFacts, ModelFacts, left_to_another, packed_layers
+from feather_kernels.build import ARCHITECTURES, LATENT_VALUES
+from feather_sglang.adapter.attention.limits import POOLS as FULL_POOLS
+from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts, left_to_another, packed_layers
 from feather_sglang.adapter.attention.matrix import GPU_TESTS
 from feather_sglang.adapter.hooks import SUPPORTED
 from feather_sglang.errors import FeatherError
@@ -62,14 +63,14 @@ class Named:
     def facts(self) -> ModelFacts:
         """What the checks judge."""
         latent = self.kind == "latent"
-        value_dim = 512 if latent else self.head_dim
+        value_dim = LATENT_VALUES if latent else self.head_dim
         scale = self.head_dim**-0.5
         layer = LayerFacts(0, self.q_heads, self.kv_heads, self.head_dim, value_dim, scale, latent=latent)
         usual = {"window": 127} if self.kind != "chunks" else {"chunked": True}
         layers = [layer] * self.full + [LayerFacts(**{**vars(layer), **usual})] * self.other
         numbered = tuple(LayerFacts(**{**vars(one), "layer_id": number}) for number, one in enumerate(layers))
         pool = POOLS.get(self.kind, "MHATokenToKVPool")
-        return ModelFacts(numbered, pool=pool, full_pool=FULL_POOLS.get(pool, "MHATokenToKVPool"))
+        return ModelFacts(numbered, pool=pool, full_pool=FULL_POOLS[pool])
 
 
 FAMILIES = {

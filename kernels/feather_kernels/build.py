@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 ARCHITECTURES = {80: "80", 90: "90a"}  # compute capability x 10 -> code generation target
 DTYPES = {"float16": "half", "bfloat16": "bfloat16"}
 HEAD_DIMS = (64, 128, 256)
-LATENT_DIM = 576  # columns of a latent, which are a key's: 512 of them the value's too, and 64 with positions
+LATENT_DIM = 576  # columns of a latent, which are a key's
+LATENT_VALUES = 512  # the first of them, which are the value's too; the others have positions
 PATIENCE = 5.0  # seconds to wait for another process before saying so
 
 

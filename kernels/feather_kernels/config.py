@@ -66,11 +66,7 @@ class KernelConfig:
             raise ValueError(f"kv_dtype is {self.kv_dtype}: use {self.dtype}, as queries have, or {FP8}")
         if self.path not in PATHS:
             raise ValueError(f"path is {self.path!r}: use one of {', '.join(PATHS)}")
-        device = torch.device(self.device or "cuda")
-        if device.type != "cuda":
-            raise ValueError(f"device is {device}: the kernels need a CUDA device")
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = cuda_device(self.device)
         self._settle(device=device, kv_dtype=self.kv_dtype or self.dtype)
         major, minor = torch.cuda.get_device_capability(device)
         if self.path == "hopper" and major < 9:
@@ -140,3 +136,11 @@ class KernelConfig:
         name = str(self.dtype).removeprefix("torch.")
         kind = soft_cap, self.other_tiles, sinks, self.kv_dtype == FP8, self.causal_tails
         return load_kernel(name, self.head_dim, 10 * major + minor, *kind)
+
+
+def cuda_device(device: torch.device | str | None) -> torch.device:
+    """A CUDA device with its index, the current one by default; raises ``ValueError`` for one of another kind."""
+    found = torch.device(device or "cuda")
+    if found.type != "cuda":
+        raise ValueError(f"device is {found}: the kernels need a CUDA device")
+    return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from feather_kernels.build import LATENT_DIM, load_kernel
-from feather_kernels.config import KernelConfig
+from feather_kernels.build import LATENT_VALUES as VALUE_DIM
+from feather_kernels.config import KernelConfig, cuda_device
 from feather_kernels.costs import UnitCosts
 from feather_kernels.errors import PlanError
 from feather_kernels.inputs import check_scores, check_slots
 from feather_kernels.tiles import LATENT_TILES
 from feather_kernels.wrapper import PackedDecodeWrapper
 
-VALUE_DIM = 512  # columns of a latent that are values, and of an output
 ROPE_DIM = LATENT_DIM - VALUE_DIM
 _HALVES = 2  # of an output's row, each a row of its own to whoever merges (csrc/sm90/latent_forward.cuh)
 _ROWS = LATENT_TILES[0][0]
@@ -57,11 +57,7 @@ class LatentConfig(KernelConfig):
             )
         if self.path not in ("auto", "hopper") or (self.tiles or LATENT_TILES) != LATENT_TILES:
             raise ValueError(f"path {self.path!r}, tiles {self.tiles}: latent attention has hopper and {LATENT_TILES}")
-        device = torch.device(self.device or "cuda")
-        if device.type != "cuda":
-            raise ValueError(f"device is {device}: the kernels need a CUDA device")
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = cuda_device(self.device)
         if (found := torch.cuda.get_device_capability(device)) != (9, 0):
             raise ValueError(f"latent attention needs compute capability 9.0: {device} has {found[0]}.{found[1]}")
         self._settle(device=device, kv_dtype=self.dtype, path="hopper", tiles=LATENT_TILES, num_kv_heads=tiles)

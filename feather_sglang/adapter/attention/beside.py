@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 PAT = "pat"
 CHOICE = "_feather_beside"  # on SGLang's arguments, which take it along to other processes
 DRAFTS_BY_PAT = "_feather_drafts_by_pat"  # the same: ``--speculative-draft-attention-backend pat``
-DRAFT = "speculative_draft_attention_backend"
+DRAFT, DRAFT_FLAG = "speculative_draft_attention_backend", "--speculative-draft-attention-backend"
 COARSE_BARRIER = "SGLANG_FORCE_COARSE_WAR_BARRIER"
 READS_BEFORE_REPLAY = ("fa3", "fa4", "flashinfer", "triton")  # whose graphs read no table of SGLang's
 

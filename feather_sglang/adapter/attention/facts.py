@@ -10,8 +10,10 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.runtime_context import get_parallel, get_spec
 
+from feather_sglang.adapter.attention.beside import DRAFT_FLAG, DRAFTS_BY_PAT, PAT
 from feather_sglang.adapter.attention.engines import PackedLayers
 from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts, packed_layers, refuse_capability
+from feather_sglang.adapter.options import packs_prefill
 from feather_sglang.adapter.refusals import ANOTHER_BACKEND, REFERENCE, refuse_pat_flags
 from feather_sglang.errors import FeatherError
 
@@ -22,10 +24,19 @@ def packed_of(runner: Any) -> PackedLayers:
     refuse_pat_flags(runner.server_args)
     facts = facts_of(runner, reference)
     layers = packed_layers(facts)
+    if any(layer.latent for layer in layers):
+        _refuse_with_latents(runner.server_args)
     return PackedLayers(
         layers, runner.dtype, runner.kv_cache_dtype, runner.device, runner.token_to_kv_pool,
         others=len(facts.layers) - len(layers), reference=reference,
     )  # fmt: skip
+
+
+def _refuse_with_latents(args: Any) -> None:
+    """Their prefill has keys for each head, which no pool holds; a draft model with latents was not tried."""
+    chosen = {"--feather-pat-prefill": packs_prefill(), f"{DRAFT_FLAG} {PAT}": getattr(args, DRAFTS_BY_PAT, False)}
+    if asked := [flag for flag, value in chosen.items() if value]:
+        raise FeatherError(f"{asked[0]} is not for latent attention, which this model has; leave it out")
 
 
 def uses_reference(runner: Any) -> bool:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from feather_kernels.build import ARCHITECTURES, HEAD_DIMS
+from feather_kernels.build import ARCHITECTURES, HEAD_DIMS, LATENT_DIM, LATENT_VALUES
 from feather_sglang.adapter.refusals import ANOTHER_BACKEND, Limit, first_limit
 from feather_sglang.errors import FeatherError
 
 FP8 = "float8_e4m3fn"  # of KV; --kv-cache-dtype fp8_e4m3
-FULL_POOLS = {"MLATokenToKVPool": "MLATokenToKVPool"}  # of the others: MHATokenToKVPool
-LATENT_DIMS = 576, 512
 MAX_GROUP = {64: 128, 128: 128, 256: 64}  # by head_dim: query heads to a KV head that were checked on a GPU
-POOLS = ("MHATokenToKVPool", "SWAKVPool", "HybridLinearKVPool", "MLATokenToKVPool")
+POOLS = {  # and what holds the KV of their layers that see everything
+    "MHATokenToKVPool": "MHATokenToKVPool", "SWAKVPool": "MHATokenToKVPool", "HybridLinearKVPool": "MHATokenToKVPool",
+    "MLATokenToKVPool": "MLATokenToKVPool",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class LayerFacts:
     def shape(self) -> tuple[int, int, int]:
         """Query heads, KV heads and head_dim, which a plan is made for."""
         return self.q_heads, self.kv_heads, self.head_dim
+
+    @property
+    def of_latent_size(self) -> bool:
+        """Whether keys and values have the sizes that the kernel for latents has."""
+        return (self.head_dim, self.v_head_dim) == (LATENT_DIM, LATENT_VALUES)
 
     @property
     def max_group(self) -> int:
@@ -100,7 +106,7 @@ MODEL_LIMITS = (
     ),
     Limit(
         "the KV cache {0.full_pool} ({0.layout})",
-        lambda model: model.layout != "nhd" or model.full_pool != FULL_POOLS.get(model.pool, "MHATokenToKVPool"),
+        lambda model: model.layout != "nhd" or model.full_pool != POOLS[model.pool],
         "other layouts of a slot",
     ),
 )
@@ -132,8 +138,8 @@ LAYER_LIMITS = (
         f"more than {MAX_GROUP[128]} query heads to a KV head, {MAX_GROUP[256]} of head_dim 256",
     ),
     Limit(
-        "latents of {0.v_head_dim} in {0.head_dim} values (only 512 in 576)",
-        lambda layer: not layer.reference and layer.latent and (layer.head_dim, layer.v_head_dim) != LATENT_DIMS,
+        f"latents of {{0.v_head_dim}} in {{0.head_dim}} values (only {LATENT_VALUES} in {LATENT_DIM})",
+        lambda layer: layer.latent and not layer.reference and not layer.of_latent_size,
         "latents of other sizes than 512, and 64 of rope",
     ),
     Limit(

@@ -6,7 +6,7 @@ import importlib.util
 import logging
 from typing import Any
 
-from feather_sglang.adapter.attention.beside import DRAFT, DRAFTS_BY_PAT, PAT, resolve_beside
+from feather_sglang.adapter.attention.beside import DRAFT, DRAFT_FLAG, DRAFTS_BY_PAT, PAT, resolve_beside
 from feather_sglang.adapter.failures import refusals_end_start_up
 from feather_sglang.adapter.hooks import installed_version, require_fit, untested
 from feather_sglang.adapter.options import packs_prefill
@@ -14,7 +14,6 @@ from feather_sglang.errors import FeatherError
 
 logger = logging.getLogger(__name__)
 
-DRAFT_FLAG = "--speculative-draft-attention-backend"
 FLAGS = ("attention_backend", "decode_attention_backend", DRAFT)
 
 
@@ -68,8 +67,6 @@ def create_backend(runner: Any) -> Any:
         from feather_sglang.adapter.attention.backend import backend_of
 
         backend = runner.feather_pat = backend_of(runner)
-        if any(layer.latent for layer in backend.packed.layers):
-            _refuse_with_latents(runner.server_args)
         if getattr(runner.server_args, DRAFTS_BY_PAT, False):
             from feather_sglang.adapter.attention.draft_model import draft_by_pat
 
@@ -80,13 +77,6 @@ def create_backend(runner: Any) -> Any:
             pack_prefill()
     logger.info("feather: pat is active (sglang %s)", installed_version())
     return backend
-
-
-def _refuse_with_latents(args: Any) -> None:
-    """Its prefill has keys for each head, which no pool holds; a draft model with latents was not tried."""
-    chosen = {"--feather-pat-prefill": packs_prefill(), f"{DRAFT_FLAG} pat": getattr(args, DRAFTS_BY_PAT, False)}
-    if asked := [flag for flag, value in chosen.items() if value]:
-        raise FeatherError(f"{asked[0]} is not for latent attention, which this model has; leave it out")
 
 
 def register_backend() -> None:
