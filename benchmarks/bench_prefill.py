@@ -32,9 +32,9 @@ from decode_cases import COPY_BANDWIDTH, MATRIX_RATE, Heads, parse_heads
 
 from feather_kernels.forest import Forest, IntArray
 from feather_kernels.plan import PackPlan, Planner, default_parts
+from feather_kernels.plans.batch_file import Batch as PlannedBatch
+from feather_kernels.plans.explain import explain
 from feather_sglang.attention.new_tokens import PROMPT_LEVELS, prompt_block, tokens_seen, with_new_tokens
-from feather_sglang.plans.batch_file import Batch as PlannedBatch
-from feather_sglang.plans.explain import explain
 from feather_sglang.report.tables import grid
 
 TOLERANCE = 2e-2  # of |out - reference| / |reference|

@@ -22,7 +22,7 @@ COMMANDS = {
     "train": ("feather_sglang.replay.train", "train a stop policy on a trace and write its policy file"),
     "calibrate": ("feather_sglang.calibrate.command", "measure this machine's GPU and host, and write their profile"),
     "trace": ("feather_sglang.replay.trace_cli", "make or inspect a request trace"),
-    "explain-plan": ("feather_sglang.plans.cli", "draw the forest, the packs and the work items of a decode batch"),
+    "explain-plan": ("feather_kernels.plans.cli", "draw the forest, the packs and the work items of a decode batch"),
     "patch": (
         "feather_sglang.patching.cli",
         "put SGLang's extension points into an installed release, or take them out",

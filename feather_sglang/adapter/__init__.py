@@ -3,5 +3,5 @@
 A request comes in by ``scheduler/life_cycle.py`` and ``scheduler/rounds.py``; a decode step runs
 ``scheduler/row_order.py``, then ``attention/backend.py``, then ``scheduler/meters.py``.
 
-May import: sglang, torch, errors, slo, scheduling, attention, plans, feather_kernels, simulation.
+May import: sglang, torch, errors, slo, scheduling, attention, feather_kernels, simulation.
 """

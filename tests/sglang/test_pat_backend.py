@@ -23,6 +23,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.server_args import ServerArgs
 
 from feather_kernels.plan import Planner
+from feather_kernels.plans.batch_file import LATEST, load_batch
+from feather_kernels.plans.explain import explain
 from feather_kernels.reference import direct_decode
 from feather_sglang.adapter import hooks
 from feather_sglang.adapter.attention import backend as pat_backend
@@ -35,8 +37,6 @@ from feather_sglang.adapter.attention.rows import CHUNK, Hashes, RowHasher, RowS
 from feather_sglang.adapter.hooks import installed_version, lacks_pages
 from feather_sglang.adapter.options import VARIABLE
 from feather_sglang.errors import FeatherError
-from feather_sglang.plans.batch_file import LATEST, load_batch
-from feather_sglang.plans.explain import explain
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 from feather_kernels.plan import PackPlan
+from feather_kernels.plans.batch_file import LATEST, batch_text
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.scheduler.agreement import is_first_rank
-from feather_sglang.plans.batch_file import LATEST, batch_text
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from feather_kernels.forest import Forest
 from feather_kernels.plan import PackPlan
 from feather_kernels.tiles import TILES, are_tiles
 from feather_kernels.trees import parse_tree, tree_forest
-from feather_sglang.errors import FeatherError
 
 FORMAT, VERSION = "feather-batch", 1
 LATEST = "batch-latest.json"  # what a server writes into its folder
@@ -77,31 +76,29 @@ def batch_text(plan: PackPlan, requests: int) -> str:
 def load_batch(path: Path) -> Batch:
     """Read a recorded batch; of a folder, the one that a server has written there last.
 
-    Raises ``FeatherError`` for no file, or one that is no recorded batch of this version.
+    Raises ``PlanError`` for no file, or one that is no recorded batch of this version.
     """
     try:
         if path.is_dir():
             path = path / LATEST
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise FeatherError(
-            f"{path}: {error.strerror}; a server with record_plan in FEATHER_OPTIONS writes it"
-        ) from None
+        raise PlanError(f"{path}: {error.strerror}; a server with record_plan in FEATHER_OPTIONS writes it") from None
     except (ValueError, RecursionError):
-        raise FeatherError(f"{path}: not JSON, so no recorded batch") from None
+        raise PlanError(f"{path}: not JSON, so no recorded batch") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise FeatherError(f'{path}: no recorded batch (its "format" is not "{FORMAT}")')
+        raise PlanError(f'{path}: no recorded batch (its "format" is not "{FORMAT}")')
     if found.get("version") != VERSION:
-        raise FeatherError(
+        raise PlanError(
             f"{path}: a batch of version {found.get('version')}, this feather reads version {VERSION}: use the feather "
             "that recorded it"
         )
     try:
         return _batch(path, found)
     except KeyError as error:
-        raise FeatherError(f"{path}: {error} is missing") from None
+        raise PlanError(f"{path}: {error} is missing") from None
     except (TypeError, ValueError, OverflowError) as error:
-        raise FeatherError(f"{path}: {error}") from None
+        raise PlanError(f"{path}: {error}") from None
 
 
 def _batch(path: Path, found: dict[str, Any]) -> Batch:
@@ -137,13 +134,13 @@ def _whole(name: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> int:
 def tree_batch(text: str, arguments: Mapping[str, Any]) -> Batch:
     """A batch from ``feather_kernels.trees``' notation, ``"1,4,256_32,256,32"``: nodes and tokens per level.
 
-    Raises ``FeatherError`` for text that is no tree, and for a tree too large to be meant.
+    Raises ``PlanError`` for text that is no tree, and for a tree too large to be meant.
     """
     example = 'give nodes and tokens per level, as in "1,4,256_32,256,32"'
     try:
         nodes, tokens = parse_tree(text)
         if sum(nodes) <= MOST_NODES and sum(tokens) <= MOST_TOKENS and min(tokens) >= 0:
             return Batch(f"tree {text}", tree_forest(nodes, tokens), arguments)
-    except (PlanError, ValueError):
-        raise FeatherError(f"--tree {text!r}: {example}") from None
-    raise FeatherError(f"--tree {text!r}: at most {MOST_NODES:,} nodes, and 0 to {MOST_TOKENS:,} tokens a request")
+    except ValueError:
+        raise PlanError(f"--tree {text!r}: {example}") from None
+    raise PlanError(f"--tree {text!r}: at most {MOST_NODES:,} nodes, and 0 to {MOST_TOKENS:,} tokens a request")

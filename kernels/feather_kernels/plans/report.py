@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
-from feather_sglang.plans.explain import ItemFacts, NodeGroup, PlanFacts, QueueFacts, Report, Spread
+from feather_kernels.plans.explain import ItemFacts, NodeGroup, PlanFacts, QueueFacts, Report, Spread
 
 MOST_LINES, MOST_LEVELS = 24, 10  # of the forest; deeper ones would run out of columns
 MOST_REQUESTS = 8  # named for one item

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from feather_kernels.errors import BuildError, PlanError
 from feather_kernels.options import tail_warps_of
 from feather_kernels.pack import STRATEGIES
+from feather_kernels.plans.batch_file import Batch, load_batch, path_of, tree_batch
+from feather_kernels.plans.explain import explain
+from feather_kernels.plans.report import print_report
 from feather_kernels.tiles import built_tiles
-from feather_sglang.errors import FeatherError
-from feather_sglang.plans.batch_file import Batch, load_batch, path_of, tree_batch
-from feather_sglang.plans.explain import explain
-from feather_sglang.plans.report import print_report
 
 HEADS, HEAD_DIM, PROCESSORS = (32, 8), 128, 132  # of a tree
 WIDTH = 110  # columns at least: a narrow terminal wraps lines, which is better than numbers cut off
@@ -39,8 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan the batch and print the report."""
-    report = explain(_batch(args), compare=args.compare, items=args.items)
+    """Plan the batch and print the report; 2 for a user's mistake, said in one line."""
+    try:
+        report = explain(_batch(args), compare=args.compare, items=args.items)
+    except (BuildError, PlanError) as error:
+        print(f"feather: error: {error}", file=sys.stderr)
+        return 2
     if args.json:
         print(json.dumps(asdict(report), indent=1))
         return 0
@@ -50,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _batch(args: argparse.Namespace) -> Batch:
     if (args.file is None) == (args.tree is None):
-        raise FeatherError("give one of: a recorded batch's FILE, or --tree such as 1,4,256_32,256,32")
+        raise PlanError("give one of: a recorded batch's FILE, or --tree such as 1,4,256_32,256,32")
     if args.tree is not None:
         given = {
             "num_qo_heads": HEADS[0], "num_kv_heads": HEADS[1], "head_dim": HEAD_DIM, "n_sm": PROCESSORS,

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from feather_kernels.costs import STEP_NS, UNIT_NS
+from feather_kernels.errors import BuildError, PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.pack import STRATEGIES
 from feather_kernels.plan import CLOSES, make_plan
+from feather_kernels.plans import explain as explain_module
+from feather_kernels.plans.batch_file import LATEST, Batch, batch_text, load_batch, path_of
+from feather_kernels.plans.explain import Spread, explain
 from feather_kernels.tiles import TILES, built_tiles, n_choices
 from feather_kernels.trees import forest_table, parse_tree, random_forest, tree_forest
 from feather_sglang.cli import main
-from feather_sglang.errors import FeatherError
-from feather_sglang.plans import explain as explain_module
-from feather_sglang.plans.batch_file import LATEST, Batch, batch_text, load_batch, path_of
-from feather_sglang.plans.explain import Spread, explain
 
 TREE = "1,4,256_32,256,32"
 
@@ -253,7 +253,7 @@ def test_a_recorded_batch_on_a_cache_of_8_bits_has_the_servers_plan(tmp_path):
     assert explain(load_batch(file)).same_as_server is False
     found["planner"]["kv_value_bytes"] = 3
     file.write_text(json.dumps(found))
-    with pytest.raises(FeatherError, match="kv_value_bytes is 3: expected a whole number from 1 to 2"):
+    with pytest.raises(PlanError, match="kv_value_bytes is 3: expected a whole number from 1 to 2"):
         load_batch(file)
 
 
@@ -351,13 +351,12 @@ def test_a_users_mistake_is_one_clear_line(capsys, argv, says):
 
 def test_without_a_compiler(monkeypatch):
     from feather_kernels import build
-    from feather_kernels.errors import BuildError
 
     def refuse():
         raise BuildError("no C++ compiler for the planner")
 
     monkeypatch.setattr(build, "load_planner", refuse)
-    with pytest.raises(FeatherError, match="no C"):
+    with pytest.raises(BuildError, match="no C"):
         explain(Batch("", *CASES["alone"]))
 
 

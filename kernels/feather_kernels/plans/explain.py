@@ -20,8 +20,7 @@ from feather_kernels.forest import Forest
 from feather_kernels.pack import STRATEGIES
 from feather_kernels.paths import KernelPath
 from feather_kernels.plan import PackPlan, make_plan
-from feather_sglang.errors import FeatherError
-from feather_sglang.plans.batch_file import Batch, checksum_of, path_of
+from feather_kernels.plans.batch_file import Batch, checksum_of, path_of
 
 Ints = npt.NDArray[np.integer]
 _START, _STOP, _GROWS, _FIRST, _COUNT = 2, 3, 4, 5, 6  # columns of `PackPlan.items`
@@ -138,14 +137,14 @@ class Report:
 def explain(batch: Batch, *, compare: bool = False, items: bool = False) -> Report:
     """Plan a batch and say what the plan does; ``compare`` plans it with every other strategy, too.
 
-    Raises ``FeatherError``: a batch that contradicts itself or cannot be planned, a planner that does not compile.
+    Raises ``PlanError``: a batch that contradicts itself or cannot be planned; ``BuildError``: no compiled planner.
     """
     try:
         plan = make_plan(batch.forest, **batch.arguments)
         queues = _queues(plan)
         whole = _facts(batch, plan, queues)
     except (BuildError, PlanError) as error:
-        raise FeatherError(f"{batch.source}: {error}") from None
+        raise type(error)(f"{batch.source}: {error}") from None
     compared, refused = _compare(batch, whole) if compare else (None, {})
     forest, requests = batch.forest, batch.forest.n_requests - batch.padding
     own = forest.seq_len - forest.shared_length
