@@ -6,8 +6,8 @@ would with the same arguments, environment and files: nothing but imports has ha
 are (conftest.py). So are most servers; and where a server spawns processes, each takes one that stands by, forked from
 the same state, and runs in it what it would have handed to a new Python, pickled as ever. So a plugin finds what it
 finds in processes of their own, whose imports alone came from elsewhere. The process that replays are forked from is
-such a one too. Started as users start them are the server of ``sglang serve``, that of tests/server/test_start_up.py,
-``sglang.Engine`` on the older releases, which have neither, and the commands of tests/sglang/test_replay_ends.py.
+such a one too. Started as users start them are the server of ``sglang serve``, that of tests/server/test_start_up.py
+and the commands of tests/sglang/test_replay_ends.py.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ class Forked:
 
 def serve(address: str) -> None:
     """Fork for whoever asks, until standard input ends; returns in each child once it has been what it is to be."""
+    import sglang.srt.dllm.algorithm
     import sglang.srt.entrypoints.http_server
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler

@@ -29,9 +29,12 @@ with open(os.devnull, "w") as silence, contextlib.suppress(Exception):
     os.dup2(silence.fileno(), 2)
     cpu_shims.install()
     import_module("feather_sglang.adapter.replay_engine")
-    # What a scheduler that starts imports besides takes two seconds.
+    # What a scheduler that starts imports besides takes two seconds, and placing the plugins' hooks half a second: for
+    # each, SGLang looks through all that is imported.
     import_module("sglang.srt.managers.tp_worker")
     import_module("sglang.srt.models.registry")
+    import_module("sglang.srt.plugins").load_plugins()
+    import_module("sglang.srt.dllm.algorithm")
 gc.freeze()  # what is imported stays: no process that starts from here needs to look through it
 gc.enable()
 atexit.register(gc.unfreeze)  # or nanobind reports what lies there as leaked
