@@ -52,15 +52,16 @@ def address(site: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[object]:
-    """A headless browser."""
+def browsers() -> Iterator[dict]:
+    """A headless browser, by colour scheme."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (requirements/docs.txt)")
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         pytest.skip(f"no browser to look at the site with: install one of {', '.join(BROWSERS)}")
     with api.sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
-        yield running
+        # One for each scheme, which it remembers; what pages have in common is loaded once.
+        yield {scheme: running.new_context(color_scheme=scheme) for scheme in BRIGHTNESS}
         running.close()
 
 
@@ -70,30 +71,31 @@ def test_the_site_builds_strictly(site: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", BRIGHTNESS)
-@pytest.mark.parametrize("screen", (PHONE, DESKTOP), ids=("phone", "desktop"))
 @pytest.mark.parametrize("name", PAGES, ids=lambda page: page.rstrip("/") or "index")
-def test_a_page_in_a_browser(name: str, screen: dict, scheme: str, address: str, browser, tmp_path: Path) -> None:
+def test_a_page_in_a_browser(name: str, scheme: str, address: str, browsers) -> None:
     """It fits the width, shows its figures, asks no other host, and has the colours that the reader's system has."""
     from PIL import Image
 
-    page = browser.new_page(viewport=screen, color_scheme=scheme)
+    page = browsers[scheme].new_page()
     asked: list[str] = []
     failed: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.on("response", lambda response: failed.append(response.url) if response.status >= 400 else None)
     page.on("pageerror", lambda error: failed.append(str(error)))
     page.goto(address + name, wait_until="networkidle")
-    assert page.locator("h1").first.is_visible()
-    assert page.evaluate("document.scrollingElement.scrollWidth") <= screen["width"]
-    for image in page.locator("article img").all():  # those below the screen load when they are scrolled to
-        image.scroll_into_view_if_needed()
-        page.wait_for_function("image => image.complete", arg=image.element_handle())
-        assert image.evaluate("image => image.naturalWidth") > 0
-    page.evaluate("scrollTo(0, 0)")
-    picture = page.screenshot()
+    for screen in (DESKTOP, PHONE):
+        page.set_viewport_size(screen)
+        assert page.locator("h1").first.is_visible()
+        assert page.evaluate("document.scrollingElement.scrollWidth") <= screen["width"]
+        for image in page.locator("article img").all():  # those below the screen load when they are scrolled to
+            image.scroll_into_view_if_needed()
+            page.wait_for_function("image => image.complete", arg=image.element_handle())
+            assert image.evaluate("image => image.naturalWidth") > 0
+        page.evaluate("scrollTo(0, 0)")
+        picture = Image.open(BytesIO(page.screenshot()))
+        brightness = float(np.asarray(picture.convert("L")).mean() / 255)
+        least, most = BRIGHTNESS[scheme]
+        assert least <= brightness <= most, screen
     page.close()
-    brightness = float(np.asarray(Image.open(BytesIO(picture)).convert("L")).mean() / 255)
-    least, most = BRIGHTNESS[scheme]
-    assert least <= brightness <= most
     assert not failed
     assert all(url.startswith((address, "data:")) for url in asked)
