@@ -31,6 +31,7 @@ REQUIREMENTS = ROOT / "requirements"
 # Tested by default, the ends of the supported range: the first is installed, the other lies beside it.
 RELEASES = ("0.5.23", "0.5.17")
 TESTED = "FEATHER_TESTED_SGLANG"  # tells the tests which release they must find
+FULL = "FEATHER_TESTS_FULL"  # tells the tests to try all samples of their sweeps (tests/effort.py)
 QUICK = "--quick"  # before pytest's arguments: the inner loop's tests, on the first release only
 # Two processes, each file in one of them, in the order of tests/conftest.py.
 PROCESSES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
@@ -40,6 +41,7 @@ NEWEST, OLDEST = (tuple(map(int, release.split("."))) for release in RELEASES)
 JOBS = {
     "ab": "compare scheduling policies (feather ab, with its arguments)",
     "test": f"run the tests ([{QUICK}] [{ONLY}A,B] and pytest's arguments)",
+    "full": f"the same with all samples, and everything on each release ([{ONLY}A,B] and pytest's arguments)",
     "gpu": "see whether a machine with a Hopper GPU serves as the performance page says (see gpu --help)",
     "sanitize": "make 28,000 plans under the address and undefined-behaviour sanitizers (see sanitize --help)",
     "versions": "try SGLang releases ([A,B]; all supported ones) and print what works on each",
@@ -428,6 +430,12 @@ def run_quick_tests(arguments: list[str]) -> int:
     return subprocess.run(command, cwd=ROOT, env=environment()).returncode
 
 
+def run_full_tests(arguments: list[str]) -> int:
+    """What `run_tests` runs, with all samples of each sweep."""
+    os.environ[FULL] = "1"
+    return run_tests(arguments)
+
+
 def run_tests(arguments: list[str]) -> int:
     """The whole suite on one SGLang release, and without a GPU the tests that touch SGLang on the others too."""
     if arguments[:1] == [QUICK]:
@@ -472,8 +480,8 @@ def main() -> int:
             install_docs()
             return 0
         jobs = {
-            "ab": run_ab, "test": run_tests, "gpu": run_gpu, "sanitize": run_sanitizers, "versions": run_versions,
-            "docs": run_docs,
+            "ab": run_ab, "test": run_tests, "full": run_full_tests, "gpu": run_gpu, "sanitize": run_sanitizers,
+            "versions": run_versions, "docs": run_docs,
         }  # fmt: skip
         return jobs[choice.job](arguments)
     except SetupError as error:

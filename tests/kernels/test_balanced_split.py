@@ -22,6 +22,7 @@ from plan_checks import (
     without_tokens,
 )
 
+from effort import samples
 from feather_kernels.costs import UnitCosts
 from feather_kernels.forest import Forest
 from feather_kernels.options import DEFAULT_ALPHA
@@ -139,7 +140,7 @@ def cuts(plan, rows):
     return Counter((row[0], row[2] - row[1], chunks) for row, chunks in found.items())
 
 
-@settings(max_examples=400)
+@settings(max_examples=samples(400, 100))
 @given(batch=batches(), grow=st.booleans())
 def test_chunks_are_those_of_the_rule(batch, grow):
     forest, arguments = batch
@@ -157,7 +158,7 @@ def test_chunks_are_those_of_the_rule(batch, grow):
         assert len(chunks) <= max(1, -(-length // least))  # never more than chunks of the least length would be
 
 
-@settings(max_examples=200)
+@settings(max_examples=samples(200, 80))
 @given(batch=batches(), share=st.floats(0, 1))
 def test_chunks_are_widened_no_further_than_the_capacity_asks(batch, share):
     forest, arguments = batch

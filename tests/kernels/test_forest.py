@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_checks import ONE_TILE, plan_of
 
+from effort import samples
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.trees import PAT_TREES, forest_table, named_forest, parse_tree, random_forest, tree_forest
@@ -40,7 +41,7 @@ def assert_equal(a, b):
         assert getattr(a, name).tolist() == getattr(b, name).tolist(), name
 
 
-@settings(max_examples=600)
+@settings(max_examples=samples(600, 200))
 @given(
     seed=st.integers(0, 2**32 - 1), requests=st.integers(1, 50), page_size=st.sampled_from([1, 4, 16]),
     dtype=st.sampled_from([np.int32, np.int64]),
@@ -56,7 +57,7 @@ def test_nodes_and_block_table_agree(seed, requests, page_size, dtype):
     assert nodes.n_nodes == len(expected)
 
 
-@settings(max_examples=200)
+@settings(max_examples=samples(200, 80))
 @given(seed=st.integers(0, 2**32 - 1), requests=st.integers(1, 30))
 def test_a_plan_folds_as_the_constructors_do(seed, requests):
     rng = np.random.default_rng(seed)

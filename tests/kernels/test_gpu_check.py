@@ -15,6 +15,7 @@ import random_batches
 import torch
 from random_batches import draw, make, small
 
+from effort import samples
 from feather_kernels import Planner
 from feather_kernels.errors import PlanError
 from feather_kernels.pack import MERGES
@@ -103,7 +104,7 @@ def host_choice(seed):
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("seed", range(48))
+@pytest.mark.parametrize("seed", range(samples(48, 16)))
 def test_a_right_kernel_passes(seed, sinks):
     outcome = check.check_forest(check.replace(host_choice(seed), sinks=sinks), HostWrapper, "cpu")
     assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
@@ -111,7 +112,7 @@ def test_a_right_kernel_passes(seed, sinks):
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(samples(16, 6)))
 def test_a_right_kernel_passes_with_fp8_kv(seed, sinks):
     outcome = check.check_forest(check.replace(host_choice(seed), sinks=sinks, fp8_kv=True), HostWrapper, "cpu")
     assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
@@ -119,7 +120,7 @@ def test_a_right_kernel_passes_with_fp8_kv(seed, sinks):
     assert f"{outcome.choice.dtype} {outcome.choice.head_dim}" in check.fp8_table([outcome])
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(samples(16, 6)))
 def test_a_right_kernel_passes_with_wide_groups(seed):
     choice = random_batches.with_wide_group(host_choice(seed))
     assert 16 < choice.heads.query // choice.heads.kv <= 128

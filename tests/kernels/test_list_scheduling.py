@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_checks import plan_of, without_tokens
 
+from effort import samples
 from feather_kernels.trees import tree_forest
 from oracles.makespan import bound, dealt, least_makespan, listed, paper_groups
 
@@ -41,7 +42,7 @@ def test_the_least_makespan_is_that_of_all_assignments(lengths):
     assert least_makespan(lengths, 3) == min(of_all)
 
 
-@settings(max_examples=300)
+@settings(max_examples=samples(300, 100))
 @given(lengths=LENGTHS, processors=st.integers(1, 4))
 def test_whole_units_of_a_queue_are_within_grahams_bound_of_the_best(lengths, processors):
     units = in_queue(lengths, split="none")
@@ -49,7 +50,7 @@ def test_whole_units_of_a_queue_are_within_grahams_bound_of_the_best(lengths, pr
     assert max(listed(units, processors)) <= bound(processors) * least_makespan(lengths, processors) + 1e-9
 
 
-@settings(max_examples=300)
+@settings(max_examples=samples(300, 100))
 @given(lengths=LENGTHS, capacity=st.integers(1, 20_000))
 def test_a_queue_makes_the_papers_groups_where_all_are_feasible(lengths, capacity):
     """Loads are the same; where a group has no room, the paper makes one more, and a processor just takes longer."""
@@ -62,7 +63,7 @@ def test_a_queue_makes_the_papers_groups_where_all_are_feasible(lengths, capacit
         assert max(loads) > capacity
 
 
-@settings(max_examples=300)
+@settings(max_examples=samples(300, 100))
 @given(lengths=LENGTHS, capacity=st.integers(200, 8000), processors=st.integers(1, 4))
 def test_a_groups_capacity_bounds_what_processors_differ_by(lengths, capacity, processors):
     """No more than a chunk, which a tile of 64 rows has no longer than half a group's capacity, or its least."""

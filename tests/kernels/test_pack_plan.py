@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_checks import HEADS, ONE_TILE, TILE_SETS, check_header, check_plan, check_queues, forests, plan_of
 
+from effort import samples
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.pack import MERGES, SPLITS, STRATEGIES
@@ -15,7 +16,7 @@ from feather_kernels.trees import PAT_TREES, parse_tree, tree_forest
 
 
 @pytest.mark.slow
-@settings(max_examples=3000)
+@settings(max_examples=samples(3000, 600))
 @given(
     strategy=st.sampled_from(list(STRATEGIES)), split=st.sampled_from(list(SPLITS)), grow=st.booleans(),
     forest=forests(tokens=400, tail=600), min_chunk=st.sampled_from([1, 16, 200]),

@@ -5,6 +5,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plan_checks import GROUP, HEADS, ONE_TILE, forests, packs_in, plan_of, without_tokens
 
+from effort import samples
 from feather_kernels.pack import MERGES, STRATEGIES
 from feather_kernels.trees import PAT_TREES, parse_tree, tree_forest
 from oracles.packing import Node, algorithm_1, cheapest, packs_of, prefix_forest, traffic
@@ -19,14 +20,14 @@ def assert_same(packs, plan):
     assert plan.traffic == plan.scheduled_traffic == (kv * HEADS["num_kv_heads"], partial * HEADS["num_kv_heads"])
 
 
-@settings(max_examples=600)
+@settings(max_examples=samples(600, 200))
 @given(forest=forests(), grow=st.booleans(), factor=st.sampled_from([None, 4, 0.5, 100]), merge=merges_of_parts)
 def test_profit_is_algorithm_1(forest, grow, factor, merge):
     plan = plan_of(forest, strategy="profit", grow=grow, profit_factor=factor, merge=merge, **ONE_TILE)
     assert_same(algorithm_1(forest, DIM, GROUP, grow, factor, merge), plan)
 
 
-@settings(max_examples=300)
+@settings(max_examples=samples(300, 100))
 @given(forest=forests(), grow=st.booleans(), merge=merges_of_parts)
 def test_fixed_strategies(forest, grow, merge):
     rules = {
@@ -39,7 +40,7 @@ def test_fixed_strategies(forest, grow, merge):
         assert_same(packs_of(forest, merges, grow), plan)
 
 
-@settings(max_examples=300)
+@settings(max_examples=samples(300, 100))
 @given(forest=forests(), grow=st.booleans(), merge=merges_of_parts)
 def test_compute_is_fasttrees_algorithm_1(forest, grow, merge):
     """Padding and split costs by hand, for tiles (16, 8) and (32, 16)."""
@@ -72,7 +73,7 @@ def test_compute_is_fasttrees_algorithm_1(forest, grow, merge):
     assert plan.traffic == (kv * HEADS["num_kv_heads"], partial * HEADS["num_kv_heads"])
 
 
-@settings(max_examples=400)
+@settings(max_examples=samples(400, 150))
 @given(forest=forests(), grow=st.booleans(), merge=merges_of_parts)
 def test_optimal_below_profit_below_naive(forest, grow, merge):
     total = {name: plan_of(forest, strategy=name, grow=grow, merge=merge).traffic.total for name in STRATEGIES}
@@ -80,7 +81,7 @@ def test_optimal_below_profit_below_naive(forest, grow, merge):
     assert total["optimal"] == min(total.values())
 
 
-@settings(max_examples=300)
+@settings(max_examples=samples(300, 100))
 @given(
     forest=forests(most=7, tokens=24, tail=8), grow=st.booleans(), overhead=st.sampled_from([0, 1000, 20_000]),
     merge=merges_of_parts,

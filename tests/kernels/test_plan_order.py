@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_checks import TILE_SETS, check_plan, forests, members_of, plan_of, without_tokens, work
 
+from effort import samples
 from feather_kernels.forest import Forest
 from feather_kernels.pack import SPLITS, STRATEGIES
 from feather_kernels.plan import CLOSES
@@ -34,7 +35,7 @@ def test_the_oracle_sees_who_is_stuck(seed):
     assert stuck([units(("", "b"), ("", "a"), ("b", ""), ("a", ""))], [0, 0], [1, 1], rng, {0}) == 4
 
 
-@settings(max_examples=300)
+@settings(max_examples=samples(300, 80))
 @given(
     forest=forests(tokens=800, tail=1200), grow=st.booleans(),
     strategy=st.sampled_from(list(STRATEGIES)), split=st.sampled_from(list(SPLITS)), group=st.integers(1, 16),

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_checks import TILE_SETS, plan_of
 
+from effort import samples
 from feather_kernels.forest import Forest
 from feather_kernels.pack import MERGES, SPLITS, STRATEGIES
 from feather_kernels.reference import direct_decode, merge, reference_decode
@@ -21,7 +22,7 @@ def tensors(forest, page_size, rng, heads=(4, 2), dim=8, room=0):
     return q, k, v, table, page_size
 
 
-@settings(max_examples=300)
+@settings(max_examples=samples(300, 100))
 @given(
     seed=st.integers(0, 2**32 - 1), requests=st.integers(1, 24), page_size=st.sampled_from([1, 4, 16]),
     strategy=st.sampled_from(list(STRATEGIES)), split=st.sampled_from(list(SPLITS)), grow=st.booleans(),
@@ -43,7 +44,7 @@ def test_reference_is_direct(seed, requests, page_size, strategy, split, grow, h
     np.testing.assert_allclose(lse, expected_lse, **CHECKED)
 
 
-@settings(max_examples=100)
+@settings(max_examples=samples(100, 50))
 @given(
     seed=st.integers(0, 2**32 - 1), strategy=st.sampled_from(list(STRATEGIES)), split=st.sampled_from(list(SPLITS)),
     merge=st.sampled_from(list(MERGES)), tiles=st.sampled_from(TILE_SETS), fan_in=st.sampled_from([0, 2, 16]),

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from effort import samples
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 from oracles.paper_cht import PaperTree
 
@@ -113,5 +114,5 @@ class TreeAgainstPaper(RuleBasedStateMachine):
         return True
 
 
-TreeAgainstPaper.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TreeAgainstPaper.TestCase.settings = settings(max_examples=samples(150, 50), stateful_step_count=40, deadline=None)
 TestTreeAgainstPaper = TreeAgainstPaper.TestCase

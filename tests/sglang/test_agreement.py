@@ -7,6 +7,7 @@ from array import array
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from effort import newest_is_enough
 from feather_sglang.adapter.scheduler.agreement import Agreement
 from feather_sglang.scheduling.admission.admission import Admission
 from feather_sglang.scheduling.admission.deferrals import PrefixBatching
@@ -15,6 +16,8 @@ from feather_sglang.scheduling.meters.readings import Readings
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
 from oracles.rounds import admit, defers, propose
+
+pytestmark = newest_is_enough
 
 
 class SometimesShort(PrefixBatching):

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from effort import newest_is_enough
+
+pytestmark = newest_is_enough
+
 KIT = "sglang.test.kits.attention_unittest"
 CHECK = Path(__file__).resolve().parents[2] / "benchmarks" / "checks" / "check_attention_kits.py"
 # The kits change SGLang for the whole process, so this is one of its own. They run as is, and with a mistake.

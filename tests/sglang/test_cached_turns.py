@@ -3,6 +3,10 @@
 import pytest
 from harness import Server
 
+from effort import newest_is_enough
+
+pytestmark = newest_is_enough
+
 
 @pytest.fixture
 def one(tmp_path):

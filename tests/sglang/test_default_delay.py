@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from rich.console import Console
 
-from feather_sglang.adapter.hooks import SUPPORTED, installed_version
+from effort import FULL, newest_is_enough
 from feather_sglang.replay import traffic
 from feather_sglang.replay.jobs import Job
 from feather_sglang.replay.model_shape import load_model
@@ -15,19 +15,18 @@ from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.workloads import shared_prefix
 from feather_sglang.slo import parse
 
+pytestmark = newest_is_enough
 GROUPS = partial(shared_prefix, 5, 1000, output_tokens=100, requests=150)
 LOADS = {
     "chat": lambda: traffic.chat(12, 1.0, 5.0),
-    "20 a second": partial(GROUPS, rate=20),
     "100 a second": partial(GROUPS, rate=100),
+    **({"20 a second": partial(GROUPS, rate=20)} if FULL else {}),
 }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Summaries by load and pace; nobody explores, so that nothing but the delay differs."""
-    if installed_version() != SUPPORTED[-1]:
-        pytest.skip(f"long: runs on the newest supported SGLang, {SUPPORTED[-1]}, only")
     model = StepTimeModel(load_profile("h200"), load_model("qwen3-8b"), "pat", True)
     jobs = [
         Job(

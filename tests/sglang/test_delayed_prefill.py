@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from harness import OverlapServer, Server
 
+from effort import newest_is_enough
 from feather_sglang.adapter.scheduler import guard
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policies import make_policy
@@ -103,6 +104,7 @@ def test_those_who_arrive_singly_share_prefill_steps_and_all_finish(server, kind
     assert 3 <= paced < 0.6 * plain
 
 
+@newest_is_enough
 @pytest.mark.parametrize("kind", [Server, OverlapServer])
 def test_one_long_prompt_on_an_idle_server_is_enough_to_know_what_prefill_takes(server, kind):
     one = server(kind=kind, timed=False, chunked_prefill_size=256)
@@ -120,6 +122,7 @@ def test_one_long_prompt_on_an_idle_server_is_enough_to_know_what_prefill_takes(
     assert one.feather.admission.delayed_rounds > 10
 
 
+@newest_is_enough
 def test_unless_told_otherwise_those_who_wait_gather_where_they_can(server):
     """And where nothing can be held, that is no reason not to start."""
     assert server("null", paced=True).feather.admission.prefill_delay.bound == 0.1
@@ -135,11 +138,13 @@ def test_unless_told_otherwise_those_who_wait_gather_where_they_can(server):
     assert mixed.feather.admission.delayed_rounds == 0
 
 
+@newest_is_enough
 def test_by_default_those_who_arrive_singly_share_prefill_steps(server):
     paced, plain = serve_singles(server("null", paced=True)), serve_singles(server(0))
     assert 3 <= paced < 0.8 * plain
 
 
+@newest_is_enough
 def test_off_is_off(server):
     one = server(0)
     assert one.feather.admission.prefill_delay is None
@@ -147,6 +152,7 @@ def test_off_is_off(server):
     assert one.feather.admission.delayed_rounds == 0
 
 
+@newest_is_enough
 def test_nothing_is_held_until_a_small_prefill_was_timed(server):
     one = server(timed=False)
     assert one.submit("large", [9] * 1500, max_new_tokens=100)
@@ -181,6 +187,7 @@ def test_a_prompt_in_chunks_is_not_held_up(server):
     one.assert_nothing_left()
 
 
+@newest_is_enough
 def test_the_reward_after_held_rounds_is_over_all_of_them(server):
     one = server()
     policy = one.feather.admission.policy = make_policy("always-add")
@@ -199,6 +206,7 @@ def test_the_reward_after_held_rounds_is_over_all_of_them(server):
     one.drain()
 
 
+@newest_is_enough
 @pytest.mark.parametrize(("first_rank", "holds"), [(FIXED, True), (None, False)])
 def test_the_fixed_cost_is_the_first_ranks(server, monkeypatch, first_rank, holds):
     one = server()

@@ -5,8 +5,11 @@ import random
 import pytest
 from harness import OverlapServer, Server
 
+from effort import newest_is_enough
 from feather_sglang.adapter.scheduler.life_cycle import LifeCycle
 from feather_sglang.scheduling.policies import make_policy
+
+pytestmark = newest_is_enough
 
 PREFIX, TAIL = 640, 4
 

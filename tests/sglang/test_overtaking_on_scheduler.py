@@ -9,9 +9,12 @@ from harness import Server
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from effort import newest_is_enough
 from feather_sglang.adapter.scheduler import prefill_limit
 from feather_sglang.scheduling.admission import deferrals, overtaking, rules
 from oracles.overtaken import Witness
+
+pytestmark = newest_is_enough
 
 ALLOWANCE = 32  # as small as the prompts are
 CLASSES = {

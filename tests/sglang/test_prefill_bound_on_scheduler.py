@@ -11,6 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
+from effort import newest_is_enough, samples
 from feather_sglang.adapter.hooks import installed_version, lacks_pages
 from feather_sglang.adapter.scheduler import guard, prefill_limit
 from feather_sglang.errors import FeatherError
@@ -117,8 +118,9 @@ def serve_long_prompts(one):
     return one.ran[ran:]
 
 
-@pytest.mark.parametrize("kind", [Server, OverlapServer])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    ("kind", "page_size"), [(Server, 1), (OverlapServer, 16), (OverlapServer, 1), (Server, 16)][: samples(4, 2)]
+)
 def test_decode_steps_run_between_the_chunks_of_a_prompt(server, kind, page_size):
     if page_size > 1 and lacks_pages(installed_version()):
         pytest.skip("this SGLang allocates pages with a GPU kernel")
@@ -142,6 +144,7 @@ def promised(seconds=BOUND):
     return {"slo": f"ttft=100,tbt={1e3 * seconds / SAFETY}"}
 
 
+@newest_is_enough
 @pytest.mark.parametrize("kind", [Server, OverlapServer])
 def test_a_promise_bounds_as_the_flag_does(server, kind):
     one = server("null", kind=kind, told=promised())
@@ -151,6 +154,7 @@ def test_a_promise_bounds_as_the_flag_does(server, kind):
     assert one.outputs() == flagged.outputs() and one.feather.rounds.limit.deferrals > 5
 
 
+@newest_is_enough
 @pytest.mark.parametrize("kind", [Server, OverlapServer])
 def test_a_bound_that_is_relative_to_an_idle_server_comes_from_its_shortest_step(server, kind):
     one = server("null", kind=kind, told={"slo": "ttft=10x,tbt=5x"})
@@ -305,8 +309,9 @@ def count_on_no_output(one):
         one.scheduler.new_token_ratio = 0.01
 
 
-@pytest.mark.parametrize("kind", [Server, OverlapServer])
-@pytest.mark.parametrize("decoding", [1, 6])
+@pytest.mark.parametrize(
+    ("kind", "decoding"), [(Server, 1), (OverlapServer, 6), (OverlapServer, 1), (Server, 6)][: samples(4, 2)]
+)
 def test_where_memory_is_full_everybody_is_served(server, kind, decoding):
     """Those who decode fill the pool while a prompt is half computed; nobody is aborted."""
     memory = {"max_total_tokens": 1200, "chunked_prefill_size": 32}
@@ -469,7 +474,8 @@ def assert_no_slower(one, plain, count):
 LOADS = {"deadline": None, "derandomize": True, "phases": [Phase.generate]}
 
 
-@settings(max_examples=4, **LOADS)
+@newest_is_enough
+@settings(max_examples=samples(4, 2), **LOADS)
 @given(
     tbt=st.sampled_from([5, 20, 50, 80]),
     kind=st.sampled_from([Server, OverlapServer]),
@@ -483,7 +489,8 @@ def test_where_more_waits_than_fits_into_memory_no_throughput_is_lost(folder, tb
     assert_no_slower(one, plain, 32)  # the others fit into memory
 
 
-@pytest.mark.parametrize("tbt", [20, 50])
+@newest_is_enough
+@pytest.mark.parametrize("tbt", [50, 20][: samples(2, 1)])
 @pytest.mark.parametrize("kind", [Server, OverlapServer])
 def test_where_more_waits_than_the_patience_allows_no_throughput_is_lost_until_it_does(folder, tbt, kind):
     """Four seconds of prompts come at once: what is beyond the patience is computed as fast as without a bound."""
@@ -496,7 +503,8 @@ def test_where_more_waits_than_the_patience_allows_no_throughput_is_lost_until_i
     assert max(one.gaps) <= LONGEST * OWN < max(plain.gaps) / 4
 
 
-@settings(max_examples=6, **LOADS)
+@newest_is_enough
+@settings(max_examples=samples(6, 3), **LOADS)
 @given(
     tbt=st.sampled_from([30, 50, 80]),
     kind=st.sampled_from([Server, OverlapServer]),
@@ -512,6 +520,7 @@ def sample(name):
     return REGISTRY.get_sample_value(f"feather_bound_{name}_seconds")
 
 
+@newest_is_enough
 def test_what_is_asked_and_in_force_is_told(server, monkeypatch, caplog):
     monkeypatch.setattr(prefill_bound, "TOLD_EVERY", 0.5)
     caplog.set_level(logging.INFO, "feather_sglang")

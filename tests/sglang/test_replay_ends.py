@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from feather_sglang.adapter.hooks import SUPPORTED, installed_version
+from effort import full_only, newest_is_enough
 
 # How a command ends does not depend on the release, but for what importing SGLang does to signals: one shows that.
-newest_only = pytest.mark.skipif(installed_version() != SUPPORTED[-1], reason=f"long: runs on SGLang {SUPPORTED[-1]}")
+# tests/unit/test_ab_ends.py has all signals, on a command that imports nothing.
 WORK = ["--policies", "fcfs,lpm", "--requests", "20000", "--prefix-tokens", "400", "--output-tokens", "400"]
 PATIENCE = 120  # seconds in which a slow machine has imported SGLang
 AT_ONCE = 5  # seconds, of such a machine; importing SGLang, or taking down what was imported, takes it longer
@@ -36,8 +36,8 @@ def processes(mark):
     ("number", "status", "line"),
     [
         (signal.SIGTERM, 143, "feather: ended by SIGTERM\n"),
-        pytest.param(signal.SIGHUP, 129, "feather: ended by SIGHUP\n", marks=[pytest.mark.slow, newest_only]),
-        pytest.param(signal.SIGINT, 130, "feather: interrupted\n", marks=[pytest.mark.slow, newest_only]),
+        pytest.param(signal.SIGHUP, 129, "feather: ended by SIGHUP\n", marks=full_only),
+        pytest.param(signal.SIGINT, 130, "feather: interrupted\n", marks=full_only),
     ],
     ids=["SIGTERM", "SIGHUP", "SIGINT"],
 )
@@ -73,6 +73,7 @@ def test_a_signal_ends_the_command_and_its_replays(number, status, line, tmp_pat
         assert os.listdir(folder) == []
 
 
+@newest_is_enough
 @pytest.mark.parametrize(
     ("number", "status", "line"),
     [(signal.SIGINT, 130, "feather: interrupted\n"), (signal.SIGKILL, -signal.SIGKILL, "")],
@@ -104,11 +105,17 @@ def test_what_comes_while_it_starts_ends_it_at_once(number, status, line, tmp_pa
         time.sleep(0.1)
 
 
-def test_nothing_computes_on_after_the_end(tmp_path):
+@newest_is_enough
+def test_nothing_is_left_of_a_command_that_ends_by_itself_and_it_complains_of_nothing(tmp_path):
     mark = secrets.token_hex(16)
     work = ["--policies", "fcfs", "--requests", "20", "--prefix-tokens", "100", "--output-tokens", "4"]
     command = [sys.executable, "-m", "feather_sglang.cli", "ab", *work, "--out", str(tmp_path / "out")]
-    subprocess.run(command, env={**os.environ, "REPLAY_MARK": mark}, check=True, capture_output=True)
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is too long for the sockets of processes
+        environment = {**os.environ, "TMPDIR": folder, "REPLAY_MARK": mark}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+        # Both ends of its output are closed: the process that replays start from has ended as well.
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert [path for path in Path(folder).iterdir() if not path.is_dir()] == []
     deadline = time.monotonic() + AT_ONCE
     while left := processes(mark):
         assert time.monotonic() < deadline, left

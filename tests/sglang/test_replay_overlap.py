@@ -15,9 +15,11 @@ from harness import tokenized
 from rich.console import Console
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from effort import newest_is_enough
 from feather_sglang.adapter.step_log import SIZES, TIMES, VARIABLE
 from feather_sglang.calibrate import recording
 from feather_sglang.cli import main
+from feather_sglang.compare import ab
 from feather_sglang.replay import jobs as replays
 from feather_sglang.replay import processes
 from feather_sglang.replay.idle import IdleServer
@@ -134,6 +136,7 @@ def test_the_gpu_computes_one_step_at_a_time_and_nothing_before_its_launch(tmp_p
         assert ran.makespan >= ran.gpu_busy
 
 
+@newest_is_enough
 def test_a_gpu_that_is_slower_than_the_host_does_not_idle_between_decode_steps(tmp_path):
     ran = replayed(tmp_path, burst(8), QUICK)
     assert all(step.compute > decode_turn(QUICK, 8) for step in ran.decodes)
@@ -144,6 +147,7 @@ def test_a_gpu_that_is_slower_than_the_host_does_not_idle_between_decode_steps(t
         assert gaps[2:-1] == pytest.approx([step.compute for step in ran.decodes[2 : OUTPUT - 2]], rel=1e-6)
 
 
+@newest_is_enough
 def test_a_host_that_is_slower_than_the_gpu_sets_the_pace(tmp_path):
     ran = replayed(tmp_path, burst(8), SLOW)
     turn = decode_turn(SLOW, 8)
@@ -165,6 +169,7 @@ def test_without_overlap_host_and_gpu_add_up(tmp_path, host):
     assert ran.makespan > overlapped.makespan + 0.9 * (OUTPUT - 2) * min(turn, ran.decodes[0].compute)
 
 
+@newest_is_enough
 def test_without_a_host_overlap_makes_no_difference(tmp_path):
     plain = replayed(tmp_path, burst(8), None, NO_OVERLAP, scheduler_cost="off")
     overlapped = replayed(tmp_path, burst(8), None, scheduler_cost="off")
@@ -200,6 +205,7 @@ def test_a_lone_requests_first_token_takes_the_sum_of_its_way(tmp_path, graphs, 
     assert finish == first and gaps == [] and due == 1.0
 
 
+@newest_is_enough
 @pytest.mark.parametrize("output", [1, 30])
 @pytest.mark.parametrize("prompt", [300, 3000, 20_000])
 def test_an_idle_server_is_what_a_lone_request_meets(tmp_path, prompt, output):
@@ -217,6 +223,7 @@ def test_an_idle_server_is_what_a_lone_request_meets(tmp_path, prompt, output):
         assert sorted(gaps)[len(gaps) // 2] == pytest.approx(timing.tpot, rel=0.02)
 
 
+@newest_is_enough
 def test_pieces_come_every_so_many_tokens(tmp_path):
     served = {n: replayed(tmp_path, burst(1), QUICK, stream_interval=n).served[0] for n in (1, 16)}
     for _, first, finish, gaps in served.values():
@@ -225,9 +232,11 @@ def test_pieces_come_every_so_many_tokens(tmp_path):
     assert served[16][1] == served[1][1]
 
 
+@newest_is_enough
 @pytest.mark.parametrize("policy", ["fcfs", "feather"])
 def test_under_model_a_replay_is_repeated_to_the_byte(tmp_path, policy, monkeypatch):
     small = ["--requests", "60", "--rate", "50", "--prefix-tokens", "400", "--output-tokens", "12", "--groups", "3"]
+    monkeypatch.setattr(ab, "draw", lambda *given: None)  # the plots, a third of the time
     texts = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

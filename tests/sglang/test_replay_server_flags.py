@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from effort import newest_is_enough
 from feather_sglang.adapter import server_flags as adapter
 from feather_sglang.adapter.hooks import installed_version
 from feather_sglang.adapter.replay_engine import delay_prefill_by
@@ -137,6 +138,7 @@ def test_decode_steps_lie_between_prefill_steps(tmp_path, policy):
     assert min(decodes_between(usual)) < 4 <= min(decodes_between(spaced))
 
 
+@newest_is_enough
 def test_a_prefill_step_takes_as_many_requests_as_the_server_says(tmp_path):
     usual, _ = replayed(tmp_path, chunked_prefill=2048)
     few, _ = replayed(tmp_path, "--prefill-max-requests=2", chunked_prefill=2048)
@@ -162,6 +164,7 @@ def test_in_mixed_chunks_running_requests_go_on_beside_a_prompt(tmp_path):
     assert all(before < BURST.requests[whose].input_length for step in plain if step for _, before, whose in step)
 
 
+@newest_is_enough
 def test_a_conservative_server_retracts_nobody_and_runs_fewer_at_a_time(tmp_path):
     """In a pool with room for half of the requests, whose answers are estimated."""
     (bold, retracted), (careful, none) = (
@@ -192,14 +195,6 @@ def test_flags_that_sglang_refuses_together_are_one_line(tmp_path):
         with pytest.raises(FeatherError) as error:
             replayed(tmp_path, *flags, policy=policy)
         assert says in str(error.value) and flags[0] in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_policy_is_trained_on_the_users_server(tmp_path):
-    small = ["--requests", "40", "--prefix-tokens", "400", "--output-tokens", "12", "--rounds", "2"]
-    flags = ["--server-flags=--prefill-max-requests 1 --max-total-tokens 9000", "--scheduler-cost", "off"]
-    assert main(["train", "--policy", "bandit", *small, *flags, "--out", str(tmp_path / "policy.json")]) == 0
-    settings = json.loads((tmp_path / "policy-training" / "results.json").read_text())["settings"]
-    assert settings["server_flags"] == ["--prefill-max-requests=1"] and settings["kv_tokens"] == 9000
 
 
 def test_ab_replays_the_users_server(tmp_path, capsys):

@@ -8,6 +8,10 @@ import pytest
 import torch
 from sglang.srt.model_loader import loader
 
+from effort import newest_is_enough
+
+pytestmark = newest_is_enough
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "checks"))
 
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from effort import newest_is_enough
 from feather_sglang.adapter.hooks import installed_version
 from feather_sglang.cli import main
 from feather_sglang.replay import traffic
@@ -13,6 +14,7 @@ from feather_sglang.replay.workloads import shared_prefix
 from feather_sglang.suite import cases
 from feather_sglang.suite.cases import Case
 
+pytestmark = newest_is_enough
 TINY = (
     Case("shared", "small ones", partial(shared_prefix, 3, 400, output_tokens=12, rate=50, requests=40), short=40),
     Case("chats", "small ones", partial(traffic.chat, 6, 1.0, 5.0), short=10),

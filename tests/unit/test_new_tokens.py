@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import samples
 from feather_kernels.errors import PlanError
 from feather_kernels.forest import Forest
 from feather_kernels.pack import SPLITS, STRATEGIES
@@ -107,7 +108,7 @@ def test_rows_share_a_node_with_rows_of_their_block_and_what_requests_share(seed
     st.sampled_from([0.0, 2.0]), st.booleans(), st.sampled_from([{}, BLOCKS]), st.sampled_from(sorted(SPLITS)),
     st.sampled_from([1, 132]),
 )  # fmt: skip
-@settings(max_examples=100)
+@settings(max_examples=samples(100, 30))
 def test_new_tokens_see_what_a_causal_mask_lets_them_see(
     seed, block, strategy, page_size, cap, sinks, tails, split, n_sm
 ):
@@ -124,7 +125,7 @@ def test_new_tokens_see_what_a_causal_mask_lets_them_see(
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(0, 12))
-@settings(max_examples=30)
+@settings(max_examples=samples(30, 15))
 def test_a_plan_holds_while_drafts_are_accepted(seed, drafts, accepted):
     """Committed since the plan was made: any number of tokens of each request."""
     forest, counts, table, q, k, v = batch(seed, 8, drafts)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import samples
 from feather_sglang.scheduling.admission import overtaking as module
 from feather_sglang.scheduling.admission import priorities
 from feather_sglang.scheduling.admission.admission import Admission
@@ -118,7 +119,7 @@ def test_after_every_operation_all_figures_are_those_of_plain_lists(share, opera
             both.check()
 
 
-@settings(max_examples=25)
+@settings(max_examples=samples(25, 10))
 @given(SHARES, st.integers(0, 2**32), st.sampled_from([3, 30, 200]))
 def test_hundreds_of_operations_on_as_many_places_as_the_product_has(share, seed, crowd):
     """The crowd that waits grows to a size and stays there, while the places are used up several times."""
@@ -357,7 +358,7 @@ OPTIONS = st.fixed_dictionaries(
 ENGINES = {"seed": st.integers(0, 2**32), "share": SHARES, "gathers": st.booleans(), "options": OPTIONS}
 
 
-@settings(max_examples=100)
+@settings(max_examples=samples(100, 40))
 @given(policy=st.sampled_from(["always", "never", "heuristic", "bandit"]), rounds=st.integers(1, 40), **ENGINES)
 def test_whatever_happens_nobody_is_passed_by_more_than_the_bounds(seed, share, policy, gathers, options, rounds):
     """Nor does anybody who is not late go before a more urgent request that the engine could take."""
@@ -454,7 +455,7 @@ def test_sums_over_classes_are_those_of_a_plain_dictionary(changes):
                 assert sums.up_to(asked) == sum(kept for other, kept in plain.items() if other <= asked)
 
 
-@settings(max_examples=40)
+@settings(max_examples=samples(40, 20))
 @given(st.integers(0, 2**32), SHARES.filter(lambda share: share < inf), st.sampled_from(["always", "never"]))
 def test_nobody_starves_where_more_comes_than_is_served(seed, share, policy):
     """A request is admitted once what was queued before it and what may pass it has been, if not earlier.
@@ -486,7 +487,7 @@ def test_nobody_starves_where_more_comes_than_is_served(seed, share, policy):
             engine.builder.finished(name, 1)
 
 
-@settings(max_examples=40)
+@settings(max_examples=samples(40, 20))
 @given(policy=st.sampled_from(["always", "never", "heuristic"]), **ENGINES)
 def test_all_are_served_in_the_end(seed, share, policy, gathers, options):
     """Whatever they were made to wait for, once memory is free and nobody else comes."""
@@ -526,7 +527,7 @@ class Salted:
         return f"request {self.number}"
 
 
-@settings(max_examples=25)
+@settings(max_examples=samples(25, 10))
 @given(policy=st.sampled_from(["always", "never", "bandit"]), **ENGINES)
 def test_ranks_decide_alike(seed, share, policy, gathers, options):
     """Of the same requests and the same readings, in whatever order their sets are."""

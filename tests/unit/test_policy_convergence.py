@@ -11,12 +11,13 @@ from statistics import mean
 
 import pytest
 
+from effort import samples
 from feather_sglang.scheduling.policies import Action, PolicyState, make_policy
 
 pytestmark = pytest.mark.slow
 
 LEARNERS = ("bandit", "qlearning")
-SEEDS = range(20)
+SEEDS = range(samples(20, 5))
 A_SIZES, B_SIZES = range(8, 64), range(9, 65)  # three batch-size bins, three bins of peers
 PREFIX = 40  # chunks that A shares and B does not
 

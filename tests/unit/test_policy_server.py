@@ -13,6 +13,7 @@ from statistics import mean
 
 import pytest
 
+from effort import samples
 from feather_sglang.scheduling.admission.admission import Admission
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.tree.cht import ChunkedHashTree
@@ -75,7 +76,7 @@ def test_a_learner_makes_mixed_batches_homogeneous_where_that_pays(name, foreign
     always = without_learning("always-add", foreign, 0)
     oracle = without_learning("oracle", foreign, 0)
     assert oracle > 1.2 * always
-    for seed in range(3):
+    for seed in range(samples(3, 1)):
         policy = make_policy(name, seed=seed)
         learnt = mean(replay(policy, foreign, 10 * seed + i) for i in range(3))
         assert learnt > always + 0.7 * (oracle - always), f"seed {seed}"
@@ -84,7 +85,7 @@ def test_a_learner_makes_mixed_batches_homogeneous_where_that_pays(name, foreign
 @pytest.mark.parametrize("name", LEARNERS)
 def test_a_learner_costs_nothing_where_mixing_is_free(name):
     ratios = []
-    for seed in range(2):
+    for seed in range(samples(2, 1)):
         policy = make_policy(name, seed=seed)
         for i in range(3):
             always = without_learning("always-add", 1.0, 10 * seed + i)
