@@ -6,14 +6,11 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-import pytest
-
+from effort import on_newest
 from server.sglang_server import SGLangServer
 from server.workload import Answer, Request, stream_all
 
 KEY = "only-the-admin-knows"
-NEWEST = "0.5.23"
-newest_only = pytest.mark.skipif(metadata.version("sglang") != NEWEST, reason=f"runs on SGLang {NEWEST}")
 ROOMY = ("--max-total-tokens", "8192", "--max-running-requests", "32")
 # Estimating one token of output a request admits far too many, so the KV pool runs full and SGLang retracts.
 TIGHT = ("--max-total-tokens", "3600", "--max-running-requests", "32")
@@ -40,7 +37,8 @@ class Case:
     switches: bool = False
 
 
-# feather-bandit, which is feather by another name, serves on two ranks and in sglang.Engine.
+# feather-bandit, which is feather by another name, serves on two ranks and in sglang.Engine; feather-order serves after
+# a switch.
 _NEWEST = {
     "plain": Case("feather", (*ROOMY, "--feather-allow-switch", "--admin-api-key", KEY), switches=True),
     "chunks-priorities": Case(
@@ -54,16 +52,15 @@ _NEWEST = {
         priorities=True,
         pat=True,
     ),
-    "retraction": Case("feather-qlearning", TIGHT, OVERCOMMIT, retracts=True),
-    "order-retraction": Case(
-        "feather-order", (*TIGHT, *PAT, "--feather-pat-prefill"), OVERCOMMIT | REFERENCE, retracts=True, pat=True
+    "retraction": Case(
+        "feather-qlearning", (*TIGHT, *PAT, "--feather-pat-prefill"), OVERCOMMIT | REFERENCE, retracts=True, pat=True
     ),
 }
 # What differs in an older release is where the policies and pat are hooked in: one server of both, with a full pool.
 _OLDER = {
     "pat-retraction": Case("feather", (*TIGHT, *PAT), OVERCOMMIT | REFERENCE, retracts=True, pat=True),
 }
-CASES = _NEWEST if metadata.version("sglang") == NEWEST else _OLDER
+CASES = _NEWEST if on_newest() else _OLDER
 
 
 @dataclass

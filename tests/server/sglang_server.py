@@ -133,7 +133,7 @@ class SGLangServer(Server):
         (rank,) = self.get("/v1/loads")["loads"]
         return rank["num_running_reqs"], rank["num_waiting_reqs"], rank["num_used_tokens"]
 
-    def wait_until_busy(self, seconds: float = 10) -> None:
+    def wait_until_busy(self, seconds: float = 30) -> None:
         """Return once some request runs; fail if none comes."""
         self._wait(seconds, lambda running, waiting: running > 0)
 

@@ -9,7 +9,6 @@ import json
 import sys
 import threading
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "checks"))
 
 from decision_logs import compare
 
+from effort import newest_is_enough
 from feather_sglang.adapter.ports import free_port
 from feather_sglang.scheduling.policy_names import SWITCH_PATH
 from preloaded import Preloaded
-from server.cases import KEY, LOSES_FIRST_LOGPROB, NEWEST, REFERENCE, ROOMY, FeatherServer, newest_only
-from server.sglang_server import SGLangServer, run_to_end, server_environment
+from server.cases import KEY, LOSES_FIRST_LOGPROB, REFERENCE, ROOMY, FeatherServer
+from server.sglang_server import SGLangServer, server_environment
 from server.workload import Answer, Request, stream_all
 
 pytestmark = pytest.mark.timeout(600)
@@ -121,7 +121,6 @@ def test_pause_and_resume(
     }
 
 
-@newest_only
 @pytest.mark.of_cases("switches")
 def test_a_policy_is_switched_under_the_admin_key_alone(
     feather_server: FeatherServer, fcfs: list[dict[str, Answer]], requests: list[Request]
@@ -140,7 +139,7 @@ def test_a_policy_is_switched_under_the_admin_key_alone(
     message = {"server_args": {'{"schedule_policy": "lpm"}': 1}}  # what the endpoint sends to the schedulers
     for key in (None, "guessed"):
         assert switch("lpm", key)[0] == server.answer("/set_internal_state", message, key)[0] == 401
-    for name in ("fcfs", "lpm", "feather", "fcfs"):
+    for name in ("fcfs", "lpm", "feather-order", "feather", "fcfs"):
         server.wait_until_idle()
         assert switch(name) == (200, {"schedule_policy": name})
         before = state()
@@ -172,8 +171,7 @@ def test_the_log_tells_of_no_failure(feather_server: FeatherServer) -> None:
     assert ("Retract requests" in log) == feather_server.case.retracts or not feather_server.case.retracts
 
 
-@newest_only
-@pytest.mark.parametrize("more", [(), ("--feather-tbt", "40", "--chunked-prefill-size", "512")], ids=["", "tbt"])
+@newest_is_enough
 def test_two_ranks_form_the_same_batches(
     model: Path,
     logs: Path,
@@ -181,11 +179,11 @@ def test_two_ranks_form_the_same_batches(
     preloaded: Preloaded,
     requests: list[Request],
     fcfs: list[dict[str, Answer]],
-    more: tuple[str, ...],
 ) -> None:
     # Batches that differ between the ranks hang in the next collective operation, or mix the rows of the answers.
     chosen = requests[::3]  # of all groups; two ranks on few cores wait for each other in every layer of every step
-    flags = ("--tp", "2", "--schedule-policy", "feather-bandit", *ROOMY, *more)
+    bound = ("--feather-tbt", "40", "--chunked-prefill-size", "512")  # by times that each rank measures for itself
+    flags = ("--tp", "2", "--schedule-policy", "feather-bandit", *ROOMY, *bound)
     environment = {
         "FEATHER_DEBUG_CHECK": "1", "FEATHER_DECISION_LOG": str(tmp_path), "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
     }  # fmt: skip
@@ -211,12 +209,7 @@ def test_engine_takes_a_policy_its_options_and_pat(
     bodies = [request.body for request in chosen]
     work = json.dumps({"model": str(model), "policy": "feather-bandit", "requests": bodies, "port": free_port()})
     variables = {"FEATHER_OPTIONS": '{"chunk_size": 32, "seed": 5}', "FEATHER_DEBUG_CHECK": "1", **REFERENCE}
-    if metadata.version("sglang") == NEWEST:
-        printed, errors = preloaded.run_file([str(ENGINE), work], server_environment(**variables))
-    else:
-        done = run_to_end([sys.executable, str(ENGINE), work], **variables)
-        assert done.returncode == 0, done.stderr[-3000:]
-        printed, errors = done.stdout, done.stderr
+    printed, errors = preloaded.run_file([str(ENGINE), work], server_environment(**variables))
     answers = [line for line in printed.splitlines() if line.startswith("[")][-1:]
     assert answers and json.loads(answers[0]) == [fcfs[0][request.name].text for request in chosen], errors[-3000:]
     assert "feather-bandit is active" in errors + printed

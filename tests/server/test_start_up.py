@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from effort import newest_is_enough
 from preloaded import Preloaded
-from server.cases import ROOMY, newest_only
+from server.cases import ROOMY
 from server.sglang_server import LAUNCH, flags_for, run_to_end, server_environment
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("prepared"), newest_only]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("prepared"), newest_is_enough]
 
 
 def test_flags_that_a_policy_does_not_support_end_start_up_at_once_with_one_line_and_no_traceback(model: Path) -> None:
