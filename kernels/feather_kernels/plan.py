@@ -312,14 +312,11 @@ def _fit(options: PlannerOptions, record: npt.NDArray[np.int64], forest: Forest,
         return _call(record, forest, buffer)
     except PlanError as error:
         refused = error
-    costs, fan_ins = options.costs, dict.fromkeys((options.fan_in, 0))  # closing items apart take more room
-    for doublings, fan_in in [(times, fan_in) for times in range(DOUBLINGS + 1) for fan_in in fan_ins][1:]:
-        if doublings and options.strategy != "time":
-            break
+    for doublings in range(1, DOUBLINGS + 1 if options.strategy == "time" else 1):
+        costs = options.costs
         dearer = replace(costs, part=costs.part * 2**doublings, part_row=costs.part_row * 2**doublings)
         try:
-            stats = _call(replace(options, costs=dearer, fan_in=fan_in).record(), forest, buffer)
-            return stats._replace(widened=stats.widened or int(doublings > 0))
+            return _call(replace(options, costs=dearer).record(), forest, buffer)._replace(widened=1)
         except PlanError as error:
             refused = error
     raise refused

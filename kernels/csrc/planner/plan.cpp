@@ -37,7 +37,7 @@ auto in_memory(Function function) {
   } catch (const std::bad_alloc&) {
   } catch (const std::length_error&) {
   }
-  TVM_FFI_THROW(ValueError) << "memory does not suffice for this batch: give fewer requests or nodes, or use profit";
+  FEATHER_REFUSE("memory does not suffice for this batch: give fewer requests or nodes, or use profit");
 }
 
 // No count of bytes exceeds its 64 bits: packs and their parts have no more than all requests' tokens.
@@ -95,7 +95,7 @@ Config config_of(const TensorView& options) { return {*data<PlannerOptions>(opti
 // Plans a forest. A buffer of length 0 asks for the counts only; an error leaves the buffer as it was.
 void plan(TensorView options, TensorView parent, TensorView node_length, TensorView request_node, TensorView seq_len,
           TensorView row_offset, TensorView buffer, TensorView stats) {
-  const Config config = config_of(options);
+  Config config = config_of(options);
   const Forest forest{data<int32_t>(parent),       data<int32_t>(node_length), length(parent),
                       data<int32_t>(request_node), data<int32_t>(seq_len),     data<int64_t>(row_offset),
                       length(request_node)};
@@ -108,7 +108,13 @@ void plan(TensorView options, TensorView parent, TensorView node_length, TensorV
     check_traffic(config, forest);
     decide_by_strategy(config, forest, w.tree, w.pack);
     make_packs(config, forest, w.tree, w.pack, w.packing);
-    schedule(config, forest, w.packing, w.rounds, w.schedule);
+    try {
+      schedule(config, forest, w.packing, w.rounds, w.schedule);
+    } catch (const tvm::ffi::Error&) {  // it does not fit: closing items apart take more room
+      if (config.fan_in == 0) throw;
+      config.fan_in = 0;
+      schedule(config, forest, w.packing, w.rounds, w.schedule);
+    }
     write_stats(config, w.packing, w.schedule, *data<PlanStats>(stats), w.packed);
     if (buffer.size(0)) emit(config, forest, w.packing, w.schedule, w.emit, data<int32_t>(buffer));
   });

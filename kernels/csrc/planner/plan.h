@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <sstream>
 #include <vector>
 
 #include "common/plan_buffer.h"
@@ -153,9 +154,18 @@ constexpr int32_t kNoTail = -1;
 
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-#define FEATHER_REQUIRE(condition, message)        \
-  do {                                             \
-    if (!(condition)) TVM_FFI_THROW(ValueError) << message; \
+// Refuse in one line. Without the backtrace of TVM_FFI_THROW: the first one of a process reads the symbols of all that
+// is loaded, a second long, while a server waits for its plan.
+#define FEATHER_REFUSE(message)                                    \
+  do {                                                             \
+    std::ostringstream line;                                       \
+    line << message;                                               \
+    throw ::tvm::ffi::Error("ValueError", line.str(), "");         \
+  } while (0)
+
+#define FEATHER_REQUIRE(condition, message)     \
+  do {                                          \
+    if (!(condition)) FEATHER_REFUSE(message);  \
   } while (0)
 
 }  // namespace feather
