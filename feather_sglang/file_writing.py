@@ -1,4 +1,4 @@
-"""Files that a reader sees whole: the old one or the new one, never a part of one."""
+"""Files that a reader sees whole: the old one or the new one, never a part of one; none larger than it can be."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ def check_target(path: str | os.PathLike[str], what: str) -> None:
     """Raise ``FeatherError`` where a device, a pipe or a folder would have to give way to the file."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise FeatherError(f"cannot write {what} {path}: it exists and is no regular file; name another")
+
+
+def read_text(path: str | os.PathLike[str], most: int) -> str:
+    """Read a file, or a device or a pipe, of at most so many bytes; raises ``FeatherError`` for a larger one."""
+    with open(path, "rb") as stream:
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise FeatherError(f"{path} has more than {most} bytes: no file of feather's is that large")
+    return content.decode("utf-8")
 
 
 def make_folder(path: Path, *files: str) -> Path:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from feather_sglang.errors import FeatherError
+from feather_sglang.errors import FeatherError, quoted
 
 # Mooncake (arXiv 2407.00079, section 2): times what a lone request takes.
 NAMED = {"mooncake": "ttft=10x,tbt=5x"}
@@ -77,8 +77,8 @@ def parse(text: str) -> SLO:
             most = math.nan
         if key not in ("ttft", "tbt", "tpot") or key in bounds or not 0 < most < math.inf:
             raise FeatherError(
-                f"--slo {text}: expected ttft=SECONDS, tbt=MS and tpot=MS, each once and more than 0 (10x: times an "
-                f"idle server's), or {', '.join(NAMED)}"
+                f"--slo {quoted(text, 100)}: expected ttft=SECONDS, tbt=MS and tpot=MS, each once and more than 0 "
+                f"(10x: times an idle server's), or {', '.join(NAMED)}"
             )
         bounds[key] = Bound(most if relative or key == "ttft" else most / 1e3, relative)
     return SLO(text, **bounds)

@@ -146,7 +146,7 @@ def _parse(document: Any) -> HardwareProfile:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f'not a hardware profile: it lacks "format": "{FORMAT}"')
     if document.get("version") != VERSION:
-        raise ValueError(f"version is {document.get('version')!r}, this release reads {VERSION}")
+        raise ValueError(f"version is {quoted(document.get('version'))}, this release reads {VERSION}")
     sources: dict[str, str] = {}
     plain = [f.name for f in fields(HardwareProfile) if f.name not in _NOT_NUMBERS]
     numbers = _numbers(document.get("parameters"), plain, "parameters", sources)
@@ -184,7 +184,7 @@ def _numbers(
         raise ValueError(f"{where}: must be an object of parameters")
     unknown = sorted(set(entries) - set(names))
     if unknown:
-        raise ValueError(f"{where}.{unknown[0]}: no such parameter; known are {', '.join(names)}")
+        raise ValueError(f"{where}.{quoted(unknown[0])}: no such parameter; known are {', '.join(names)}")
     values = {}
     for name in names:
         key = f"{where}.{name}"

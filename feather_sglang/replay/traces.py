@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,7 @@ LONGEST = 10_000_000  # tokens; a longer prompt or output is a mistake
 _KINDS = VOCABULARY - FIRST_TOKEN
 _LEAD = 5  # a block opens with its id in base _KINDS: five digits hold any id below 2**63
 _PLACES = np.array([_KINDS**digit for digit in range(_LEAD)], dtype=np.uint64)
+_LONGEST_LINE = 1 << 28  # bytes: of a prompt of `LONGEST` tokens in blocks of one
 _LATEST_MS = 1e13  # ms from the first request, 300 years
 
 
@@ -198,10 +199,12 @@ def _lines(trace: Trace) -> Iterable[str]:
         yield json.dumps(row, allow_nan=False)
 
 
-def _rows(source: Path, stream: Iterable[bytes]) -> list[tuple[int, dict[str, Any]]]:
+def _rows(source: Path, stream: BinaryIO) -> list[tuple[int, dict[str, Any]]]:
     rows = []
-    for number, raw in enumerate(stream, start=1):
+    for number, raw in enumerate(iter(lambda: stream.readline(_LONGEST_LINE), b""), start=1):
         where = f"{source}:{number}"
+        if len(raw) == _LONGEST_LINE:
+            raise FeatherError(f"{where}: line: longer than {_LONGEST_LINE} bytes")
         try:
             line = raw.decode("utf-8-sig").strip()
         except UnicodeDecodeError as error:

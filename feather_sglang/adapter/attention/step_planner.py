@@ -141,12 +141,12 @@ class StepPlanner:
         lens = self.lens[: forest.n_requests]
         try:
             self.engines.plan(forest, slots, lens)
-        except PlanError as error:  # more levels than there is memory for parts
+        except (PlanError, MemoryError) as error:  # more levels than there is memory for parts, or none at all
             if self._metrics is not None:
                 self._metrics.unshared.inc()
             if not self._warned:
                 self._warned = True
-                logger.warning("feather: pat decodes a batch without sharing, as its plan does not fit: %s", error)
+                logger.warning("feather: pat decodes a batch without sharing, as its plan does not fit: %r", error)
             self.engines.plan(_unshared(forest.seq_len, forest.row_offset), slots, lens)
         self._planned, self._read = int(forest.seq_len.sum()), self.engines.plans[0].tokens_read
 

@@ -35,6 +35,7 @@ class Meters:
         self._drafts = resolved(scheduler.server_args, "speculative_algorithm") is not None
         self._step = False, 0  # whether the step that ends decodes, and its tokens; with drafts, those before it
 
+    @guarded("a step could not be measured")
     def step_ending(self, batch: Any) -> None:
         """SGLang processes a step's result next: a request that has finished gets no token of it."""
         is_decode, tokens = batch.forward_mode.is_decode(), 0
@@ -68,6 +69,7 @@ class Meters:
         self.decode.restart(in_flight=int(self.scheduler.enable_overlap))
         self.prefill.begin(self.clock())
 
+    @guarded("a pause could not be left out")
     def resumed(self) -> None:
         """SGLang goes on after a pause, whose time is nobody's."""
         self.decode.restart()

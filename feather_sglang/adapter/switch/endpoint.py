@@ -14,6 +14,7 @@ from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policy_names import SWITCH_PATH
 
 FLAG = "--feather-allow-switch"
+LARGEST = 1 << 16  # bytes of an order
 
 
 def refuse_unguarded(args: Any) -> None:
@@ -44,7 +45,7 @@ def add_endpoint() -> None:
     @auth_level(AuthLevel.ADMIN_FORCE)
     async def schedule_policy(request: Request) -> JSONResponse:
         try:
-            order = Order.from_json(await request.body())
+            order = Order.from_json(await _body(request))
         except FeatherError as error:
             return JSONResponse({"error": str(error)}, 400)
         async with one_at_a_time:
@@ -52,6 +53,16 @@ def add_endpoint() -> None:
         return JSONResponse(answer, status)
 
     app.add_route(SWITCH_PATH, schedule_policy, methods=["POST"])
+
+
+async def _body(request: Any) -> bytes:
+    """What was sent, of which no more is read than an order can have."""
+    content = b""
+    async for piece in request.stream():
+        content += piece
+        if len(content) > LARGEST:
+            raise FeatherError(f"more than {LARGEST} bytes, which no order has")
+    return content
 
 
 async def send(order: Order, manager: Any) -> tuple[int, dict[str, str]]:

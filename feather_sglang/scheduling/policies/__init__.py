@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from feather_sglang.errors import FeatherError
+from feather_sglang.errors import FeatherError, quoted
 from feather_sglang.scheduling.policies.bandit import Bandit
 from feather_sglang.scheduling.policies.base import Policy
 from feather_sglang.scheduling.policies.heuristic import Heuristic
@@ -38,7 +38,7 @@ def make_policy(name: str, *, seed: int = 0, explore: bool = True, **params: Any
     params : the policy's own parameters (docs/design/decisions.md); an unknown one is a FeatherError that lists them.
     """
     if name not in POLICIES:
-        raise FeatherError(f"unknown policy {name!r}: choose one of {', '.join(POLICIES)}")
+        raise FeatherError(f"unknown policy {quoted(name)}: choose one of {', '.join(POLICIES)}")
     return POLICIES[name](seed=seed, explore=explore, **params)
 
 
@@ -53,7 +53,9 @@ def load_policy(path: str | os.PathLike[str], *, seed: int | None = None, explor
     """
     name = read_document(path)["policy"]
     if name not in POLICIES:
-        raise FeatherError(f"policy file {path} holds the unknown policy {name!r}: known are {', '.join(POLICIES)}")
+        raise FeatherError(
+            f"policy file {path} holds the unknown policy {quoted(name)}: known are {', '.join(POLICIES)}"
+        )
     policy = POLICIES[name](explore=explore)
     policy.load(path)
     policy.end_episode()  # what the earlier process decided has no reward in this one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, ClassVar
 
-from feather_sglang.errors import FeatherError
+from feather_sglang.errors import FeatherError, quoted
 from feather_sglang.scheduling.policies.parameters import Spec, checked
 from feather_sglang.scheduling.policies.policy_file import mapping, read_document, write_document
 from feather_sglang.scheduling.policies.protocol import Action, PolicyState
@@ -66,7 +66,7 @@ class Policy:
         """Continue from a policy file of the same kind; on any fault FeatherError, and this object as it was."""
         document = read_document(path)
         if document["policy"] != self.name:
-            raise FeatherError(f"policy file {path} is for policy {document['policy']!r}, not {self.name!r}")
+            raise FeatherError(f"policy file {path} is for policy {quoted(document['policy'])}, not {self.name!r}")
         try:
             given = mapping(document.get("params"), "params")
             given.pop("features", None)  # of older releases; the description of the states says the same

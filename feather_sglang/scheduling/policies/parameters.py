@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from feather_sglang.errors import FeatherError
+from feather_sglang.errors import FeatherError, quoted
 
 
 class Number(NamedTuple):
@@ -34,5 +34,5 @@ def checked(policy: str, spec: Spec, given: Mapping[str, Any]) -> dict[str, Any]
     for name in given:
         if name not in spec:
             choices = ", ".join(spec) or "none"
-            raise FeatherError(f"policy {policy} has no parameter {name!r}: its parameters are {choices}")
+            raise FeatherError(f"policy {policy} has no parameter {quoted(name)}: its parameters are {choices}")
     return {name: kind.check(f"policy {policy}: {name}", given.get(name, kind.default)) for name, kind in spec.items()}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
-from feather_sglang.errors import FeatherError
-from feather_sglang.file_writing import replace_text
+from feather_sglang.errors import FeatherError, quoted
+from feather_sglang.file_writing import read_text, replace_text
 
 FORMAT = "feather-policy"
 VERSION = 1
+LARGEST_FILE = 1 << 24  # bytes
 _LARGEST = 1e300  # a larger number is damage, and would overflow in the arithmetic that follows
 
 
@@ -24,7 +24,7 @@ def write_document(path: str | os.PathLike[str], policy: str, content: dict[str,
 def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a policy file and check that it is one, of a version this release can read."""
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = json.loads(read_text(path, LARGEST_FILE))
     except OSError as error:
         raise FeatherError(f"cannot read policy file {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -33,10 +33,11 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise FeatherError(f'{path} is not a policy file: it lacks "format": "{FORMAT}"')
     version = document.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise FeatherError(f"policy file {path} is damaged: version is {version!r}")
+        raise FeatherError(f"policy file {path} is damaged: version is {quoted(version)}")
     if version > VERSION:
         raise FeatherError(
-            f"policy file {path} has version {version}, this release reads up to {VERSION}: update feather-sglang"
+            f"policy file {path} has version {quoted(version)}, this release reads up to {VERSION}: "
+            "update feather-sglang"
         )
     if not isinstance(document.get("policy"), str):
         raise FeatherError(f"policy file {path} is damaged: it names no policy")

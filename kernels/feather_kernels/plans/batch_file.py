@@ -22,6 +22,7 @@ from feather_kernels.tiles import TILES, are_tiles
 from feather_kernels.trees import parse_tree, tree_forest
 
 FORMAT, VERSION = "feather-batch", 1
+LARGEST_FILE = 1 << 28  # bytes
 LATEST = "batch-latest.json"  # what a server writes into its folder
 MOST_NODES, MOST_TOKENS = 1 << 20, 2**31 - 1  # of a tree given as text, and of a request of it
 _NUMBERS = (
@@ -73,6 +74,19 @@ def batch_text(plan: PackPlan, requests: int) -> str:
     )
 
 
+def _quoted(given: Any) -> str:
+    text = repr(given)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _text(path: Path) -> str:
+    with path.open("rb") as stream:  # perhaps a pipe without an end
+        content = stream.read(LARGEST_FILE + 1)
+    if len(content) > LARGEST_FILE:
+        raise PlanError(f"{path} has more than {LARGEST_FILE} bytes: no recorded batch is that large")
+    return content.decode("utf-8")
+
+
 def load_batch(path: Path) -> Batch:
     """Read a recorded batch; of a folder, the one that a server has written there last.
 
@@ -81,7 +95,7 @@ def load_batch(path: Path) -> Batch:
     try:
         if path.is_dir():
             path = path / LATEST
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(_text(path))
     except OSError as error:
         raise PlanError(f"{path}: {error.strerror}; a server with record_plan in FEATHER_OPTIONS writes it") from None
     except (ValueError, RecursionError):
@@ -90,8 +104,8 @@ def load_batch(path: Path) -> Batch:
         raise PlanError(f'{path}: no recorded batch (its "format" is not "{FORMAT}")')
     if found.get("version") != VERSION:
         raise PlanError(
-            f"{path}: a batch of version {found.get('version')}, this feather reads version {VERSION}: use the feather "
-            "that recorded it"
+            f"{path}: a batch of version {_quoted(found.get('version'))}, this feather reads version {VERSION}: use the "
+            "feather that recorded it"
         )
     try:
         return _batch(path, found)
@@ -127,7 +141,7 @@ def _batch(path: Path, found: dict[str, Any]) -> Batch:
 
 def _whole(name: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"{name} is {value!r}: expected a whole number from {least} to {most}")
+        raise ValueError(f"{name} is {_quoted(value)}: expected a whole number from {least} to {most}")
     return value
 
 
@@ -142,5 +156,5 @@ def tree_batch(text: str, arguments: Mapping[str, Any]) -> Batch:
         if sum(nodes) <= MOST_NODES and sum(tokens) <= MOST_TOKENS and min(tokens) >= 0:
             return Batch(f"tree {text}", tree_forest(nodes, tokens), arguments)
     except ValueError:
-        raise PlanError(f"--tree {text!r}: {example}") from None
-    raise PlanError(f"--tree {text!r}: at most {MOST_NODES:,} nodes, and 0 to {MOST_TOKENS:,} tokens a request")
+        raise PlanError(f"--tree {_quoted(text)}: {example}") from None
+    raise PlanError(f"--tree {_quoted(text)}: at most {MOST_NODES:,} nodes, and 0 to {MOST_TOKENS:,} tokens a request")
