@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,10 +45,14 @@ JOBS = {
     "full": f"the same with all samples, and everything on each release ([{ONLY}A,B] and pytest's arguments)",
     "gpu": "see whether a machine with a Hopper GPU serves as the performance page says (see gpu --help)",
     "sanitize": "make 28,000 plans under the address and undefined-behaviour sanitizers (see sanitize --help)",
+    "fuzz": "give damaged input to whatever feather reads, a million in all (see fuzz --help)",
+    "soak": "let 20,000 requests come, go and be aborted on a server on the CPU (see soak --help)",
+    "ranks": "let two schedulers whose clocks differ form the same batches, 10,000 rounds (see ranks --help)",
     "versions": "try SGLang releases ([A,B]; all supported ones) and print what works on each",
     "docs": "serve the documentation site (mkdocs serve's arguments); --build: build it strictly into build/site",
     "setup": "set up only",
 }
+FAULTS = ("fuzz", "soak", "ranks")  # programs of tests/faults
 CHECKS = ROOT / "benchmarks" / "checks"
 # What the checks on a GPU import besides SGLang: a Python that has all of it needs no set-up and no network.
 GPU_MODULES = ("hypothesis", "numpy", "prometheus_client", "pytest", "rich", "torch", "tvm_ffi", "xxhash")
@@ -464,6 +469,14 @@ def run_sanitizers(arguments: list[str]) -> int:
     return subprocess.run([str(python()), str(program), *arguments], cwd=ROOT, env=environment()).returncode
 
 
+def run_fault(name: str, arguments: list[str]) -> int:
+    """Run a program of ``tests/faults`` in full; the tests run a little of it."""
+    set_up(RELEASES[:1])
+    paths = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "kernels", "."))
+    command = [str(python()), str(ROOT / "tests" / "faults" / f"{name}.py"), *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment(PYTHONPATH=paths)).returncode
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="dev.py", description="Set up .venv beside this file, then do one job.")
     parser.add_argument("job", choices=JOBS, help="; ".join(f"{name}: {text}" for name, text in JOBS.items()))
@@ -481,7 +494,7 @@ def main() -> int:
             return 0
         jobs = {
             "ab": run_ab, "test": run_tests, "full": run_full_tests, "gpu": run_gpu, "sanitize": run_sanitizers,
-            "versions": run_versions, "docs": run_docs,
+            "versions": run_versions, "docs": run_docs, **{name: partial(run_fault, name) for name in FAULTS},
         }  # fmt: skip
         return jobs[choice.job](arguments)
     except SetupError as error:
