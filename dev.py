@@ -492,7 +492,7 @@ def main() -> int:
             set_up(RELEASES)
             install_docs()
             return 0
-        jobs = {
+        jobs: dict[str, Callable[[list[str]], int]] = {
             "ab": run_ab, "test": run_tests, "full": run_full_tests, "gpu": run_gpu, "sanitize": run_sanitizers,
             "versions": run_versions, "docs": run_docs, **{name: partial(run_fault, name) for name in FAULTS},
         }  # fmt: skip

@@ -57,15 +57,13 @@ class Fairness:
         self.arrivals: dict[Hashable, Arrival] = {}
         self.round = 0
         self.now = 0.0
-        self._set_back = 0.0  # seconds that the clock has lost, which waits go on through
         self._admissions = 0
         self._waiting, self._present = PrioritySums(), PrioritySums()  # requests in ``arrivals``: some, all
 
     def open_round(self, now: float) -> None:
         """Go on to the next admission round, at so many seconds."""
         self.round += 1
-        self._set_back += max(0.0, self.now - self._set_back - now)
-        self.now = now + self._set_back
+        self.now = now
 
     def arrive(self, request_id: Hashable, priority: int) -> None:
         """Note a waiting request that this round is the first to see; a smaller priority is more urgent."""
