@@ -17,7 +17,7 @@ from feather_sglang.replay import traces
 from feather_sglang.scheduling.policies import load_policy, policy_file
 
 ROOT = Path(__file__).parents[2]
-EACH = 300
+EACH = 150
 
 
 @pytest.fixture(scope="module")

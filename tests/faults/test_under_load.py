@@ -63,11 +63,11 @@ def test_half_of_two_thousand_requests_are_aborted(server):
 
 def test_a_storm_of_retractions(server, monkeypatch):
     monkeypatch.setattr(sglang_scheduler, "TEST_RETRACT", True)  # SGLANG_TEST_RETRACT, read on import
-    monkeypatch.setattr(sglang_scheduler, "TEST_RETRACT_INTERVAL", 1)
+    monkeypatch.setattr(sglang_scheduler, "TEST_RETRACT_INTERVAL", 2)
     one = server(max_running_requests=12)
-    submit(one, range(60), most=9)
+    submit(one, range(60), most=16)
     one.drain()
-    assert sum(req.retraction_count for req in one.requests.values()) > 30
+    assert sum(req.retraction_count for req in one.requests.values()) >= 8
     assert_answered_once(one)
 
 
