@@ -74,7 +74,9 @@ class Clients:
     async def run(self) -> Found:
         begun, megabytes, gate = time.monotonic(), [], asyncio.Semaphore(IN_FLIGHT)
         timeout = aiohttp.ClientTimeout(total=SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as self.http:
+        async with aiohttp.ClientSession(
+            timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)
+        ) as self.http:
             running: set[asyncio.Task[None]] = set()
             for number in range(self.requests):
                 await gate.acquire()
