@@ -22,11 +22,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from feather_kernels.errors import PlanError
 from feather_kernels.plan import make_plan
+from feather_kernels.plans.batch_file import batch_text, load_batch, tree_batch
 from feather_kernels.trees import tree_forest
 from feather_sglang.adapter.options import VARIABLE, FeatherOptions, ReplayFlag, add_flags
 from feather_sglang.errors import FeatherError
-from feather_sglang.plans.batch_file import batch_text, load_batch, tree_batch
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.traces import load_trace, save_trace
 from feather_sglang.scheduling.policies import PolicyState, load_policy, make_policy
@@ -99,7 +100,7 @@ def damaged(rng: random.Random, good: list[bytes]) -> bytes:
 
 
 class Reader(NamedTuple):
-    """What reads an input, which may raise ``FeatherError`` for it, and inputs that are good."""
+    """What reads an input, which may raise ``FeatherError`` or ``PlanError`` for it, and inputs that are good."""
 
     read: Callable[[bytes], None]
     good: list[bytes]
@@ -226,7 +227,7 @@ def give(name: str, reader: Reader, number: int) -> bool:
     begun, refused = time.process_time(), False
     try:
         reader.read(content)
-    except FeatherError as error:
+    except (FeatherError, PlanError) as error:
         refused = True
         assert "\n" not in str(error) and len(str(error)) <= LONGEST_LINE, f"no line: {str(error)[:3000]!r}"
     seconds = time.process_time() - begun
