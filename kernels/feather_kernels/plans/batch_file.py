@@ -98,14 +98,16 @@ def load_batch(path: Path) -> Batch:
         found = json.loads(_text(path))
     except OSError as error:
         raise PlanError(f"{path}: {error.strerror}; a server with record_plan in FEATHER_OPTIONS writes it") from None
+    except PlanError:
+        raise
     except (ValueError, RecursionError):
         raise PlanError(f"{path}: not JSON, so no recorded batch") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise PlanError(f'{path}: no recorded batch (its "format" is not "{FORMAT}")')
     if found.get("version") != VERSION:
         raise PlanError(
-            f"{path}: a batch of version {_quoted(found.get('version'))}, this feather reads version {VERSION}: use the "
-            "feather that recorded it"
+            f"{path}: a batch of version {_quoted(found.get('version'))}, this feather reads version {VERSION}: use "
+            "the feather that recorded it"
         )
     try:
         return _batch(path, found)
