@@ -72,6 +72,15 @@ def _hooks() -> list[dict[str, Any]]:
     return found
 
 
+def _kernels() -> str:
+    """Whether the kernels are installed, and whether compiled ones are."""
+    if importlib.util.find_spec("feather_kernels") is None:
+        return "not installed (needed by no policy)"
+    from feather_kernels.prebuilt import describe
+
+    return f"installed; {describe() or 'compiled at first use (feather-kernels, which has them compiled, is not here)'}"
+
+
 def _pat() -> str:
     """Whether a server started here could decode with the pat backend; on a GPU, by doing it once."""
     if importlib.util.find_spec("feather_kernels") is None or importlib.util.find_spec("torch") is None:
@@ -121,7 +130,7 @@ def examine() -> dict[str, Any]:
     }
     note = untested(version) if all(hook["problem"] is None for hook in hooks) else None
     sglang = f"{version}: {note}" if note else version
-    kernels = "installed" if importlib.util.find_spec("feather_kernels") else "not installed (needed by no policy)"
+    kernels = _kernels()
     return {
         "feather": __version__,
         "python": platform.python_version(),

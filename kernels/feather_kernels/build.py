@@ -1,7 +1,8 @@
 """Compile the planner and the kernels: ahead of time (``python -m feather_kernels.build``) or at first use.
 
-A library is cached by its sources, its flags, the toolkit and the architecture, so that an edit, a new compiler or
-another GPU never meets a stale build. Nothing is compiled at import.
+A library that was built ahead comes first (`prebuilt`), then the cache, then the compiler. It is cached by its sources,
+its flags, the toolkit and the architecture, so that an edit, a new compiler or another GPU never meets a stale build.
+Nothing is compiled at import, and nothing at all where ``SGLANG_CRASH_ON_JIT_COMPILE`` is set.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import itertools
 import logging
@@ -21,11 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from feather_kernels import prebuilt
 from feather_kernels.errors import BuildError
 from feather_kernels.options import check_interface
 from feather_kernels.tiles import built_tiles, n_choices, parse_tile
@@ -38,6 +42,9 @@ HEAD_DIMS = (64, 128, 256)
 LATENT_DIM = 576  # columns of a latent, which are a key's
 LATENT_VALUES = 512  # the first of them, which are the value's too; the others have positions
 PATIENCE = 5.0  # seconds to wait for another process before saying so
+NO_JIT = "SGLANG_CRASH_ON_JIT_COMPILE"  # SGLang's own: nothing may be compiled while it serves
+AHEAD = "install feather-kernels, or set FEATHER_KERNELS_PREBUILT to what `python -m feather_kernels.build --out` made"
+PLANNER, PLANNER_FLAGS = "plan", ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra")
 
 
 def source_dir() -> Path:
@@ -61,16 +68,41 @@ def cache_dir() -> Path:
 
 @functools.cache
 def load_planner() -> Any:
-    """The planner's module; needs a C++17 compiler at first use, and no GPU."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        raise BuildError("no C++ compiler for the planner: install g++ (13 or later is tested) or set CXX")
-    flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra"]
-    planner = _load(
-        _compile("plan", source_dir() / "planner" / "plan.cpp", [compiler, *flags], toolkit=_version(compiler))
-    )
+    """The planner's module; needs no GPU, and a C++17 compiler at first use unless it was built ahead."""
+    planner = _load(planner_library())
     check_interface(planner.interface())
     return planner
+
+
+def planner_library() -> Path:
+    """The path of the planner's library, compiled if it is not there yet."""
+    return prebuilt.find(PLANNER, planner_file()) or compiled_planner()
+
+
+def planner_file() -> str:
+    """The file's name where it is built ahead."""
+    return _built_ahead(PLANNER, _planner_source(), PLANNER_FLAGS)
+
+
+def compiled_planner() -> Path:
+    """The planner's library in the cache."""
+    compiler = find_cxx()
+    return _compile(PLANNER, _planner_source(), [compiler, *PLANNER_FLAGS], toolkit=_version(compiler))
+
+
+def find_cxx() -> str:
+    """The C++ compiler: ``$CXX``, then the PATH."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise BuildError(
+            "no C++ compiler for the planner: install feather-kernels, which has it compiled, or g++ (13 or later is "
+            "tested), or set CXX"
+        )
+    return compiler
+
+
+def _planner_source() -> Path:
+    return source_dir() / "planner" / "plan.cpp"
 
 
 @functools.cache
@@ -201,16 +233,22 @@ class Configuration:
 
     @property
     def prebuilt(self) -> str:
-        """The file's name in ``$FEATHER_KERNELS_PREBUILT``: it changes with the sources and the flags."""
-        key = hashlib.sha256(" ".join([_source_key(_source()), *self.flags]).encode()).hexdigest()[:16]
-        return f"{self.name}-{key}.so"
+        """The file's name where it is built ahead: it changes with the sources and the flags."""
+        return _built_ahead(self.name, _source(), self.flags)
+
+
+def _built_ahead(name: str, source: Path, flags: Sequence[str]) -> str:
+    key = hashlib.sha256(" ".join([_source_key(source), *flags]).encode()).hexdigest()[:16]
+    return f"{name}-{key}.so"
 
 
 def kernel_library(configuration: Configuration) -> Path:
     """The path of one configuration's library, compiled if it is not there yet."""
-    folder = os.environ.get("FEATHER_KERNELS_PREBUILT")
-    if folder and (Path(folder) / configuration.prebuilt).is_file():
-        return Path(folder) / configuration.prebuilt
+    return prebuilt.find(configuration.name, configuration.prebuilt) or compiled_kernel(configuration)
+
+
+def compiled_kernel(configuration: Configuration) -> Path:
+    """One configuration's library in the cache."""
     compiler = find_nvcc()
     command = [compiler, *configuration.flags, f"-I{cutlass_include()}"]
     return _compile(configuration.name, _source(), command, toolkit=_version(compiler))
@@ -241,8 +279,9 @@ def find_nvcc() -> str:
         if place and Path(place).is_file():
             return str(place)
     raise BuildError(
-        "no nvcc to compile the attention kernels: install the CUDA toolkit (12.4 or later), set CUDA_HOME, or point "
-        "FEATHER_KERNELS_PREBUILT at libraries built ahead with `python -m feather_kernels.build --out DIR`"
+        "no nvcc to compile the attention kernels: install feather-kernels, which has them compiled, or the CUDA "
+        "toolkit (12.4 or later), set CUDA_HOME, or point FEATHER_KERNELS_PREBUILT at libraries built ahead with "
+        "`python -m feather_kernels.build --out DIR`"
     )
 
 
@@ -305,6 +344,8 @@ def _compile(name: str, source: Path, command: list[str], toolkit: str) -> Path:
     library = cache_dir() / f"{name}-{key}.so"
     try:
         if not library.is_file():  # else nothing is written: the cache may be read-only
+            if os.environ.get(NO_JIT, "").lower() in ("1", "true", "yes", "y"):
+                raise BuildError(f"{NO_JIT} forbids compiling {name}, which was not built ahead: {AHEAD}")
             library.parent.mkdir(parents=True, exist_ok=True)
             with _alone(library):
                 if not library.is_file():  # nobody has compiled it meanwhile
@@ -386,16 +427,45 @@ def _copied(library: Path, target: Path) -> Path:
         raise BuildError(f"cannot write {target}: {error.strerror}") from None
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Build ahead of time; prints each library's path."""
-    parser = argparse.ArgumentParser(prog="python -m feather_kernels.build", description=main.__doc__)
-    parser.add_argument("--arch", type=int, nargs="+", default=[90], choices=sorted(ARCHITECTURES), metavar="NN")
-    parser.add_argument("--dtype", nargs="+", default=sorted(DTYPES), choices=sorted(DTYPES))
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], choices=(*HEAD_DIMS, LATENT_DIM))
-    parser.add_argument("--soft-cap", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")
-    parser.add_argument("--sinks", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")
-    parser.add_argument("--fp8-kv", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")
-    parser.add_argument("--causal", type=int, nargs="+", default=[0], choices=(0, 1), help="without, with, or both")
+# What a wheel has where nothing less is asked for; elsewhere the first of each, but all types and two head dimensions.
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "arch": (90, 80), "dtype": tuple(sorted(DTYPES)), "head_dim": (*HEAD_DIMS, LATENT_DIM),
+    "soft_cap": (0, 1), "sinks": (0, 1), "fp8_kv": (0, 1), "causal": (0, 1),
+}  # fmt: skip
+
+
+def variants(options: argparse.Namespace) -> list[Configuration]:
+    """The configurations that the flags ask for; in a wheel, what no flag names stands for all that there are."""
+    usual = {name: values[:1] for name, values in CHOICES.items()}
+    usual |= {"dtype": CHOICES["dtype"], "head_dim": (64, 128)}
+    asked = {name: getattr(options, name) for name in CHOICES}
+    left_out = CHOICES if options.wheel else usual
+    arch, dtype, head_dim, *features = (left_out[name] if asked[name] is None else asked[name] for name in CHOICES)
+    made = []
+    for kind, dim, capability, cap, sinks, fp8, causal in itertools.product(dtype, head_dim, arch, *features):
+        flags = bool(cap), tuple(options.tile), bool(sinks), bool(fp8), bool(causal)
+        try:
+            made.append(Configuration(kind, dim, capability, *flags))
+        except BuildError:
+            if not options.wheel:
+                raise
+    return [one for one in made if not (one.head_dim == LATENT_DIM and one.causal)]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of ``python -m feather_kernels.build``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m feather_kernels.build", description=main.__doc__,
+        epilog="With --wheel, what no flag names stands for all that there are.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--arch", type=int, nargs="*", choices=sorted(ARCHITECTURES), metavar="NN",
+        help="compute capability times ten (default: 90); none: the planner alone",
+    )  # fmt: skip
+    parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPES))
+    parser.add_argument("--head-dim", type=int, nargs="+", choices=(*HEAD_DIMS, LATENT_DIM))
+    for feature in ("soft-cap", "sinks", "fp8-kv", "causal"):
+        parser.add_argument(f"--{feature}", type=int, nargs="+", choices=(0, 1), help="without, with, or both")
     parser.add_argument(
         "--tile",
         nargs="+",
@@ -404,23 +474,57 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="PATH:MxN",
         help="with another n, such as hopper:64x32",
     )
-    parser.add_argument("--out", type=Path, help="also copy the libraries here, for FEATHER_KERNELS_PREBUILT")
-    options = parser.parse_args(arguments)
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="also copy the planner and the libraries here, for " + prebuilt.FOLDER
+    )
+    parser.add_argument("--wheel", type=Path, metavar="DIR", help="write the wheel feather-kernels of all of them here")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="libraries to compile at the same time")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Build ahead of time; prints each library's path."""
+    options = parser().parse_args(arguments)
+    os.environ.pop(NO_JIT, None)  # to compile is what this command is for
     try:
-        features = (
-            map(bool, options.soft_cap), [tuple(options.tile)], map(bool, options.sinks), map(bool, options.fp8_kv),
-            map(bool, options.causal),
-        )  # fmt: skip
-        for choice in itertools.product(options.dtype, options.head_dim, options.arch, *features):
-            configuration = Configuration(*choice)
-            library = kernel_library(configuration)
-            if options.out:
-                library = _copied(library, options.out / configuration.prebuilt)
-            print(library, flush=True)
+        configurations = variants(options)
+        found, found_planner = (
+            (compiled_kernel, compiled_planner) if options.wheel else (kernel_library, planner_library)
+        )
+        files = {}
+        with ThreadPoolExecutor(max(1, options.jobs)) as pool:
+            for configuration, library in zip(configurations, pool.map(found, configurations), strict=True):
+                files[configuration.prebuilt] = _kept(library, configuration.prebuilt, options.out)
+                print(files[configuration.prebuilt], flush=True)
+        if options.out or options.wheel or not configurations:
+            files[planner_file()] = _kept(found_planner(), planner_file(), options.out)
+            print(files[planner_file()], flush=True)
+        if options.wheel:
+            print(_wheel(options.wheel, files, bool(configurations)))
     except BuildError as error:
         print(f"feather_kernels.build: error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _kept(library: Path, name: str, out: Path | None) -> Path:
+    return _copied(library, out / name) if out else library
+
+
+def _wheel(folder: Path, files: dict[str, Path], kernels: bool) -> Path:
+    """The wheel of these libraries, by the names that they have in it; its version names the CUDA of its kernels."""
+    from feather_kernels.wheel import write_wheel
+
+    try:
+        version = importlib.metadata.version("feather-sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise BuildError("feather-sglang is not installed, whose version the wheel has: pip install it first") from None
+    toolkit = {"c++": _version(find_cxx())}
+    if kernels:
+        toolkit["nvcc"] = _version(find_nvcc())
+        release = re.search(r"release (\d+)\.", toolkit["nvcc"])
+        version += f"+cu{release[1]}" if release else ""
+    return write_wheel(folder, files, toolkit, version)
 
 
 if __name__ == "__main__":

@@ -219,6 +219,31 @@ def test_a_failed_compilation_is_one_line_and_leaves_no_library(cache, tmp_path,
     assert not list(cache.glob("*.so"))
 
 
+def test_where_nothing_may_be_compiled_the_cache_still_serves(cache, tmp_path, monkeypatch):
+    nvcc = install_nvcc(tmp_path, monkeypatch)
+    cached = kernel_library(Configuration("float16", 64, 90))
+    monkeypatch.setenv("SGLANG_CRASH_ON_JIT_COMPILE", "True")
+    assert kernel_library(Configuration("float16", 64, 90)) == cached
+    with pytest.raises(BuildError, match=r"^SGLANG_CRASH_ON_JIT_COMPILE forbids compiling packed_decode_float16_d128_"):
+        kernel_library(Configuration("float16", 128, 90))
+    assert nvcc.with_name("nvcc.runs").read_text() == "x"
+    monkeypatch.setenv("SGLANG_CRASH_ON_JIT_COMPILE", "0")
+    assert kernel_library(Configuration("float16", 128, 90)).is_file()
+
+
+def test_a_wheel_has_every_variant_that_there_is_and_the_flags_leave_some_out():
+    def names(*flags: str) -> set[str]:
+        return {one.name for one in build.variants(build.parser().parse_args(["--wheel", "x", *flags]))}
+
+    every = names()
+    assert len(every) == 2 * 3 * 8 * 3 + 1  # types, head dimensions, features; causal blocks on Hopper; latents
+    hopper = names("--arch", "90", "--fp8-kv", "0")
+    assert hopper < every and not any("fp8kv" in name or "sm80" in name for name in hopper)
+    assert names("--arch") == set()
+    with pytest.raises(BuildError, match=r"^causal blocks need compute capability 9\.0"):
+        build.variants(build.parser().parse_args(["--arch", "80", "--causal", "1"]))
+
+
 def start_build() -> subprocess.Popen[str]:
     """Another process that wants the library for float16 and 64, and says at once if it has to wait."""
     code = 'from feather_kernels import build; build.PATIENCE = 0; build.main("--dtype float16 --head-dim 64".split())'
@@ -358,13 +383,15 @@ def test_a_folder_for_copies_that_cannot_be_written_is_named(cache, tmp_path, mo
 def test_a_prebuilt_library_needs_no_compiler_and_is_used_only_for_its_own_sources_and_flags(
     cache, tmp_path, monkeypatch
 ):
-    install_nvcc(tmp_path, monkeypatch)
+    monkeypatch.setenv("CXX", str(install_nvcc(tmp_path, monkeypatch)))
     out = tmp_path / "out"
     assert build.main(["--dtype", "float16", "--head-dim", "64", "--out", str(out)]) == 0
     library = out / Configuration("float16", 64, 90).prebuilt
     assert library.is_file()
     monkeypatch.setenv("FEATHER_KERNELS_PREBUILT", str(out))
     monkeypatch.setattr(build, "find_nvcc", lambda: (_ for _ in ()).throw(BuildError("no nvcc")))
+    monkeypatch.setattr(build, "find_cxx", lambda: pytest.fail("the planner is there"))
+    assert build.planner_library() == out / build.planner_file()
     assert kernel_library(Configuration("float16", 64, 90)) == library
     assert build.main(["--dtype", "float16", "--head-dim", "64", "--out", str(out)]) == 0  # it is there already
     with pytest.raises(BuildError, match="no nvcc"):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kernel_wheel import PLANNER_ALONE, build_wheel, install, without_compilers
 from preloaded import Preloaded
 from server.cases import CASES, KEY, ROOMY, FeatherServer
 from server.sglang_server import SERVE, SGLangServer
@@ -77,14 +78,26 @@ def fcfs(
     return pickle.loads(kept.read_bytes())
 
 
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables under which a server has the planner of the wheel ``feather-kernels``, and may compile nothing."""
+    folder = tmp_path_factory.mktemp("kernels")
+    return without_compilers(install(build_wheel(folder, *PLANNER_ALONE), folder / "site"), folder / "cache")
+
+
 @pytest.fixture(scope="module")
 def feather_server(
-    request: pytest.FixtureRequest, model: Path, logs: Path, preloaded: Preloaded, fcfs: object
+    request: pytest.FixtureRequest,
+    model: Path,
+    logs: Path,
+    preloaded: Preloaded,
+    fcfs: object,
+    compiled: dict[str, str],
 ) -> Iterator[FeatherServer]:
     """The server of one case; after every scheduling step it checks its tree against SGLang's queues."""
     case = CASES[request.param]
     flags = ("--schedule-policy", case.policy, *case.flags)
-    environment = {"FEATHER_DEBUG_CHECK": "1", **case.environment}
+    environment = {"FEATHER_DEBUG_CHECK": "1", **compiled, **case.environment}
     how = {"start": SERVE if case.serve else preloaded, "key": KEY if case.switches else None}
     with SGLangServer(model, logs / f"{request.param}.txt", *flags, **how, **environment) as server:
         yield FeatherServer(case, server)
