@@ -213,17 +213,18 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from decode_timing import Flush, copy_bandwidth, graph_overhead_us, machine
 
     from feather_kernels.build import load_kernel
+    from feather_kernels.device import Device
 
     begun = time.monotonic()
     chosen = systems_on_gpu(options.systems, options.cascade_backend)
     torch.backends.cuda.matmul.allow_tf32 = False
     watchdog, planned = Watchdog(), cases(options)
-    major, minor = torch.cuda.get_device_capability()
+    gpu = Device.of()
     if any(name.startswith("feather") for name in chosen):
         watchdog.expect(BUILD_SECONDS, "building the kernels")
-        load_kernel(options.dtype, 128, 10 * major + minor)
+        load_kernel(options.dtype, 128, gpu.capability, shared_kb=gpu.limited_kb)
         if options.kv == "fp8":
-            load_kernel(options.dtype, 128, 10 * major + minor, fp8_kv=True)
+            load_kernel(options.dtype, 128, gpu.capability, fp8_kv=True, shared_kb=gpu.limited_kb)
     watchdog.expect(CASE_SECONDS, "copy bandwidth")
     measured = copy_bandwidth()
     bandwidth = {"measure": measured, "h200": COPY_BANDWIDTH}.get(options.copy_bandwidth, options.copy_bandwidth)

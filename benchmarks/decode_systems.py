@@ -13,6 +13,7 @@ import torch
 from decode_cases import Case, attend, padded_slots
 
 from feather_kernels import PackedDecodeWrapper
+from feather_kernels.device import Device
 from feather_kernels.tiles import built_tiles
 
 FLASHINFER_WORKSPACE = 512 << 20  # bytes for its partial results
@@ -139,8 +140,8 @@ def feather_fixed(inputs: Inputs) -> Ready:
     On Hopper that is (128, 64) up to head_dim 128, not PAT's fixed 64 x 128, and (64, 64) beyond; elsewhere (64, 32).
     No tile of at most 16 rows is left, so a second kernel merges the parts.
     """
-    hopper = torch.cuda.get_device_capability(inputs.q.device)[0] >= 9
-    return feather(tiles=built_tiles("hopper" if hopper else "portable", inputs.case.head_dim)[-1:])(inputs)
+    gpu = Device.of(inputs.q.device)
+    return feather(tiles=built_tiles(gpu.path, inputs.case.head_dim, gpu.shared_kb)[-1:])(inputs)
 
 
 def _fa3(inputs: Inputs, planned: bool) -> Ready:

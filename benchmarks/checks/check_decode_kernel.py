@@ -44,6 +44,7 @@ import torch
 from random_batches import Batch, Choice
 
 from feather_kernels.build import HEAD_DIMS
+from feather_kernels.device import Device as Gpu
 from feather_kernels.errors import BuildError
 from feather_kernels.tiles import TILES, built_tiles, parse_tile
 
@@ -619,17 +620,18 @@ def build(
     watchdog: Watchdog, head_dims: tuple[int, ...], tiles: tuple[tuple[str, int, int], ...] = (), sinks: bool = False,
     fp8_kv: bool = False,
 ) -> bool:  # fmt: skip
-    """Load the kernels, compiling what is not built yet; whether this is a Hopper GPU."""
+    """Load the kernels, compiling what is not built yet; whether they have the Hopper path."""
     from feather_kernels.build import load_kernel
 
-    major, minor = torch.cuda.get_device_capability()
+    gpu = Gpu.of()
     for dtype in ("float16", "bfloat16"):
         for head_dim in head_dims:
             watchdog.expect(900, f"building the kernels for {dtype}, head_dim {head_dim}")
             # A case that had to build its own would be taken for a hung kernel.
             for soft_cap, fp8 in itertools.product((False, True), sorted({False, fp8_kv})):
-                load_kernel(dtype, head_dim, 10 * major + minor, soft_cap, tiles, sinks, fp8)
-    return major >= 9
+                features = soft_cap, tiles, sinks, fp8
+                load_kernel(dtype, head_dim, gpu.capability, *features, shared_kb=gpu.limited_kb)
+    return gpu.path == "hopper"
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -681,7 +683,7 @@ def run_all(
         if options.tile:
             choice = replace(choice, wrapper=with_tiles(choice, options.tile))
         if options.wide_groups:
-            choice = random_batches.with_wide_group(choice, torch.cuda.get_device_capability() >= (9, 0))
+            choice = random_batches.with_wide_group(choice, Gpu.of().path == "hopper")
         choice = replace(choice, sinks=options.sinks, fp8_kv=options.kv == "fp8")
         if options.verbose:
             print(f"case {choice.seed}: {choice}", flush=True)

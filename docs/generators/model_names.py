@@ -253,14 +253,14 @@ def gpu_rows(folder: Path) -> list[list[str]]:
         for name in names.split(", ") if capability in GPU_TESTS else [names]:
             what = next((runs[gpu] for gpu in runs if name in gpu.split()), [])
             servers = " and ".join(filter(None, what))
-            ran = "nothing yet" if compiled else "-"
+            ran = "nothing yet; the kernel with its limits, on an H200" if compiled else "-"
             if what:
                 ran = (
                     f"the kernel; servers with SGLang {servers}"
                     if servers
                     else "the kernel; it was not run in a server"
                 )
-            verdict = ("served" if what else "compiled, not run") if compiled else REFUSED
+            verdict = ("served" if what else "by `--feather-unproven-gpu on`") if compiled else REFUSED
             rows.append([name, f"{capability / 10:.1f}", verdict, ran])
     return rows
 

@@ -214,6 +214,13 @@ class FeatherOptions:
         "tenth faster. Needs --disable-prefill-cuda-graph and about 0.2 GB of GPU memory.",
         at_start=True,
     )
+    unproven_gpu: bool = _option(
+        False,
+        _switch,
+        "on|off",
+        "pat serves on a GPU of a compute capability that its kernels are compiled for and were never run on.",
+        at_start=True,
+    )
     allow_switch: bool = _option(
         False,
         _switch,

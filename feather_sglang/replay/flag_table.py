@@ -132,7 +132,7 @@ WITHOUT_EFFECT = (
     "enable_*symm_mem", "enable_mscclpp", "boundary_reduction", "enable_quant_communications", "enable_tf32_matmul",
     "enable_fp32_lm_head", "enable_two_batch_overlap", "enable_single_batch_overlap", "tbo_*", "sm_group_num",
     "pdmux_*", "*_megakernel", "*_monokernel", "*aiter*", "feather_pat_beside", "disable_chunked_prefix_cache",
-    "enable_precise_embedding_interpolation",
+    "feather_unproven_gpu", "enable_precise_embedding_interpolation",
     # What is for other models, or for a flag that is refused
     "*moe*", "*eplb*", "*expert*", "*deepep*", "fuseep_*", "ep_*", "*mamba*", "linear_*", "enable_linear_*", "*swa*",
     "c128_*", "*dsa*", "*nsa*", "dsv4_*", "*deepseek*", "qsa_*", "ple_*", "*mm_*", "*multimodal*",

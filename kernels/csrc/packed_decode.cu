@@ -97,6 +97,7 @@ void launch(feather::Params<T> const& params, int device, cudaStream_t stream) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Forward::kSmem), "shared memory");
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel, Forward::kThreads, Forward::kSmem), "occupancy");
     if (ctas == 0) TVM_FFI_THROW(RuntimeError) << "the forward kernel does not fit on this GPU";
+    ctas = std::min(ctas, kMinCtas);  // as plans are made for
     fitting[device].store(ctas);
   }
   start(kernel, multiprocessors(device) * ctas, Forward::kThreads, Forward::kSmem, params, stream);

@@ -2,6 +2,10 @@
 #pragma once
 #include <cstdint>
 
+// KB of shared memory that a multiprocessor has: 228 (sm_90, sm_100), 164 (sm_80), 100 (sm_86, sm_89, sm_120).
+#ifndef FEATHER_SHARED_KB
+#define FEATHER_SHARED_KB 228
+#endif
 // n of the tiles that can be built with another one, by path and m (feather_kernels/tiles.py).
 #ifndef FEATHER_PORTABLE_32
 #define FEATHER_PORTABLE_32 32
@@ -33,14 +37,19 @@ constexpr int kWarpgroupRows = 64;
 constexpr int kPartChunk = 8;     // neighbouring values of a part that a lane holds: 16 bytes
 constexpr int kPatience = 1 << 24;  // looks at a part that does not come before the kernel gives up
 
-// Four warps a CTA (sm_80 and later). Rings take as much shared memory as there is.
+// Four warps a CTA (sm_80 and later). Rings take as much shared memory as there is: feather_kernels/paths.py knows them.
 template <int kHeadDim_>
 struct PortableTraits {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kWarps = 4, kThreads = kWarp * kWarps;
-  static constexpr int kMinCtas = kHeadDim <= 128 ? 2 : 1;                              // of a multiprocessor
-  static constexpr int kRingBytes = (kHeadDim <= 128 ? 3 * 128 : 2 * 256) * 2 * 16 * 2;  // of a warp
-  static constexpr int kTokens64 = FEATHER_PORTABLE_64, kTokens32 = FEATHER_PORTABLE_32;  // n, by m
+  static constexpr int kShared = FEATHER_SHARED_KB;
+  static constexpr int kMinCtas = kHeadDim <= 128 && kShared >= 164 ? 2 : 1;  // of a multiprocessor
+  static constexpr int kRingKb =                                             // of a warp
+      kHeadDim == 256 ? (kShared >= 164 ? 32 : kFp8 ? 20 : 24)
+                      : (kShared >= 228 ? 24 : kShared < 164 ? 20 : kHeadDim == 64 ? 16 : 18);
+  static constexpr int kRingBytes = kRingKb * 1024;
+  static constexpr int kTokens64 = FEATHER_PORTABLE_64;  // n, by m
+  static constexpr int kTokens32 = kHeadDim == 256 && kShared < 164 ? 16 : FEATHER_PORTABLE_32;
 };
 
 // Stages of 8 bits that travel ahead of those that are widened, on the Hopper path.

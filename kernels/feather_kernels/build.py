@@ -32,11 +32,14 @@ from typing import IO, Any
 from feather_kernels import prebuilt
 from feather_kernels.errors import BuildError
 from feather_kernels.options import check_interface
+from feather_kernels.paths import MOST_SHARED, SHARED_KB
 from feather_kernels.tiles import built_tiles, n_choices, parse_tile
 
 logger = logging.getLogger(__name__)
 
-ARCHITECTURES = {80: "80", 90: "90a"}  # compute capability x 10 -> code generation target
+# Compute capability x 10 -> code generation target.
+ARCHITECTURES = {80: "80", 86: "86", 89: "89", 90: "90a", 100: "100", 120: "120"}
+PROVEN = (90,)  # those on whose GPUs the kernels were run
 DTYPES = {"float16": "half", "bfloat16": "bfloat16"}
 HEAD_DIMS = (64, 128, 256)
 LATENT_DIM = 576  # columns of a latent, which are a key's
@@ -115,6 +118,7 @@ def load_kernel(
     sinks: bool = False,
     fp8_kv: bool = False,
     causal: bool = False,
+    shared_kb: int = 0,
 ) -> Any:
     """The forward and merge kernels of one configuration.
 
@@ -135,13 +139,17 @@ def load_kernel(
         For caches in e4m3 instead of ``dtype``.
     causal : bool
         For plans with causal blocks (``PlannerOptions.causal_tails``), on the Hopper path.
+    shared_kb : int
+        For processors with so much shared memory (``Device.limited_kb``), on the portable path; by default as much as
+        those of the compute capability have.
 
     Raises
     ------
     BuildError
         Unsupported configuration or GPU, no library built ahead and no nvcc, missing headers, or a failed compilation.
     """
-    return _load(kernel_library(Configuration(dtype, head_dim, capability, soft_cap, tiles, sinks, fp8_kv, causal)))
+    features = soft_cap, tiles, sinks, fp8_kv, causal, shared_kb
+    return _load(kernel_library(Configuration(dtype, head_dim, capability, *features)))
 
 
 @dataclass(frozen=True)
@@ -162,8 +170,12 @@ class Configuration:
     sinks: bool = False
     fp8_kv: bool = False
     causal: bool = False
+    shared_kb: int = 0
 
     def __post_init__(self) -> None:
+        if self.shared_kb and self.shared_kb not in SHARED_KB.values():
+            known = ", ".join(map(str, sorted(set(SHARED_KB.values()))))
+            raise BuildError(f"{self.shared_kb} KB of shared memory: the kernels are built for {known}")
         if self.dtype not in DTYPES:
             raise BuildError(f"dtype {self.dtype} is not supported: use float16 or bfloat16")
         if self.head_dim == LATENT_DIM:
@@ -172,22 +184,22 @@ class Configuration:
             known = ", ".join(map(str, HEAD_DIMS))
             raise BuildError(f"head_dim {self.head_dim} is not supported: use one of {known}")
         _target(self.capability)
-        if self.causal and self.capability != 90:
+        if self.causal and not self.hopper:
             raise BuildError(f"causal blocks need compute capability 9.0, not {self.capability / 10:.1f}")
         if len({path for path, *_ in self.tiles}) > 1 or len({m for _, m, _ in self.tiles}) < len(self.tiles):
             raise BuildError(f"tiles are {self.tiles}: give those of one path, and one n for each m")
         for path, m, n in self.tiles:
-            if path == "hopper" and self.capability != 90:
+            if path == "hopper" and not self.hopper:
                 raise BuildError(f"tile {m}x{n}: compute capability {self.capability / 10:.1f} has no path 'hopper'")
             rows = tuple(other for other, _ in built_tiles(path, self.head_dim))
-            which, have = ("n", n_choices(path, m, self.head_dim)) if m in rows else ("m", rows)
+            which, have = ("n", n_choices(path, m, self.head_dim, self._shared)) if m in rows else ("m", rows)
             if m not in rows or n not in have:
                 *others, last = map(str, have)
                 raise BuildError(
                     f"no tile {m}x{n} on the path {path!r} at head_dim {self.head_dim}: {which} may be "
                     f"{', '.join(others) + ' or ' if others else ''}{last}"
                 )
-            other = (m, n) not in built_tiles(path, self.head_dim)
+            other = (m, n) not in built_tiles(path, self.head_dim, self._shared)
             if self.fp8_kv and path == "hopper" and other and self.head_dim != 128:
                 raise BuildError(f"tile {m}x{n}: for an fp8 KV cache there is another n at head_dim 128 only")
 
@@ -202,16 +214,27 @@ class Configuration:
             raise BuildError(f"latent attention has no {' or '.join(asked)}")
 
     @property
+    def _shared(self) -> int:
+        return self.shared_kb or SHARED_KB[self.capability]
+
+    @property
+    def hopper(self) -> bool:
+        """Whether it has the Hopper path, too."""
+        return self.capability == 90 and not self.shared_kb
+
+    @property
     def others(self) -> list[tuple[str, int, int]]:
         """The tiles with another n than they are built with by default."""
-        return sorted((path, m, n) for path, m, n in self.tiles if (m, n) not in built_tiles(path, self.head_dim))
+        tiles = ((path, m, n) for path, m, n in self.tiles)
+        return sorted(tile for tile in tiles if tile[1:] not in built_tiles(tile[0], self.head_dim, self._shared))
 
     @property
     def name(self) -> str:
         """File name of its library, without what tells versions apart."""
         features = "_cap" * self.soft_cap + "_sinks" * self.sinks + "_fp8kv" * self.fp8_kv + "_causal" * self.causal
         tiles = "".join(f"_{path}{m}x{n}" for path, m, n in self.others)
-        return f"packed_decode_{self.dtype}_d{self.head_dim}{features}{tiles}_sm{_target(self.capability)}"
+        shared = f"_{self.shared_kb}kb" if self.shared_kb else ""
+        return f"packed_decode_{self.dtype}_d{self.head_dim}{features}{tiles}{shared}_sm{_target(self.capability)}"
 
     @property
     def flags(self) -> list[str]:
@@ -220,7 +243,7 @@ class Configuration:
         return [
             *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "--use_fast_math", "-DNDEBUG", "-shared"),
             *("-Xcompiler=-fPIC", "-Xptxas=-v", f"-gencode=arch=compute_{target},code=sm_{target}"),
-            f"-DFEATHER_HOPPER={int(self.capability == 90)}",
+            f"-DFEATHER_HOPPER={int(self.hopper)}",
             f"-DFEATHER_DTYPE_{DTYPES[self.dtype].upper()}=1",
             f"-DFEATHER_HEAD_DIM={self.head_dim}",
             f"-DFEATHER_SOFT_CAP={int(self.soft_cap)}",
@@ -229,6 +252,7 @@ class Configuration:
             *(["-DFEATHER_LATENT=1"] if self.head_dim == LATENT_DIM else []),
             *(["-DFEATHER_CAUSAL=1"] if self.causal else []),
             *(f"-DFEATHER_{path.upper()}_{m}={n}" for path, m, n in self.others),
+            *([f"-DFEATHER_SHARED_KB={self._shared}"] if self._shared != MOST_SHARED else []),
         ]
 
     @property
@@ -443,7 +467,7 @@ def variants(options: argparse.Namespace) -> list[Configuration]:
     arch, dtype, head_dim, *features = (left_out[name] if asked[name] is None else asked[name] for name in CHOICES)
     made = []
     for kind, dim, capability, cap, sinks, fp8, causal in itertools.product(dtype, head_dim, arch, *features):
-        flags = bool(cap), tuple(options.tile), bool(sinks), bool(fp8), bool(causal)
+        flags = bool(cap), tuple(options.tile), bool(sinks), bool(fp8), bool(causal), options.shared_kb
         try:
             made.append(Configuration(kind, dim, capability, *flags))
         except BuildError:
@@ -466,6 +490,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--head-dim", type=int, nargs="+", choices=(*HEAD_DIMS, LATENT_DIM))
     for feature in ("soft-cap", "sinks", "fp8-kv", "causal"):
         parser.add_argument(f"--{feature}", type=int, nargs="+", choices=(0, 1), help="without, with, or both")
+    parser.add_argument(
+        "--shared-kb", type=int, default=0, choices=sorted({0, *SHARED_KB.values()}),
+        help="shared memory of a processor that kernels keep to, to try them on a larger GPU (default: what it has)",
+    )  # fmt: skip
     parser.add_argument(
         "--tile",
         nargs="+",

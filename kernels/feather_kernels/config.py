@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from feather_kernels.build import load_kernel
 from feather_kernels.device import Device
 from feather_kernels.options import BY_DEFAULT, tail_warps_of
+from feather_kernels.paths import MOST_SHARED, KernelPath
 from feather_kernels.tiles import built_tiles, chosen_tiles, n_choices
 
 PATHS = ("auto", "portable", "hopper")
@@ -56,6 +57,8 @@ class KernelConfig:
     path: str = "auto"
     tiles: tuple[tuple[int, int], ...] = BY_DEFAULT
     causal_tails: bool = False
+    shared_kb: int = field(init=False, repr=False, default=MOST_SHARED)  # of a processor of the GPU
+    limited_kb: int = field(init=False, repr=False, default=0)  # `Device.limited_kb`
 
     def __post_init__(self) -> None:
         if min(self.num_kv_heads, self.num_qo_heads) < 1 or self.num_qo_heads % self.num_kv_heads:
@@ -69,13 +72,14 @@ class KernelConfig:
         device = cuda_device(self.device)
         self._settle(device=device, kv_dtype=self.kv_dtype or self.dtype)
         major, minor = torch.cuda.get_device_capability(device)
-        if self.path == "hopper" and major < 9:
+        gpu = Device.of(device)
+        own = replace(gpu, capability=10 * major + minor)
+        if self.path == "hopper" and own.path != "hopper":
             raise ValueError(f"path is 'hopper', but {torch.cuda.get_device_name(device)} is compute {major}.{minor}")
-        own = "hopper" if major >= 9 else "portable"
-        path = "portable" if self.path == "portable" else own
-        rules = Device.of(device).n_rule if path == own else {}
-        tiles = sorted((m, n) for m, n in self.tiles or chosen_tiles(path, self.head_dim, rules))
-        self._settle(path=path, tiles=tuple(tiles))
+        path = "portable" if self.path == "portable" else own.path
+        rules = own.n_rule if path == own.path else {}
+        tiles = sorted((m, n) for m, n in self.tiles or chosen_tiles(path, self.head_dim, rules, own.shared_kb))
+        self._settle(path=path, tiles=tuple(tiles), shared_kb=own.shared_kb, limited_kb=own.limited_kb)
         self._check_tiles()
         if self.causal_tails and path != "hopper":
             raise ValueError("causal_tails is True: that needs the path 'hopper'")
@@ -85,13 +89,13 @@ class KernelConfig:
             object.__setattr__(self, name, value)
 
     def _check_tiles(self) -> None:
-        built = built_tiles(self.path, self.head_dim)
+        built = built_tiles(self.path, self.head_dim, self.shared_kb)
         if [m for m, _ in self.tiles] != [m for m, _ in built[-len(self.tiles) :]]:
             raise ValueError(f"tiles are {self.tiles}: use the largest one or more of {built}")
         if self.group_size > self.tiles[-1][0]:
             raise ValueError(f"{self.group_size} query heads to a KV head: the largest tile holds {self.tiles[-1][0]}")
         for _, m, n in self.other_tiles:
-            if n not in (choices := n_choices(self.path, m, self.head_dim)):
+            if n not in (choices := n_choices(self.path, m, self.head_dim, self.shared_kb)):
                 raise ValueError(f"tiles are {self.tiles}: for m = {m} n may be {choices}")
 
     @property
@@ -112,7 +116,7 @@ class KernelConfig:
     @property
     def other_tiles(self) -> tuple[tuple[str, int, int], ...]:
         """(path, m, n) of those with another n than they are built with by default."""
-        built = built_tiles(self.path, self.head_dim)
+        built = built_tiles(self.path, self.head_dim, self.shared_kb)
         return tuple((self.path, m, n) for m, n in self.tiles if (m, n) not in built)
 
     @property
@@ -124,10 +128,12 @@ class KernelConfig:
     def planner_defaults(self) -> dict[str, Any]:
         """How plans are made unless another way is named: as was measured best on the path."""
         hopper = self.path == "hopper"
+        how = KernelPath.of(self.path, self.head_dim, self.shared_kb)
         return {
+            "alpha": None if hopper else tuple(1 / how.teams_per_processor(m) for m, _ in self.tiles),
             "strategy": "time" if hopper else "profit", "split": "rounds" if hopper else "balanced",
-            "tail_warps": tail_warps_of(self.path, self.head_dim), "kv_value_bytes": self.kv_dtype.itemsize,
-            "causal_tails": self.causal_tails,
+            "tail_warps": tail_warps_of(self.path, self.head_dim, self.shared_kb),
+            "kv_value_bytes": self.kv_dtype.itemsize, "causal_tails": self.causal_tails,
         }  # fmt: skip
 
     def load(self, soft_cap: bool, sinks: bool) -> Any:
@@ -135,7 +141,8 @@ class KernelConfig:
         major, minor = torch.cuda.get_device_capability(self.device)
         name = str(self.dtype).removeprefix("torch.")
         kind = soft_cap, self.other_tiles, sinks, self.kv_dtype == FP8, self.causal_tails
-        return load_kernel(name, self.head_dim, 10 * major + minor, *kind)
+        limits = {"shared_kb": self.limited_kb} if self.limited_kb else {}
+        return load_kernel(name, self.head_dim, 10 * major + minor, *kind, **limits)
 
 
 def cuda_device(device: torch.device | str | None) -> torch.device:

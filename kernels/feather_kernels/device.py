@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from feather_kernels.errors import BuildError
+from feather_kernels.paths import SHARED_KB
 
 Piece = tuple[int | None, int]  # longest KV of the piece (None: no limit), its n
 
 PROFILES = Path(__file__).resolve().parent / "devices"
+LIMITS = "FEATHER_KERNELS_LIMITS"  # the variable with a profile whose shared memory this GPU's kernels keep to
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,13 @@ class Device:
             found.shared_memory_per_block_optin,
             found.regs_per_multiprocessor,
         )
+        if limits := os.environ.get(LIMITS):
+            least = cls.load(limits)
+            return replace(
+                static,
+                shared_per_sm=min(static.shared_per_sm, least.shared_per_sm),
+                shared_per_block=min(static.shared_per_block, least.shared_per_block),
+            )
         if not static.profile.is_file():
             return static
         known = cls.load(static.profile)
@@ -109,6 +119,22 @@ class Device:
         fields = json.loads(file.read_text())
         rules = {path: NRule.from_json(rule) for path, rule in fields.pop("n_rule", {}).items()}
         return cls(**fields, n_rule=rules)
+
+    @property
+    def shared_kb(self) -> int:
+        """The shared memory of a processor, of the sizes that kernels are built for."""
+        own = min(self.shared_per_sm // 1024, SHARED_KB.get(self.capability, self.shared_per_sm))
+        return max((size for size in SHARED_KB.values() if size <= own), default=min(SHARED_KB.values()))
+
+    @property
+    def limited_kb(self) -> int:
+        """The same where it is less than GPUs of this compute capability have (``FEATHER_KERNELS_LIMITS``), else 0."""
+        return self.shared_kb if self.shared_kb < SHARED_KB.get(self.capability, 0) else 0
+
+    @property
+    def path(self) -> str:
+        """The path of the kernels that is made for it."""
+        return "hopper" if self.capability == 90 and not self.limited_kb else "portable"
 
     @property
     def profile(self) -> Path:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from feather_kernels.costs import UnitCosts
 from feather_kernels.errors import BuildError, PlanError, is_number, is_whole
 from feather_kernels.pack import MERGES, SPLITS, STRATEGIES
-from feather_kernels.paths import KernelPath
+from feather_kernels.paths import MOST_SHARED, KernelPath
 from feather_kernels.tiles import TILES, WIDEST_HEAD
 
 Tiles = Sequence[tuple[int, int]]
@@ -306,9 +306,9 @@ def _described(name: str, record: np.dtype[Any]) -> str:
     return f"{name} {fields} size:{record.itemsize}"
 
 
-def tail_warps_of(path: str, head_dim: int) -> int:
+def tail_warps_of(path: str, head_dim: int, shared_kb: int = MOST_SHARED) -> int:
     """Warps of a processor that take tails, on a path of the kernel (``tiles.TILES``)."""
-    return KernelPath.of(path, head_dim).teams_per_processor(_THIN_ROWS)
+    return KernelPath.of(path, head_dim, shared_kb).teams_per_processor(_THIN_ROWS)
 
 
 def _is_count(value: Any) -> bool:

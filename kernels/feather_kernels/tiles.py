@@ -9,6 +9,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from feather_kernels.paths import MOST_SHARED, SHARED_KB, portable_ring
+
 if TYPE_CHECKING:
     from feather_kernels.device import NRule
 
@@ -21,12 +23,14 @@ LATENT_TILES = ((64, 64),)  # of latent attention: a tile of few rows costs as m
 WIDEST_HEAD = 128  # of m = 128: beyond, two warpgroups' results do not fit into registers
 
 
-def built_tiles(path: str, head_dim: int) -> tuple[tuple[int, int], ...]:
-    """The tiles of a path that are built for a head dimension."""
+def built_tiles(path: str, head_dim: int, shared_kb: int = MOST_SHARED) -> tuple[tuple[int, int], ...]:
+    """The tiles of a path that are built for a head dimension, and a processor with so much shared memory."""
+    if path == "portable" and head_dim > WIDEST_HEAD and shared_kb < SHARED_KB[80]:
+        return tuple((m, 16 if m == 32 else n) for m, n in TILES[path])
     return tuple(tile for tile in TILES[path] if tile[0] <= 64 or head_dim <= WIDEST_HEAD)
 
 
-def n_choices(path: str, m: int, head_dim: int) -> tuple[int, ...]:
+def n_choices(path: str, m: int, head_dim: int, shared_kb: int = MOST_SHARED) -> tuple[int, ...]:
     """The n with which the tile of m rows can be built: a ring has at least two stages.
 
     Up to 16 rows are one warp's, which multiplies 16 tokens at a time. On the Hopper path a stage has 8 KB of K or
@@ -36,16 +40,19 @@ def n_choices(path: str, m: int, head_dim: int) -> tuple[int, ...]:
     if m <= 16:
         return (16,)
     if path == "portable":
-        least, ring = 16, {64: 192, 128: 96, 256: 64}.get(head_dim, 0) * m // 32
+        known = head_dim in (64, 128, 256)
+        least, ring = 16, portable_ring(head_dim, shared_kb) * m // 16 // (4 * head_dim) if known else 0
     else:
         least, ring = 4096 // head_dim, {64: 384, 128: 192, 256: 128}.get(head_dim, 0)
     return tuple(n for n in (16, 32, 64, 128) if least <= n <= ring // 2)
 
 
-def chosen_tiles(path: str, head_dim: int, rules: Mapping[str, NRule]) -> tuple[tuple[int, int], ...]:
+def chosen_tiles(
+    path: str, head_dim: int, rules: Mapping[str, NRule], shared_kb: int = MOST_SHARED
+) -> tuple[tuple[int, int], ...]:
     """`built_tiles` with the n that a GPU's rule has for long KV, where it has a rule for these: it was timed once."""
     rule = rules.get(path) if head_dim == PROFILED_HEAD else None
-    built = built_tiles(path, head_dim)
+    built = built_tiles(path, head_dim, shared_kb)
     return built if rule is None else tuple((m, rule.choose_n(m, LONGEST_KV)) for m, _ in built)
 
 

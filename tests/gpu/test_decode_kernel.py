@@ -16,10 +16,11 @@ import torch
 from decode_cases import attend
 
 from feather_kernels import PackedDecodeWrapper
+from feather_kernels.device import Device
 from feather_kernels.trees import forest_table, tree_forest
 
 GPU = torch.cuda.is_available()
-HOPPER = GPU and torch.cuda.get_device_capability()[0] >= 9
+HOPPER = GPU and Device.of().path == "hopper"
 pytestmark = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU: torch sees none")
 
 

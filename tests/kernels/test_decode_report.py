@@ -17,6 +17,8 @@ import torch
 from decode_cases import Heads, tree_case
 from decode_systems import ABLATIONS, PEERS, Inputs, Pools, choose_systems, reference
 
+from feather_kernels.device import Device
+
 
 def record(tree=1, page_size=1, heads="32/8", floor=10.0, **times):
     systems = {
@@ -86,7 +88,8 @@ def test_a_peer_that_is_not_here_says_why(monkeypatch):
 )
 def test_the_fixed_tile_is_the_largest_that_is_built(capability, head_dim, tile, monkeypatch):
     options = {}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu = Device(f"a GPU of {capability}", 10 * capability[0] + capability[1], 100, 233472, 232448)
+    monkeypatch.setattr(Device, "of", lambda device: gpu)
     monkeypatch.setattr(decode_systems, "feather", lambda **given: lambda inputs: options.update(given))
     case = SimpleNamespace(head_dim=head_dim)
     decode_systems.feather_fixed(SimpleNamespace(q=torch.zeros(1), case=case))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from feather_kernels.build import HEAD_DIMS
+from feather_kernels.paths import SHARED_KB
 from feather_kernels.tiles import built_tiles
 from feather_sglang.adapter.attention import limits, matrix
 from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts
@@ -52,7 +53,20 @@ def test_a_mode_that_the_checks_refuse_is_not_called_served(monkeypatch):
 
 def test_a_gpu_that_nothing_has_run_on_is_not_called_served():
     rows = {capability: served for capability, served, _ in matrix.gpu_rows()}
-    assert rows["9.0"] == "yes" and rows["8.0"] == "untested" and {rows["7.5"], rows["8.9"], rows["10.0"]} == {"no"}
+    assert rows["9.0"] == "yes" and rows["7.5"] == "no"
+    others = {rows[one] for one in ("8.0", "8.6", "8.9", "10.0", "12.0")}
+    assert len(others) == 1 and not others & {"yes", "no"}
+
+
+def test_a_gpu_that_nothing_has_run_on_is_served_only_to_those_who_ask():
+    limits.refuse_capability(9, 0)
+    for capability in ((8, 0), (8, 9), (12, 0)):
+        with pytest.raises(FeatherError, match="--feather-unproven-gpu on"):
+            limits.refuse_capability(*capability)
+        limits.refuse_capability(*capability, unproven=True)
+        assert f"{SHARED_KB[10 * capability[0] + capability[1]]} KB" in limits.what_was_run(*capability)
+    with pytest.raises(FeatherError, match=r"this GPU has 7\.5$"):
+        limits.refuse_capability(7, 5, unproven=True)
 
 
 @pytest.mark.parametrize(

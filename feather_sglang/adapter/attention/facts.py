@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -10,12 +11,21 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.runtime_context import get_parallel, get_spec
 
+from feather_kernels.build import PROVEN
 from feather_sglang.adapter.attention.beside import DRAFT_FLAG, DRAFTS_BY_PAT, PAT
 from feather_sglang.adapter.attention.engines import PackedLayers
-from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts, packed_layers, refuse_capability
-from feather_sglang.adapter.options import packs_prefill
+from feather_sglang.adapter.attention.limits import (
+    LayerFacts,
+    ModelFacts,
+    packed_layers,
+    refuse_capability,
+    what_was_run,
+)
+from feather_sglang.adapter.options import FeatherOptions, packs_prefill
 from feather_sglang.adapter.refusals import ANOTHER_BACKEND, REFERENCE, refuse_pat_flags
 from feather_sglang.errors import FeatherError
+
+logger = logging.getLogger(__name__)
 
 
 def packed_of(runner: Any) -> PackedLayers:
@@ -47,7 +57,10 @@ def uses_reference(runner: Any) -> bool:
     if device != "cuda" or torch.version.cuda is None:
         where = "the CPU" if device == "cpu" else str(runner.device)
         raise FeatherError(f"the pat backend needs an NVIDIA GPU, this server runs on {where}: {ANOTHER_BACKEND}")
-    refuse_capability(*torch.cuda.get_device_capability(torch.cuda.current_device()))
+    major, minor = torch.cuda.get_device_capability(torch.cuda.current_device())
+    refuse_capability(major, minor, FeatherOptions.from_environment().unproven_gpu)
+    if 10 * major + minor not in PROVEN:
+        logger.warning("feather: %s", what_was_run(major, minor))
     return False
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from feather_kernels.build import ARCHITECTURES, HEAD_DIMS, LATENT_DIM, LATENT_VALUES
+from feather_kernels.build import ARCHITECTURES, HEAD_DIMS, LATENT_DIM, LATENT_VALUES, PROVEN
+from feather_kernels.paths import SHARED_KB
 from feather_sglang.adapter.refusals import ANOTHER_BACKEND, Limit, first_limit
 from feather_sglang.errors import FeatherError
 
@@ -173,8 +174,23 @@ def left_to_another(layer: LayerFacts) -> str | None:
     return limit and limit.what
 
 
-def refuse_capability(major: int, minor: int) -> None:
-    """Raise ``FeatherError`` for a GPU that the kernels are not built for."""
-    if 10 * major + minor not in ARCHITECTURES:
+def refuse_capability(major: int, minor: int, unproven: bool = False) -> None:
+    """Raise ``FeatherError`` for a GPU that the kernels are not built for, or, unless asked to, were not run on."""
+    if (capability := 10 * major + minor) not in ARCHITECTURES:
         known = " or ".join(f"{capability / 10:.1f}" for capability in ARCHITECTURES)
         raise FeatherError(f"the pat backend needs compute capability {known}, this GPU has {major}.{minor}")
+    if capability not in PROVEN and not unproven:
+        raise FeatherError(
+            f"the pat backend was not run on a GPU of compute capability {major}.{minor} yet: serve with it all the "
+            f"same by --feather-unproven-gpu on, or {ANOTHER_BACKEND}"
+        )
+
+
+def what_was_run(major: int, minor: int) -> str:
+    """What the kernels for a GPU that they were not run on have been through."""
+    capability = 10 * major + minor
+    return (
+        f"pat is unproven on compute capability {major}.{minor}: its kernels were compiled for it and run on an H200 "
+        f"with the {SHARED_KB[capability]} KB of shared memory of such a GPU, and nothing was run on one; `python -m "
+        "feather_kernels.self_test --out FILE` checks this GPU, and FILE is what to report"
+    )

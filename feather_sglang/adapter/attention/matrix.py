@@ -160,12 +160,12 @@ def gpu_rows() -> list[tuple[str, str, str]]:
     rows = []
     for major, minor in CAPABILITIES:
         try:
-            refuse_capability(major, minor)
+            refuse_capability(major, minor, unproven=True)
         except FeatherError:
             rows.append((f"{major}.{minor}", "no", ""))
         else:
             test = GPU_TESTS.get(10 * major + minor, "")
-            rows.append((f"{major}.{minor}", "yes" if test else "untested", test))
+            rows.append((f"{major}.{minor}", "yes" if test else "untested: --feather-unproven-gpu on", test))
     return rows
 
 

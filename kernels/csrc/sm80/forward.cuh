@@ -13,10 +13,11 @@ struct PortableForward {
   static constexpr int kRings = kWarps * Traits::kRingBytes;
   template <class Team>
   static constexpr int slots() {
-    return kWarps / Team::kWarps * Team::kStages;
+    return Team::teams(kWarps) * Team::kStages;
   }
   static constexpr int kSlots = (slots<Teams>() + ...);
-  static constexpr int kMemberWords = std::max({kWarps / Teams::kWarps * Teams::kMemberWords...});
+  static constexpr int kMemberWords = std::max({Teams::teams(kWarps) * Teams::kMemberWords...});
+  static_assert(((Teams::teams(kWarps) > 0) && ...), "the rings are too small");
   struct Control {
     StageInfo infos[kSlots];
     Source sources[kWarps];
@@ -26,6 +27,7 @@ struct PortableForward {
     Source tail_sources[kWarps];
   };
   static constexpr int kSmem = kRings + int(sizeof(Control));
+  static_assert(Traits::kMinCtas * (kSmem + 1024) <= Traits::kShared * 1024, "too much shared memory");  // 1 KB: CUDA's
 
   static __device__ void run(Params<T> const& params) {
     extern __shared__ __align__(1024) unsigned char smem[];
@@ -51,11 +53,14 @@ struct PortableForward {
     (
         [&] {
           Queue const queue = find_queue(params, index++);
+          constexpr int kTeams = Teams::teams(kWarps);
           int const team = threadIdx.x / (32 * Teams::kWarps);
           if (queue.n_work) {
-            Teams::run(params, queue, fixed_start, team, kWarps / Teams::kWarps, smem + team * Teams::kRingBytes,
-                       barriers + 2 * (slot + team * Teams::kStages), control.infos + slot + team * Teams::kStages,
-                       control.sources + team, control.members + team * Teams::kMemberWords);
+            if (kTeams == kWarps / Teams::kWarps || team < kTeams) {
+              Teams::run(params, queue, fixed_start, team, kTeams, smem + team * Teams::kRingBytes,
+                         barriers + 2 * (slot + team * Teams::kStages), control.infos + slot + team * Teams::kStages,
+                         control.sources + team, control.members + team * Teams::kMemberWords);
+            }
             fixed_start = false;
             __syncthreads();
           }

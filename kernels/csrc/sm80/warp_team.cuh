@@ -1,5 +1,7 @@
 // A team of warps works through the queue of its tile shape.
 #pragma once
+#include <algorithm>
+
 #include "common/merge.cuh"
 #include "sm80/kv_stream.cuh"
 #include "sm80/warp_tile.cuh"
@@ -11,9 +13,12 @@ template <typename T, int kHeadDim, int kWarps_, int kTokens_, int kRingBytesPer
 struct WarpTeam {
   static constexpr int kWarps = kWarps_, kTokens = kTokens_, kBlock = 16;
   using Rows = SwizzledRows<kv_places(kHeadDim), kTokens>;
-  static constexpr int kRingBytes = kWarps * kRingBytesPerWarp;
-  static constexpr int kStages = kRingBytes / (2 * Rows::kElements * int(sizeof(T)));
-  static_assert(kStages >= 2, "a ring needs two stages");
+  static constexpr int kStageBytes = 2 * Rows::kElements * int(sizeof(T));
+  // A ring needs two stages: where a team's share of the rings is less, fewer teams have them.
+  static constexpr int kRingBytes = std::max(kWarps * kRingBytesPerWarp, 2 * kStageBytes);
+  static constexpr int kStages = kRingBytes / kStageBytes;
+  // Teams of a CTA of so many warps.
+  static constexpr int teams(int warps) { return std::min(warps / kWarps, warps * kRingBytesPerWarp / kRingBytes); }
   using Stream = KvStream<T, kHeadDim, kWarps, kTokens, kStages, kBlock>;
   static constexpr int kMemberWords = kStages * Stream::kMemberWords;  // of a team
 

@@ -30,17 +30,18 @@ def table(device: Device, head_dim: int, dtype: str, registers: dict[str, Regist
     """The candidates of every path with what they need, as text."""
     size = DTYPE_BYTES[dtype]
     lines = [f"{device.name}, head_dim {head_dim}, {dtype}, rings of {stages} stages; * is built, + on demand"]
-    for name, built in TILES.items():
-        if name == "hopper" and device.capability // 10 != 9:
+    for name in TILES:
+        if name == "hopper" and device.path != "hopper":
             continue
-        path = KernelPath.of(name, head_dim)
+        built = built_tiles(name, head_dim, device.shared_kb)
+        path = KernelPath.of(name, head_dim, device.shared_kb)
         verdicts = feasible_tiles(device, head_dim, size, registers, CANDIDATES, name, stages)
         used = max((value.used for kernel, value in registers.items() if path.kernel in kernel), default=None)
         lines.append(f"\n{name}: {path.blocks} x {path.threads} threads an SM, {used or 'unknown'} registers a thread")
         lines.extend(next((verdict.reason.split("; ") for verdict in verdicts if verdict.ok), []))
         lines.append(f"{'m':>5} {'n':>4} {'teams/SM':>9} {'shared/block':>13} {'least n':>8}  feasible")
         for m, n, ok, reason in verdicts:
-            on_demand = m in dict(built) and n in n_choices(name, m, head_dim)
+            on_demand = m in dict(built) and n in n_choices(name, m, head_dim, device.shared_kb)
             mark = "*" if (m, n) in built else "+" if on_demand else " "
             teams = path.teams_per_processor(m)
             shared = shared_bytes(path, m, n, head_dim, size, stages) if teams else "-"
@@ -59,8 +60,8 @@ def profile_n(path: str, device: Device, head_dim: int, dtype: str) -> NRule:
 
     timer = UnitTimer(path, head_dim, dtype)
     pieces = {}
-    for m, built in built_tiles(path, head_dim):
-        candidates = [(m, n) for n in n_choices(path, m, head_dim)]
+    for m, built in built_tiles(path, head_dim, device.shared_kb):
+        candidates = [(m, n) for n in n_choices(path, m, head_dim, device.shared_kb)]
         verdicts = feasible_tiles(device, head_dim, DTYPE_BYTES[dtype], {}, candidates, path)
         choices = [n for _, n, ok, _ in verdicts if ok] or [built]
 
@@ -126,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
             device = replace(device, latency_ns=round(latency, 1), bandwidth=round(measure_bandwidth(), 1))
             print(f"latency {device.latency_ns} ns, bandwidth {device.bandwidth} bytes/ns")
         if options.profile:
-            paths = [path for path in TILES if path == "portable" or device.capability // 10 == 9]
+            paths = [path for path in TILES if path in ("portable", device.path)]
             rules = {path: profile_n(path, device, options.head_dim, options.dtype) for path in paths}
             device = replace(device, n_rule=rules)
         if options.measure or options.profile:

@@ -102,7 +102,7 @@ def feasible_tiles(
     list of (m, n, ok, reason)
         ``reason`` names the first constraint that fails; for a feasible tile, what could not be checked.
     """
-    how = KernelPath.of(path, head_dim)
+    how = KernelPath.of(path, head_dim, device.shared_kb)
     found = [registers for name, registers in register_report.items() if how.kernel in name]
     registers = max(found) if found else None
     verdicts = []
