@@ -15,7 +15,7 @@ import perf_models
 import perf_servers
 from perf_text import caption, table
 
-from feather_kernels.build import ARCHITECTURES, LATENT_VALUES
+from feather_kernels.build import ARCHITECTURES, LATENT_VALUES, PROVEN
 from feather_sglang.adapter.attention.limits import POOLS as FULL_POOLS
 from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts, left_to_another, packed_layers
 from feather_sglang.adapter.attention.matrix import GPU_TESTS
@@ -253,14 +253,17 @@ def gpu_rows(folder: Path) -> list[list[str]]:
         for name in names.split(", ") if capability in GPU_TESTS else [names]:
             what = next((runs[gpu] for gpu in runs if name in gpu.split()), [])
             servers = " and ".join(filter(None, what))
-            ran = "nothing yet; the kernel with its limits, on an H200" if compiled else "-"
+            ran = "nothing yet" if compiled else "-"
+            if compiled and capability not in PROVEN:
+                ran += "; on an H200, its kernels with its shared memory"
             if what:
                 ran = (
                     f"the kernel; servers with SGLang {servers}"
                     if servers
                     else "the kernel; it was not run in a server"
                 )
-            verdict = ("served" if what else "by `--feather-unproven-gpu on`") if compiled else REFUSED
+            unrun = "compiled, not run" if capability in PROVEN else "by `--feather-unproven-gpu on`"
+            verdict = ("served" if what else unrun) if compiled else REFUSED
             rows.append([name, f"{capability / 10:.1f}", verdict, ran])
     return rows
 
