@@ -85,7 +85,8 @@ def test_a_named_model_is_likened_to_the_nearest_that_was_run() -> None:
 
 def test_a_gpu_is_served_only_where_something_ran_on_it() -> None:
     served = {row[0]: row[2] for row in model_names.gpu_rows(MEASURED)}
-    assert served["H200"] == served["H100"] == "served" and "not run" in served["A100, A30"]
+    assert served["H200"] == served["H100"] == "served" and "not run" in served["GH200"]
+    assert "--feather-unproven-gpu" in served["A100, A30"]
     assert served["T4"] == model_names.REFUSED
 
 

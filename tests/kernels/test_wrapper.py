@@ -254,7 +254,11 @@ def asks(monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-        monkeypatch.setattr(config_module, "load_kernel", lambda *asked: (_ for _ in ()).throw(Asked(*asked)))
+
+        def load_kernel(*asked, **limits):
+            raise Asked(*asked, *limits.values())
+
+        monkeypatch.setattr(config_module, "load_kernel", load_kernel)
         with pytest.raises(Asked) as error:
             PackedDecodeWrapper(8, 2, head_dim, **arguments)
         return error.value.args
@@ -275,6 +279,22 @@ def test_by_default_and_for_the_default_tiles_it_is_the_same_library(asks):
     assert asks(**a100, kv_dtype=torch.float8_e4m3fn) == ("float16", 128, 80, False, (), False, True, False)
     with pytest.raises(ValueError, match=r"kv_dtype is torch.float8_e5m2: use torch.float16, as queries have, or"):
         asks(kv_dtype=torch.float8_e5m2)
+
+
+def test_on_a_gpu_that_keeps_to_a_smaller_ones_limits_it_is_that_ones_library(asks, monkeypatch):
+    monkeypatch.setenv("FEATHER_KERNELS_LIMITS", "l40s")
+    assert asks() == ("float16", 128, 90, False, (), False, False, False, 100)
+    assert asks(head_dim=256)[4] == ()  # the tile of 32 rows has another n, which is the usual one there
+    with pytest.raises(ValueError, match="path is 'hopper'"):
+        asks(path="hopper")
+    with pytest.raises(ValueError, match=r"for m = 32 n may be \(16,\)"):
+        asks(head_dim=256, tiles=((32, 32), (64, 32)))
+    ada = {"name": "NVIDIA L40S", "capability": (8, 9)}
+    assert asks(**ada) == ("float16", 128, 89, False, (), False, False, False)
+    for blackwell in ((10, 0), (12, 0)):
+        assert asks(name="a Blackwell", capability=blackwell)[2] == 10 * blackwell[0]
+        with pytest.raises(ValueError, match="path is 'hopper'"):
+            asks(name="a Blackwell", capability=blackwell, path="hopper")
 
 
 def test_who_will_run_with_sinks_asks_for_their_kernels_alone(asks):
