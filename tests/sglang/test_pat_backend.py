@@ -802,6 +802,22 @@ def test_no_gpu_ends_start_up(server, monkeypatch):
         server()
 
 
+def test_a_gpu_that_nothing_was_run_on_is_served_where_a_flag_asks_for_it(monkeypatch, caplog):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    runner = SimpleNamespace(device="cuda")
+    with pytest.raises(FeatherError, match=r"was not run on a GPU of compute capability 8\.9"):
+        pat_facts.uses_reference(runner)
+    monkeypatch.setenv(VARIABLE, '{"unproven_gpu": true}')
+    assert not pat_facts.uses_reference(runner)
+    (record,) = caplog.records
+    assert "8.9" in record.getMessage() and "\n" not in record.getMessage()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert not pat_facts.uses_reference(runner)
+    assert len(caplog.records) == 1
+
+
 def test_an_sglang_that_does_not_fit_ends_start_up(server, monkeypatch):
     monkeypatch.setattr(hooks, "mismatches", lambda part: [f"{part}: gone"])
     with pytest.raises(FeatherError, match="does not fit --decode-attention-backend pat: pat: gone"):
