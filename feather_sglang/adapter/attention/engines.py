@@ -28,6 +28,12 @@ class PackedLayers:
     others: int = 0  # layers of the model that are left to another backend
     reference: bool = False  # the NumPy reference instead of the kernel
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's KV in all of them."""
+        values = [layer.kv_heads * (layer.head_dim + layer.v_head_dim * (not layer.latent)) for layer in self.layers]
+        return int(sum(values) * self.kv_dtype.itemsize)
+
 
 class Engines:
     """Engines for the packed layers of a model; a step is planned once a shape and run once a layer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from feather_sglang.adapter.scheduler.agreement import is_first_rank
 
@@ -27,6 +27,17 @@ class PatMetrics:
             "feather_pat_attended_tokens", "KV tokens that the requests of all decode steps attended to."
         )
         self.read = Counter("feather_pat_read_tokens", "KV tokens read in these steps, a shared one once a row tile.")
+        self.saved = Counter(
+            "feather_pat_saved_bytes",
+            "Bytes of KV that the first rank's packed layers did not read, as requests shared what was read.",
+        )
+        self.layers = Gauge(
+            "feather_pat_layers",
+            "Attention layers of the model, by the backend that decodes them.",
+            ["backend"],
+            multiprocess_mode="livemax",
+        )
+        self.token_bytes = 0  # of KV in all packed layers of a rank
 
     def step(self, seconds: float | None, attended: int, read: int) -> None:
         """Count a decode step that took so long to plan, or kept its plan (None), and its tokens."""
@@ -37,6 +48,7 @@ class PatMetrics:
             self.seconds.observe(seconds)
         self.attended.inc(attended)
         self.read.inc(read)
+        self.saved.inc(max(0, attended - read) * self.token_bytes)
 
 
 def pat_metrics() -> PatMetrics | None:

@@ -57,6 +57,8 @@ class StepPlanner:
     ) -> None:  # fmt: skip
         self._packed, self.table, self.sharing = packed, table, sharing
         self._query_rows, self._metrics, self._recorder = query_rows, metrics, recorder
+        if metrics is not None:
+            metrics.token_bytes = packed.token_bytes
         self.debug = os.environ.get(DEBUG_CHECK) == "1"  # looks at slots after every plan
         self._snapshot: RowSnapshot | None = None  # what graphs read
         self._for_graph = False  # the plan in force

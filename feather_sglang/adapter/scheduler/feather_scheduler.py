@@ -23,7 +23,7 @@ from sglang.srt.managers.schedule_policy import SchedulePolicy
 
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.scheduler import debug_check
-from feather_sglang.adapter.scheduler.agreement import Agreement
+from feather_sglang.adapter.scheduler.agreement import Agreement, is_first_rank
 from feather_sglang.adapter.scheduler.checks import decision_file
 from feather_sglang.adapter.scheduler.construction import make_admission, make_prefill_bound
 from feather_sglang.adapter.scheduler.debug_check import DebugCheck
@@ -32,6 +32,7 @@ from feather_sglang.adapter.scheduler.guard import Guard, guarded
 from feather_sglang.adapter.scheduler.hooked import Hooks
 from feather_sglang.adapter.scheduler.life_cycle import LifeCycle
 from feather_sglang.adapter.scheduler.meters import Meters
+from feather_sglang.adapter.scheduler.metrics import PolicyMetrics
 from feather_sglang.adapter.scheduler.prefill_limit import PrefillLimit
 from feather_sglang.adapter.scheduler.rounds import AdmissionRounds
 from feather_sglang.adapter.scheduler.row_order import RowOrder
@@ -66,7 +67,12 @@ class FeatherScheduler:
         self.meters = Meters(scheduler, agreement, self.guard, lambda: self.clock())
         bound = make_prefill_bound(options)
         limit = PrefillLimit(scheduler, self.admission, bound, lambda: self.clock()) if bound is not None else None
-        self.rounds = AdmissionRounds(scheduler, self.admission, self.life_cycle, self.meters, self.guard, limit)
+        self.metrics = PolicyMetrics(name, options) if is_first_rank() else None
+        self.rounds = AdmissionRounds(
+            scheduler, self.admission, self.life_cycle, self.meters, self.guard, limit, self.metrics
+        )
+        if self.metrics is not None:
+            self.metrics.write(self.admission, 0)
         self.rows = RowOrder(self.admission, self.guard, options.row_order)
         self._check = DebugCheck(self) if os.environ.get(debug_check.VARIABLE) == "1" else None
         self._decisions: DecisionLog | None = None
@@ -98,6 +104,8 @@ class FeatherScheduler:
             self._hooks.undo()
         if self._decisions is not None:
             self._decisions.close()
+        if self.metrics is not None:
+            self.metrics.end()
 
     @property
     def watches_decisions(self) -> bool:

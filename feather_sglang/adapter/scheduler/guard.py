@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
+
+from feather_sglang.adapter.scheduler.agreement import is_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +19,16 @@ logger = logging.getLogger(__name__)
 def failure_counter() -> Counter:
     """Metric: run-time failures after which a scheduler went on as fcfs."""
     return Counter("feather_policy_failures", "Run-time failures of a feather policy; the scheduler goes on as fcfs.")
+
+
+@functools.cache
+def failure_gauge() -> Gauge:
+    """Metric: whether a scheduler has gone on as fcfs."""
+    return Gauge(
+        "feather_policy_failed",
+        "1 where a feather policy has failed and a scheduler goes on as fcfs, on any rank.",
+        multiprocess_mode="livemax",
+    )
 
 
 class Guard:
@@ -27,18 +40,25 @@ class Guard:
         Whether anything inside has failed: feather does nothing more.
     reason : str
         What failed first; empty if nothing did.
+    seconds : float
+        That were spent inside.
     """
 
     def __init__(self) -> None:
         self.failed = False
         self.reason = ""
+        self.seconds = 0.0
+        failure_gauge().set(0)
+        self._failures = failure_counter() if is_first_rank() else None  # all ranks fail alike, and count as one
 
     def fail(self, what: str, error: BaseException) -> None:
         """Log a failure, count it, and go on as fcfs; only the first one counts."""
         if not self.failed:
             self.failed = True
             self.reason = f"{what}: {error!r}"
-            failure_counter().inc()
+            failure_gauge().set(1)
+            if self._failures is not None:
+                self._failures.inc()
             logger.error("feather: %s (%r); this scheduler goes on as fcfs", what, error, exc_info=error)
 
 
@@ -53,11 +73,14 @@ def guarded(what: str, otherwise: Any = None) -> Callable[[Callable[..., Any]], 
         def run(self: Any, *args: Any) -> Any:
             if self.guard.failed:
                 return otherwise
+            before, start = self.guard.seconds, time.perf_counter()
             try:
                 return method(self, *args)
             except Exception as error:
                 self.guard.fail(what, error)
                 return otherwise
+            finally:  # what was called within is counted once
+                self.guard.seconds = before + time.perf_counter() - start
 
         return run
 

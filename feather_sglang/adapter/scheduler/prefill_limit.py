@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from feather_sglang.adapter.scheduler.bound_metrics import bound_metrics
 from feather_sglang.adapter.scheduler.life_cycle import cached_tokens, total_tokens
+from feather_sglang.adapter.scheduler.metrics import bound_gauges
 from feather_sglang.scheduling.admission.admission import Admission
 from feather_sglang.scheduling.meters.readings import Readings
 from feather_sglang.scheduling.prefill_bound.prefill_bound import PrefillBound, tokens_for
@@ -39,7 +39,7 @@ class PrefillLimit:
         self.admission = admission
         self.bound = bound
         self.deferrals = 0
-        self._metrics = bound_metrics()
+        self._gauges = bound_gauges()
         self._told: tuple[float | None, float | None] | None = None
         self._full = scheduler.chunked_prefill_size
         page = scheduler.page_size
@@ -99,10 +99,10 @@ class PrefillLimit:
     def _tell(self) -> None:
         self.bound.tell_in_force(self.clock())
         told = self.bound.asked, self.bound.in_force
-        if self._metrics is not None and told != self._told:
+        if self._gauges is not None and told != self._told:
             self._told = told
-            self._metrics.asked.set(told[0] or 0.0)
-            self._metrics.in_force.set(told[1] or 0.0)
+            for gauge, seconds in zip(self._gauges, told, strict=True):
+                gauge.set(seconds or 0.0)
 
     def _waiting(self, chunked: Any) -> float:
         """Work of all that waits; infinite where it does not fit into memory."""

@@ -15,6 +15,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from feather_sglang.adapter.scheduler.guard import Guard, guarded
 from feather_sglang.adapter.scheduler.life_cycle import LifeCycle, cached_tokens, total_tokens
 from feather_sglang.adapter.scheduler.meters import Meters
+from feather_sglang.adapter.scheduler.metrics import PolicyMetrics
 from feather_sglang.adapter.scheduler.prefill_limit import PrefillLimit
 from feather_sglang.adapter.scheduler.waiting_prefixes import WaitingPrefixes
 from feather_sglang.scheduling.admission.admission import Admission
@@ -32,6 +33,8 @@ class AdmissionRounds:
     ----------
     limit
         Of prefill while requests decode; None: there is none.
+    metrics
+        None: another rank has them.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class AdmissionRounds:
         meters: Meters,
         guard: Guard,
         limit: PrefillLimit | None = None,
+        metrics: PolicyMetrics | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.admission = admission
@@ -49,9 +53,11 @@ class AdmissionRounds:
         self.meters = meters
         self.guard = guard
         self.limit = limit
+        self.metrics = metrics
         self.prefixes = WaitingPrefixes(scheduler, admission)
         self._readings: Readings | None = None  # where this round needed them before it opened
         self._running_rows = self._computed_tokens = 0
+        self._opened: float | None = None  # what the guard had measured when this round was opened, if one was
 
     def begin(self, running_batch: Any) -> bool:
         """SGLang is about to look for a prefill batch; False lets the running batch decode first.
@@ -81,6 +87,7 @@ class AdmissionRounds:
     def open(self, running_batch: Any) -> bool:
         """Open a round; False where feather has failed, and SGLang admits."""
         self._running_rows, self._computed_tokens = len(running_batch.reqs), 0
+        self._opened = self.guard.seconds
         self.life_cycle.synchronise(running_batch.reqs)
         self.life_cycle.computed()
         chunked = self.scheduler.chunked_req
@@ -152,6 +159,8 @@ class AdmissionRounds:
         """SGLang has added a request to its prefill batch."""
         cached = cached_tokens(req)
         self.life_cycle.admitted(req, cached)
+        if self.metrics is not None:
+            self.metrics.waits.append(self.admission.waited(req.rid))
         if self.limit is not None:
             self.limit.admitted(req)
         self._computed_tokens += total_tokens(req) - cached
@@ -169,3 +178,8 @@ class AdmissionRounds:
         if new_batch is not None:
             self.meters.step_launched()
         self.admission.close_round()
+        if self.metrics is not None:
+            if self._opened is not None:
+                self.metrics.rounds.append(self.guard.seconds - self._opened)
+                self._opened = None
+            self.metrics.write(self.admission, 0 if self.limit is None else self.limit.deferrals)

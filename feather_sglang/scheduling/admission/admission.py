@@ -98,6 +98,7 @@ class Admission:
         self.waiting, self.running, self.in_flight = tree.waiting, tree.active, state.deferrals.in_flight
         self.chunk_size, self.reseed, self.row_order = tree.chunk_size, tree.reseed, tree.row_order
         self.uncached, self.waiting_work, self.prefill_work = state.uncached, state.waiting_work, state.work.of_prompt
+        self.waited, self.overtaken = fairness.waited, state.overtaking.of_oldest
         self.stopping = Stopping(policy)
         self.prefill_delay = prefill_delay
         self.order = Order(state, self.stopping)
@@ -233,7 +234,7 @@ class Admission:
             self.prefill_delay.admitted(fairness.now)
         opened.open_proposal = None
         self.overdue_admissions += request_id == opened.exempt
-        self.longest_wait = max(self.longest_wait, fairness.waited(request_id))
+        self.longest_wait = max(self.longest_wait, self.waited(request_id))
 
     def _not_carried_out(self) -> None:
         self.round.open_proposal = None

@@ -104,6 +104,15 @@ class Overtaking:
         """Return the work of later ones that were admitted before a waiting request."""
         return self._lines[self._priority[request_id]].overtaken(request_id)
 
+    def of_oldest(self) -> tuple[float, float]:
+        """Return the work that was admitted before the oldest waiting request of the most urgent class; its bound."""
+        priority = self.most_urgent()
+        oldest = None if priority is None else self.oldest(priority)
+        if oldest is None:
+            return 0.0, inf
+        line = self._lines[self._priority[oldest]]
+        return line.overtaken(oldest), ALLOWANCE + self.share * line.waiting[oldest].own
+
     def shortest(self, priority: int, work_of: Callable[[Hashable], float | None], now: float) -> Hashable | None:
         """Return the request with the least work among the oldest of a class, of those that the bounds let pass.
 

@@ -276,6 +276,17 @@ class ChunkedHashTree:
         """Return how many chunks of a request another one in the tree has, too."""
         return self._get(request_id, self._waiting, self._active, self._held).parent.depth
 
+    @property
+    def active_groups(self) -> int:
+        """How many groups the active requests are of: those that share their first chunk are one."""
+        tops: set[int] = set()
+        for request in self._active.values():
+            member: Member = request
+            while member.parent.depth:
+                member = member.parent
+            tops.add(id(member))
+        return len(tops)
+
     def path(self, request_id: Hashable) -> list[tuple[Hashable, int]]:
         """Return the parts of a request's prompt that others may have as well, the last one first.
 

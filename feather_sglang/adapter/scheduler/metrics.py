@@ -1,0 +1,134 @@
+"""Metrics of a feather policy, there from the start of a server on; without ``--enable-metrics`` nobody reads them.
+
+The policy counts in plain attributes; they are written at the end of an admission round, at most twice a second.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from feather_sglang.adapter.options import FeatherOptions
+from feather_sglang.adapter.scheduler.agreement import is_first_rank
+from feather_sglang.scheduling.admission.admission import Admission
+
+WRITE_EVERY_SECONDS = 0.5
+
+
+class _Written:
+    """All of them, once in a process. A server has one scheduler to a replica: of gauges the largest is shown."""
+
+    def __init__(self) -> None:
+        self.info = Gauge(
+            "feather_policy_info",
+            "1 for the feather policy in force, with those of its options that are not the defaults; 0 for earlier "
+            "ones. No series is 1 under SGLang's policies.",
+            ["policy", "options"],
+            multiprocess_mode="livemax",
+        )
+        self.decisions = Counter(
+            "feather_decisions",
+            "Decisions by kind: requests `admitted`, of them `overdue` ones; requests deferred because they would pass "
+            "an older one by too much (`overtakes`), until more share their prefix (`batching`), because others would "
+            "be evicted (`evicts`), for want of memory (`kv_budget`); rounds ended by the stop policy (`stop`), "
+            "delayed (`delayed_round`), or left to decode (`decode_first`).",
+            ["decision"],
+        )
+        self.wait = Histogram(
+            "feather_wait_seconds",
+            "Time from the first admission round that saw a request until it was admitted.",
+            buckets=(0.01, 0.03, 0.1, 0.3, 1, 2, 5, 10, 20, 30, 60, 120, 300),
+        )
+        self.round = Histogram(
+            "feather_round_seconds",
+            "Time that the policy takes in an admission round, without SGLang's own.",
+            buckets=(20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3),
+        )
+        self.groups = Gauge(
+            "feather_running_groups",
+            "Prefix groups in the running batch: requests that share their first chunk are one.",
+            multiprocess_mode="livesum",
+        )
+        self.overtaken = Gauge(
+            "feather_overtaken_tokens",
+            "Work of later requests that were admitted before the oldest waiting one.",
+            multiprocess_mode="livemax",
+        )
+        self.overtaking = Gauge(
+            "feather_overtaking_ratio",
+            "The same over its bound (`--feather-max-overtaking`); 1 is the bound.",
+            multiprocess_mode="livemax",
+        )
+        self.asked = Gauge(
+            "feather_bound_asked_seconds",
+            "Time between two tokens that is aimed at; 0 without such a bound.",
+            multiprocess_mode="livemax",
+        )
+        self.in_force = Gauge(
+            "feather_bound_in_force_seconds",
+            "The same, or the longest time between two tokens that was launched in the last 10 to 20 s, where the load "
+            "does not allow what is aimed at.",
+            multiprocess_mode="livemax",
+        )
+
+
+_written = functools.cache(_Written)
+
+
+class PolicyMetrics:
+    """Of one scheduler under one policy.
+
+    Attributes
+    ----------
+    waits, rounds : lists of float
+        Seconds since the last writing: of requests until they were admitted, and of the policy in admission rounds.
+    """
+
+    def __init__(self, policy: str, options: FeatherOptions) -> None:
+        self.written, self.waits, self.rounds = _written(), [], []
+        usual = FeatherOptions().of_policy()
+        changed = {name: value for name, value in options.of_policy().items() if value != usual[name]}
+        self._info = self.written.info.labels(policy, json.dumps(changed))
+        self._info.set(1)
+        self._counted: dict[str, int] = {}
+        self._due = 0.0
+
+    def write(self, admission: Admission, decoded_first: int) -> None:
+        """Write what has changed, unless that was done a moment ago."""
+        if (now := time.monotonic()) < self._due:
+            return
+        self._due, written, stats = now + WRITE_EVERY_SECONDS, self.written, admission.stats()
+        counts = {
+            "admitted": self._counted.get("admitted", 0) + len(self.waits),
+            "overdue": stats["overdue_admissions"],
+            **stats["deferrals"],
+            "stop": stats["stops"],
+            "delayed_round": stats["delayed_rounds"],
+            "decode_first": decoded_first,
+        }
+        for name, count in counts.items():
+            if (before := self._counted.get(name)) != count:
+                written.decisions.labels(name).inc(count - (before or 0))
+        self._counted = counts
+        for histogram, seconds in ((written.wait, self.waits), (written.round, self.rounds)):
+            for each in seconds:
+                histogram.observe(each)
+            seconds.clear()
+        overtaken, bound = admission.overtaken()
+        written.groups.set(admission.tree.active_groups)
+        written.overtaken.set(overtaken)
+        written.overtaking.set(overtaken / bound)
+
+    def end(self) -> None:
+        """Another policy takes over."""
+        self._info.set(0)
+        for gauge in (self.written.groups, self.written.overtaken, self.written.overtaking):
+            gauge.set(0)
+
+
+def bound_gauges() -> tuple[Gauge, Gauge] | None:
+    """Of the time between two tokens: asked, in force; None on other ranks, as all bound the same steps."""
+    return (_written().asked, _written().in_force) if is_first_rank() else None
