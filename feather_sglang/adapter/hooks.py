@@ -42,7 +42,7 @@ CALLBACKS = (  # of that version, of ``SchedulePolicy``
 _REGISTRY = "sglang.srt.managers.schedule_policy_registry"
 PAGES_SINCE = "0.5.22"  # older ones hand out KV pages of more than one token with a GPU kernel
 FEATURES = {"policy": "policies", "switch": "switching", "pat": "pat"}  # what is lost without a part's hooks
-SHOWN = 3  # hooks that one line of refusal names; `feather doctor` lists all
+SHOWN = 3  # hooks that one line of refusal names; `feather doctor --verbose` lists all
 
 
 class Hook(NamedTuple):
@@ -149,7 +149,7 @@ _POLICY_HOOKS = (
 )
 _SWITCH_HOOKS = (
     _hook(_SCHEDULER + "set_internal_state(self, recv_req)", "switch", "takes the order to switch"),
-    _hook(_SCHEDULER + "get_internal_state(self, recv_req)", "switch", "tells what came of it"),
+    _hook(_SCHEDULER + "get_internal_state(self, recv_req)", "scheduler", "tells of the policy", also=("policy",)),
     _hook(_TOKENIZER + "set_internal_state(self, obj)", "calls", "the order to all schedulers"),
     _hook(_TOKENIZER + "get_internal_state(self)", "calls", "what came of it, from all"),
     _hook(_SCHEDULER + "is_fully_idle(self)", "calls", "whether requests run or wait"),
@@ -258,7 +258,7 @@ def is_needed(hook: Hook, part: str) -> bool:
     if part not in (hook.part, *hook.also):
         return False
     # Where SGLang calls the policies, a switch still needs to know of each scheduler, under any policy.
-    replaced = hook.part == "policy" and hook.kind != "calls" and not (part == "switch" and hook.target == INIT)
+    replaced = "policy" in (hook.part, part) and hook.kind != "calls" and not (part == "switch" and hook.target == INIT)
     return not replaced or extension_points() is None
 
 
@@ -352,7 +352,7 @@ def misfit(part: str = "policy") -> str | None:
     named = [_newer(version)] if is_newer_patch(version) else []
     named += found[:SHOWN]
     if len(found) > SHOWN:
-        named.append(f"and {len(found) - SHOWN} more: `feather doctor` lists them")
+        named.append(f"and {len(found) - SHOWN} more: `feather doctor --verbose` lists them")
     return "; ".join(named)
 
 

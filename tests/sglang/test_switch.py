@@ -13,6 +13,7 @@ from sglang.srt.runtime_context import get_context
 
 from feather_sglang.adapter import failures, hooks, plugin
 from feather_sglang.adapter.hooks import lacks_policy
+from feather_sglang.adapter.scheduler.state import STATE
 from feather_sglang.adapter.switch import endpoint as switch_endpoint
 from feather_sglang.adapter.switch import switch
 from feather_sglang.adapter.switch.switch import Order
@@ -36,7 +37,7 @@ def server(tmp_path, monkeypatch):
         one.close()
 
 
-def order(one, name, **options):
+def order(one, name, drain=False, **options):
     """Send an order as the endpoint does; its HTTP status and answer."""
     manager = SimpleNamespace()
 
@@ -47,12 +48,12 @@ def order(one, name, **options):
         return [one.scheduler.get_internal_state(GetInternalStateReq()).internal_state]
 
     manager.set_internal_state, manager.get_internal_state = set_internal_state, get_internal_state
-    given = json.dumps({"schedule_policy": name, "options": options})
+    given = json.dumps({"schedule_policy": name, "options": options, "drain": drain})
     return asyncio.run(switch_endpoint.send(Order.from_json(given), manager))
 
 
 def state(one):
-    return one.scheduler.get_internal_state(GetInternalStateReq()).internal_state[switch.STATE]
+    return one.scheduler.get_internal_state(GetInternalStateReq()).internal_state[STATE]
 
 
 def admitted(one):
@@ -155,6 +156,67 @@ def test_requests_in_flight_keep_the_policy(server):
     assert order(one, "lpm")[0] == 200
 
 
+@pytest.mark.parametrize("policy", ["lpm", "feather"])
+def test_an_order_that_may_drain_waits_for_the_running_and_keeps_the_waiting(server, monkeypatch, policy):
+    monkeypatch.setenv("FEATHER_DEBUG_CHECK", "1")
+    one = server(policy)
+    for number in range(8):  # three may run
+        one.submit(f"r{number}", [7 + number % 2] * 100 + [number + 9], max_new_tokens=6)
+    one.step()
+    one.step()
+    running = {req.rid for req in one.scheduler.running_batch.reqs}
+    assert len(running) == 3 and order(one, "feather-heuristic", drain=True)[0] == 200
+    assert state(one)["schedule_policy"] == policy and state(one)["draining"] == "feather-heuristic"
+    one.submit("late", [7] * 50, max_new_tokens=3)
+    while state(one)["draining"]:
+        batch = one.step()
+        assert batch is None or {req.rid for req in batch.reqs} <= running or one.feather.name == "feather-heuristic"
+    assert one.feather.name == "feather-heuristic" and len(one.scheduler.waiting_queue) >= 3
+    one.drain()
+    assert {rid: len(req.output_ids) for rid, req in one.requests.items()} == {
+        **{f"r{number}": 6 for number in range(8)}, "late": 3,
+    }  # fmt: skip
+    assert not one.feather.failed and one.feather.admission.stats()["waiting"] == 0
+
+
+def test_feather_is_left_at_once_whatever_runs(server):
+    one = server("feather")
+    for number in range(8):
+        one.submit(f"r{number}", [7] * 100 + [number + 9], max_new_tokens=6)
+    one.step()
+    assert order(one, "fcfs")[0] == 409
+    assert order(one, "feather-heuristic", drain=True)[0] == 200 and state(one)["draining"]
+    assert order(one, "fcfs", drain=True)[0] == 200  # which also takes back the order before
+    assert not hasattr(one.scheduler, "feather") and state(one)["draining"] is None
+    one.drain()
+    assert one.scheduler.schedule_policy == "fcfs"
+    assert [len(req.output_ids) for req in one.requests.values()] == [6] * 8
+
+
+def test_the_answer_comes_once_all_have_drained(monkeypatch):
+    monkeypatch.setattr(switch_endpoint, "DRAIN_POLL_SECONDS", 0)
+    states = [{"schedule_policy": "lpm", "draining": "feather"}] * 2 + [{"schedule_policy": "feather"}] * 3
+
+    async def get_internal_state():
+        return [{"feather": states.pop(0)}]
+
+    manager = SimpleNamespace(get_internal_state=get_internal_state)
+    assert asyncio.run(switch_endpoint.drained(Order("feather", drain=True), manager))[0] == 200
+    assert asyncio.run(switch_endpoint.drained(Order("lpm", drain=True), SimpleNamespace(
+        get_internal_state=lambda: asyncio.sleep(0, [{"feather": {"schedule_policy": "feather"}}])
+    ))) == (409, {"error": "another order came meanwhile: the schedule policy is feather"})  # fmt: skip
+
+
+def test_without_the_flag_the_policy_tells_of_itself(server):
+    one = server("feather", '{"max_wait": 9}')
+    admitted(one)
+    found = state(one)
+    assert found["schedule_policy"] == "feather" and found["options"]["max_wait"] == 9 and found["rounds"] > 3
+    assert json.loads(json.dumps(found)) == found and not found["failed"] and "admission_seconds" not in found
+    one = server("fcfs", "{}")
+    assert STATE not in one.scheduler.get_internal_state(GetInternalStateReq()).internal_state
+
+
 def test_options_come_with_the_order(server, tmp_path):
     path = tmp_path / "policy.json"
     make_policy("bandit").save(path)
@@ -212,6 +274,7 @@ def test_an_order_that_cannot_be_carried_out_changes_nothing(server, name, optio
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ('{"schedule_policy": "feather", "drain": 1}', '"drain" must be true or false'),
         ("lpm", "not JSON"),
         ("[" * 200_000, "not JSON"),
         ('["lpm"]', 'expected {"schedule_policy": NAME}'),

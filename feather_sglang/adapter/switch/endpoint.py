@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from feather_sglang.adapter.switch.switch import STATE, Order
+from feather_sglang.adapter.scheduler.state import STATE
+from feather_sglang.adapter.switch.switch import Order
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policy_names import SWITCH_PATH
 
 FLAG = "--feather-allow-switch"
 LARGEST = 1 << 16  # bytes of an order
+DRAIN_POLL_SECONDS = 0.1
 
 
 def refuse_unguarded(args: Any) -> None:
@@ -48,8 +50,11 @@ def add_endpoint() -> None:
             order = Order.from_json(await _body(request))
         except FeatherError as error:
             return JSONResponse({"error": str(error)}, 400)
+        manager = get_global_state().tokenizer_manager
         async with one_at_a_time:
-            status, answer = await send(order, get_global_state().tokenizer_manager)
+            status, answer = await send(order, manager)
+        if status == 200 and order.drain:
+            status, answer = await drained(order, manager)
         return JSONResponse(answer, status)
 
     app.add_route(SWITCH_PATH, schedule_policy, methods=["POST"])
@@ -72,7 +77,7 @@ async def send(order: Order, manager: Any) -> tuple[int, dict[str, str]]:
     switched = await manager.set_internal_state(SetInternalStateReq(server_args=order.as_message()))
     if all(switched):
         return 200, {"schedule_policy": order.schedule_policy}
-    states = [state.get(STATE) or {} for state in await manager.get_internal_state()]
+    states = await _states(manager)
     refusals = [state.get("refused") for state in states]
     refused = next((refusal for refusal in refusals if refusal), None)
     if refused is None:
@@ -81,3 +86,17 @@ async def send(order: Order, manager: Any) -> tuple[int, dict[str, str]]:
         policies = ", ".join(str(state.get("schedule_policy")) for state in states)
         return 409, {"error": f"the replicas now run {policies}, as one refused: {refused['reason']}; send it again"}
     return refused["status"], {"error": refused["reason"]}
+
+
+async def drained(order: Order, manager: Any) -> tuple[int, dict[str, str]]:
+    """Wait until the schedulers have carried out an order that may have to wait; HTTP status and answer."""
+    while any(state.get("draining") for state in await _states(manager)):
+        await asyncio.sleep(DRAIN_POLL_SECONDS)
+    policies = {str(state.get("schedule_policy")) for state in await _states(manager)}
+    if policies == {order.schedule_policy}:
+        return 200, {"schedule_policy": order.schedule_policy}
+    return 409, {"error": f"another order came meanwhile: the schedule policy is {', '.join(sorted(policies))}"}
+
+
+async def _states(manager: Any) -> list[dict[str, Any]]:
+    return [state.get(STATE) or {} for state in await manager.get_internal_state()]

@@ -23,6 +23,7 @@ from feather_sglang.adapter.scheduler.agreement import Agreement
 from feather_sglang.adapter.scheduler.checks import refuse_unsupported
 from feather_sglang.adapter.scheduler.construction import make_stop_policy
 from feather_sglang.adapter.scheduler.feather_scheduler import take_over
+from feather_sglang.adapter.scheduler.state import tell_state
 from feather_sglang.adapter.switch.admission_clock import AdmissionClock
 from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.errors import FeatherError, quoted
@@ -31,7 +32,6 @@ from feather_sglang.scheduling.policy_names import FEATHER, SINCE, STOCK
 
 logger = logging.getLogger(__name__)
 
-STATE = "feather"  # key of the scheduler's state
 FOR_PRIORITIES = ("fcfs", "lof")  # what SGLang allows together with --enable-priority-scheduling
 
 
@@ -41,20 +41,21 @@ class Busy(FeatherError):
 
 @dataclass(frozen=True)
 class Order:
-    """A policy and the options that differ from those at start."""
+    """A policy, the options that differ from those at start, and whether it may wait for running requests to end."""
 
     schedule_policy: str
     options: dict[str, Any] = field(default_factory=dict)
+    drain: bool = False
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Order:
-        """Read ``{"schedule_policy": NAME, "options": {...}}``; raise ``FeatherError`` for anything else."""
+        """Read ``{"schedule_policy": NAME, "options": {...}, "drain": true}``; raise ``FeatherError`` for others."""
         try:
             given = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise FeatherError(f'not JSON ({error}); send {{"schedule_policy": "lpm"}}') from None
         name = given.get("schedule_policy") if isinstance(given, dict) else None
-        if not isinstance(name, str) or set(given) - {"schedule_policy", "options"}:
+        if not isinstance(name, str) or set(given) - {"schedule_policy", "options", "drain"}:
             raise FeatherError('expected {"schedule_policy": NAME}, with "options": {...} where they differ')
         if name not in STOCK + FEATHER:
             raise FeatherError(f"unknown schedule policy {quoted(name)}; choose from {', '.join(STOCK + FEATHER)}")
@@ -63,7 +64,9 @@ class Order:
             raise FeatherError(f'"options" must be an object, and {name} takes {"them" if name in FEATHER else "none"}')
         if nested := [key for key, value in options.items() if isinstance(value, dict | list)]:
             raise FeatherError(f"options: {quoted(nested[0])} must be a number, a name, true, false or null")
-        return cls(name, options)
+        if not isinstance(drain := given.get("drain", False), bool):
+            raise FeatherError('"drain" must be true or false')
+        return cls(name, options, drain)
 
     def as_message(self) -> dict[str, int]:
         """The arguments of ``SetInternalStateReq``."""
@@ -96,13 +99,14 @@ class Switch:
         self._options = FeatherOptions.from_environment()
         self._agreement = Agreement(scheduler.tp_cpu_group)
         self._refused: dict[str, Any] | None = None
+        self._drains_for: _Plan | None = None  # what is carried out once no request runs
+        self._held = Wrappings()  # until then
         self._clock = AdmissionClock()
 
     def install(self) -> None:
-        """Take orders; SGLang binds its handlers of messages after its policy is set up, so it binds these."""
-        wrappings = Wrappings()
-        wrappings.wrap(self.scheduler, "set_internal_state", self._set_internal_state)
-        wrappings.wrap(self.scheduler, "get_internal_state", self._get_internal_state)
+        """Take orders; SGLang binds its handlers of messages after its policy is set up, so it binds this one."""
+        Wrappings().wrap(self.scheduler, "set_internal_state", self._set_internal_state)
+        tell_state(self.scheduler, self._state)
         self._clock.install(self.scheduler)
         self.scheduler.feather_switch = self
 
@@ -121,20 +125,20 @@ class Switch:
             logger.exception("feather: the schedule policy stays %s", self.scheduler.schedule_policy)
         # One rank alone must not switch: the ranks would form different batches from then on.
         if self._agreement.all(plan is not None) and plan is not None:
-            self._carry_out(plan)
+            # SGLang's policies keep no books; those of feather's begin with the requests that wait.
+            if plan.name in FEATHER and self._runs():
+                self._drain(plan)
+            else:
+                self._carry_out(plan)
         elif plan is not None:
             self._refused = {"status": 400, "reason": "another rank refused; its log says why"}
         return SetInternalStateReqOutput(updated=self._refused is None)
 
-    def _get_internal_state(self, original: Callable[..., Any], recv_req: Any) -> Any:
-        output = original(recv_req)
-        output.internal_state[STATE] = self.state()
-        return output
-
     def _plan(self, order: Order) -> _Plan:
         """Check everything that can be wrong, and change nothing; raise ``FeatherError`` if something is."""
         scheduler, name = self.scheduler, order.schedule_policy
-        self._refuse_busy()
+        if not order.drain:
+            self._refuse_busy()
         refuse_unswitchable(scheduler)
         options = self._options.updated(order.options)
         if name in FEATHER:
@@ -166,9 +170,43 @@ class Switch:
             raise Busy(f"{count} request{'s are' if count > 1 else ' is'} running or waiting: switch when idle")
         raise Busy("the last step is not over: switch when idle")
 
+    def _runs(self) -> bool:
+        """Whether requests run, or the last step is not over; others may wait, for their grammar too."""
+        scheduler, grammars = self.scheduler, self.scheduler.grammar_manager
+        queues = scheduler.waiting_queue, grammars.grammar_queue
+        scheduler.waiting_queue, grammars.grammar_queue = [], []
+        try:
+            return not scheduler.is_fully_idle()
+        finally:
+            scheduler.waiting_queue, grammars.grammar_queue = queues
+
+    def _drain(self, plan: _Plan) -> None:
+        """Admit nobody until no request runs, and carry out the plan then; who waits goes on waiting."""
+        self._held.undo()
+        self._drains_for = plan
+        self._held.wrap(self.scheduler, "_get_new_batch_prefill_raw", self._hold_back)
+        self._held.wrap(self.scheduler, "get_next_batch_to_run", self._when_drained)
+        logger.info("feather: the schedule policy will be %s once the running requests have ended", plan.name)
+
+    def _hold_back(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Look for a prefill batch among nobody: only a prompt that is computed chunk by chunk goes on."""
+        scheduler = self.scheduler
+        waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+        try:
+            return original(*args, **kwargs)
+        finally:
+            scheduler.waiting_queue = waiting + scheduler.waiting_queue
+
+    def _when_drained(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._drains_for is None or self._runs():
+            return original(*args, **kwargs)
+        self._carry_out(self._drains_for)
+        return self.scheduler.get_next_batch_to_run(*args, **kwargs)
+
     def _carry_out(self, plan: _Plan) -> None:
         """Undo all of the old policy, then start the new one as SGLang's start-up does."""
-        scheduler = self.scheduler
+        scheduler, self._drains_for = self.scheduler, None
+        self._held.undo()
         self._clock.uninstall()
         if hasattr(scheduler, "feather"):
             scheduler.feather.uninstall()
@@ -182,21 +220,14 @@ class Switch:
         self._clock.install(scheduler)
         logger.info("feather: the schedule policy is now %s", plan.name)
 
-    def state(self) -> dict[str, Any]:
-        """Plain data: the policy, why the last order was refused, and what was counted since the last switch."""
-        feather = getattr(self.scheduler, "feather", None)
-        state = {
-            "schedule_policy": self.scheduler.schedule_policy,
+    def _state(self) -> dict[str, Any]:
+        """What came of the last order, and what was counted under every policy since the last switch."""
+        return {
             "refused": self._refused,
+            "draining": self._drains_for and self._drains_for.name,
             "rounds": self._clock.rounds,
             "admission_seconds": self._clock.seconds,
-            "stops": 0,
         }
-        if feather is not None:
-            stats = feather.stats()
-            shown = ("stops", "delayed_rounds", "held_rounds", "permutations", "permutation_seconds", "failed")
-            state |= {name: stats[name] for name in shown}
-        return state
 
 
 def refuse_unswitchable(scheduler: Any) -> None:

@@ -130,7 +130,7 @@ class Server:
     def counters(self) -> dict[str, Any] | None:
         """What its schedulers have counted since their last switch, all replicas together; None where they do not."""
         states = ending.run(call(self.address, "/server_info"))["internal_states"]
-        found = [state["feather"] for state in states if "feather" in state]
+        found = [state["feather"] for state in states if "admission_seconds" in state.get("feather", ())]
         if len(found) < len(states):
             return None
         busiest = max(found, key=lambda state: state["admission_seconds"])
