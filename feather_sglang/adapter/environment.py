@@ -11,6 +11,7 @@ from importlib import metadata
 from feather_sglang.errors import FeatherError, quoted
 
 PREFIXES = ("SGLANG_", "SGL_", "IN_BATCH_")  # SGLang takes SGL_ for an older spelling of SGLANG_
+DISABLE = "FEATHER_DISABLE"
 
 
 def sglang_variables() -> dict[str, str]:
@@ -18,10 +19,17 @@ def sglang_variables() -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
 
 
+def disabled() -> bool:
+    """Whether a server is to start without feather, whatever its flags say."""
+    return os.environ.get(DISABLE, "").lower() in ("1", "true", "on")
+
+
 def why_inactive() -> str | None:
     """Why an SGLang that starts here would not load the plugin; None where it does."""
     if not any(entry.name == "feather" for entry in metadata.entry_points(group="sglang.srt.plugins")):
         return "the plugin is not registered; install feather-sglang with pip"
+    if disabled():
+        return f"{DISABLE}={os.environ[DISABLE]} turns it off; unset it"
     named = os.environ.get("SGLANG_PLUGINS", "")
     allowed = [name.strip() for name in named.split(",") if name.strip()]
     if allowed and "feather" not in allowed:

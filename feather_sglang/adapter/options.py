@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from feather_sglang.adapter.environment import disabled
 from feather_sglang.errors import FeatherError, quoted
 from feather_sglang.scheduling.admission.fairness import MAX_WAIT, MAX_WAIT_ROUNDS
 from feather_sglang.scheduling.admission.gate import BOUND
@@ -325,12 +326,13 @@ def check_file(name: str, path: Any) -> None:
 
 def switch_allowed(environment: Any = os.environ) -> bool:
     """Whether FEATHER_OPTIONS allows to switch policies; only one that names the option is read."""
-    return "allow_switch" in environment.get(VARIABLE, "") and FeatherOptions.from_environment(environment).allow_switch
+    named = "allow_switch" in environment.get(VARIABLE, "") and not disabled()
+    return named and FeatherOptions.from_environment(environment).allow_switch
 
 
 def packs_prefill(environment: Any = os.environ) -> bool:
     """The same of whether pat computes prompts, all or some."""
-    named = "pat_prefill" in environment.get(VARIABLE, "")
+    named = "pat_prefill" in environment.get(VARIABLE, "") and not disabled()
     return named and FeatherOptions.from_environment(environment).pat_prefill != "off"
 
 
@@ -357,6 +359,8 @@ class ServerFlag(ReplayFlag):
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *given: Any) -> None:
         """Put its value into FEATHER_OPTIONS; a mistake in it ends the program with one line."""
+        if disabled():
+            return
         try:
             super().__call__(parser, namespace, *given)
             value = {self.dest.removeprefix("feather_"): getattr(namespace, self.dest)}

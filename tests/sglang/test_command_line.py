@@ -8,12 +8,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from harness import CONFIG
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 
 from feather_sglang.adapter import plugin
 from feather_sglang.adapter.options import VARIABLE, FeatherOptions, has_flag
-from feather_sglang.adapter.refusals import PAT_FLAGS, POLICY_FLAGS
+from feather_sglang.adapter.refusals import PAT_FLAGS, POLICY_FLAGS, resolved
 
 
 @pytest.fixture
@@ -55,6 +56,25 @@ def test_backends_that_contradict_each_other_end_start_up_with_one_line(flags, s
         prepare_server_args(["--model-path", "/no/such/model", *flags]).resolve_once()  # once made, in older releases
     line = str(ended.value)  # Python prints it, and gives status 1
     assert line.startswith("feather: error: --attention-backend pat") and says in line and "\n" not in line
+
+
+@pytest.mark.parametrize("backend", ["--attention-backend", "--decode-attention-backend"])
+def test_one_variable_turns_off_what_the_flags_name(monkeypatch, tmp_path, backend):
+    monkeypatch.setenv("FEATHER_DISABLE", "1")
+    monkeypatch.setenv(VARIABLE, "")
+    load_plugins()
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    damaged = tmp_path / "policy.json"
+    damaged.write_text("{")
+    args = prepare_server_args([
+        *("--model-path", str(tmp_path), "--device", "cpu", "--skip-tokenizer-init", "--load-format", "dummy"),
+        *("--schedule-policy", "feather", "--feather-policy-file", str(damaged), "--feather-allow-switch"),
+        *(backend, "pat", "--feather-pat-prefill", "on", "--prefill-attention-backend", "torch_native"),
+    ])  # fmt: skip
+    getattr(args, "resolve_once", dict)()  # since 0.5.21
+    args.check_server_args()
+    assert args.schedule_policy == resolved(args, "schedule_policy") == "fcfs"
+    assert "pat" not in {resolved(args, "attention_backend"), resolved(args, "decode_attention_backend")}
 
 
 # SGLang's --config -----------------------------------------------------------------------------------------------

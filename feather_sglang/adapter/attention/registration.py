@@ -7,10 +7,12 @@ import logging
 from typing import Any
 
 from feather_sglang.adapter.attention.beside import DRAFT, DRAFT_FLAG, DRAFTS_BY_PAT, PAT, resolve_beside
+from feather_sglang.adapter.environment import DISABLE, disabled
 from feather_sglang.adapter.failures import refusals_end_start_up
 from feather_sglang.adapter.hooks import installed_version, require_fit, untested
 from feather_sglang.adapter.options import packs_prefill
 from feather_sglang.errors import FeatherError
+from feather_sglang.scheduling.policy_names import FEATHER
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,9 @@ def offer_backend(parser: Any) -> None:
 
 def resolve(original: Any, args: Any) -> Any:
     """Let SGLang resolve its flags, and choose the backends for prefill and beside pat (around the method)."""
+    if disabled():
+        _leave_out(args)
+        return original(args)
     with refusals_end_start_up():
         _refuse_contradictions(args)
         if args.attention_backend == PAT:
@@ -36,6 +41,18 @@ def resolve(original: Any, args: Any) -> Any:
 def construct(original: Any, args: Any) -> Any:
     """The same where arguments are resolved as they are made (around ``__post_init__``)."""
     return original(args) if hasattr(type(args), "resolve_once") else resolve(original, args)
+
+
+def _leave_out(args: Any) -> None:
+    """Put SGLang's own in the place of the policy and the backend that the flags name."""
+    write = super(type(args), args).__setattr__  # arguments are sealed by their class once they are resolved
+    named = [name for name in FLAGS if getattr(args, name, None) == PAT]
+    if args.schedule_policy in FEATHER:
+        logger.warning("feather: %s is set: fcfs in place of --schedule-policy %s", DISABLE, args.schedule_policy)
+        write("schedule_policy", "fcfs")
+    for name in named:
+        logger.warning("feather: %s is set: SGLang's own in place of --%s pat", DISABLE, name.replace("_", "-"))
+        write(name, None)
 
 
 def _refuse_contradictions(args: Any) -> None:
