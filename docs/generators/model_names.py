@@ -18,7 +18,7 @@ from perf_text import caption, table
 from feather_kernels.build import ARCHITECTURES, LATENT_VALUES, PROVEN
 from feather_sglang.adapter.attention.limits import POOLS as FULL_POOLS
 from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts, left_to_another, packed_layers
-from feather_sglang.adapter.attention.matrix import GPU_TESTS
+from feather_sglang.adapter.attention.matrix import GPU_TESTS, GPUS
 from feather_sglang.adapter.hooks import SUPPORTED
 from feather_sglang.errors import FeatherError
 
@@ -143,15 +143,6 @@ NOTES = {
     "Triton were compared with on servers, and FlashAttention-3 and FlashMLA [as kernels](../lab/kernel.md).",
 }
 REST = {"windows": "windows", "sinks": "windows", "chunks": "chunks"}
-GPUS = {  # by compute capability x 10
-    90: "H200, H100, GH200",
-    80: "A100, A30",
-    100: "B200, GB200",
-    120: "RTX PRO 6000 Blackwell, RTX 5090",
-    89: "L40S, L4, RTX 6000 Ada, RTX 4090",
-    86: "A40, A10, RTX 3090",
-    75: "T4",
-}
 
 
 def served(model: Named) -> str:

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import platform
+import warnings
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from feather_sglang import __version__
+from feather_sglang.adapter.attention.beside import PAT
 from feather_sglang.adapter.environment import why_inactive
 from feather_sglang.adapter.hooks import (
     FEATURES,
@@ -28,7 +30,7 @@ from feather_sglang.adapter.hooks import (
     untested,
 )
 from feather_sglang.adapter.options import VARIABLE, FeatherOptions, check_file
-from feather_sglang.errors import FeatherError
+from feather_sglang.errors import FeatherError, quoted
 
 ACTIVE = (
     "a server started here loads the plugin; --schedule-policy feather activates it. SGLang's own benchmarks with a "
@@ -39,6 +41,9 @@ ACTIVE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``feather doctor``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--model", metavar="PATH", help="a model's folder or config.json: which layers pat packs")
+    parser.add_argument("--gpu", metavar="NAME", help="the server's GPU, where it is another: h100, rtx4090, 9.0")
+    parser.add_argument("--verbose", action="store_true", help="print all that was found, and every hook into SGLang")
     parser.add_argument("--matrix", action="store_true", help="print what pat serves, by model, mode, GPU and release")
 
 
@@ -151,6 +156,54 @@ def examine() -> dict[str, Any]:
     }
 
 
+def _capability(gpu: str) -> tuple[int, int]:
+    """Compute capability of a GPU by its name, or as it is written itself."""
+    from feather_sglang.adapter.attention.matrix import GPUS
+
+    known = {name.lower().replace(" ", ""): number for number, names in GPUS.items() for name in names.split(", ")}
+    wanted = gpu.lower().replace(" ", "").replace("-", "").replace("_", "")
+    number = known.get(wanted) or {f"{each / 10:.1f}": each for each in GPUS}.get(gpu)
+    if number is None:
+        raise FeatherError(f"--gpu {quoted(gpu)}: not known; give one of {', '.join(known)}, or a capability as in 9.0")
+    return divmod(number, 10)
+
+
+def verdict(report: dict[str, Any], model: Any = None, gpu: str | None = None) -> dict[str, str]:
+    """What a server gets that is started here, or on that GPU, with a model of those facts: five lines by name."""
+    stopped = next((str(report[name]) for name in ("activation", "options") if name in report["problems"]), None)
+    refused = {part: "see above" if stopped else report["features"][feature] for part, feature in FEATURES.items()}
+    packs, rest = "which layers it packs, says --model PATH", "-"
+    try:
+        if gpu is not None:
+            _refuse_gpu(gpu, model)
+        elif report["pat"].startswith(("cannot", "not")):
+            raise FeatherError(f"{report['pat'].removeprefix('cannot serve here: ')}; --gpu NAME tells of another's")
+        if model is not None:
+            from feather_sglang.adapter.attention.limits import packing
+
+            packs, rest = packing(model)
+    except FeatherError as error:
+        refused[PAT] = refused[PAT] or str(error)
+    flags = {"policy": "--schedule-policy feather", PAT: "--decode-attention-backend pat"}
+    served = [part for part in flags if not refused[part]]
+    where = gpu or f"GPU: {report['gpu']}"
+    return {
+        "sglang": f"{report['sglang']}, {where}; {stopped or 'a server loads the plugin'}",
+        "policy": f"not served: {refused['policy']}" if refused["policy"] else "served",
+        PAT: f"not served: {refused[PAT]}" if refused[PAT] else f"served: {packs}",
+        "rest": rest if PAT in served else "SGLang's own backends decode all layers",
+        "flags": " ".join(flags[part] for part in served) or "none",
+    }
+
+
+def _refuse_gpu(gpu: str, model: Any) -> None:
+    from feather_sglang.adapter.attention.limits import refuse_capability
+
+    refuse_capability(*(found := _capability(gpu)))
+    if model is not None and any(layer.latent for layer in model.layers) and found != (9, 0):
+        raise FeatherError("latent attention is packed on GPUs of compute capability 9.0 only")
+
+
 def _print_hooks(console: Console, hooks: list[dict[str, Any]]) -> None:
     """Every hook and what it is for; those that differ first, with what is lost."""
     when = {
@@ -189,24 +242,39 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; the exit status is 0 if a server here could run feather, 1 if not."""
     if args.matrix:
         return _print_matrix(args.json)
-    report = examine()
+    model = None
+    if args.gpu is not None:
+        _capability(args.gpu)
+    if args.model is not None:
+        from feather_sglang.adapter.attention.model_file import read_model
+
+        model = read_model(args.model)
+    with warnings.catch_warnings():  # SGLang's, of what this machine lacks
+        warnings.simplefilter("ignore")
+        report = examine()
+    report["verdict"] = verdict(report, model, args.gpu)
     if args.json:
         print(json.dumps(report, indent=2))
         return 0 if report["healthy"] else 1
     console = Console()
+    for name, text in report["verdict"].items():
+        console.print(f"[bold]{name:8}[/bold]{escape(text)}", soft_wrap=True, highlight=False)
+    if args.verbose:
+        _print_all(console, report)
+    if not report["healthy"]:
+        notes = {"sglang": f"sglang (feather supports {SUPPORTED[0]} to {SUPPORTED[-1]})"}
+        problems = ", ".join(notes.get(name, name) for name in report["problems"])
+        console.print(f"[red]not ready[/red], because of {problems}: see above", soft_wrap=True, highlight=False)
+    return 0 if report["healthy"] else 1
+
+
+def _print_all(console: Console, report: dict[str, Any]) -> None:
     facts = Table(show_header=False, box=None)
     for name in ("feather", "python", "sglang", "torch", "gpu", "kernels", "pat", "activation", "policies", "options"):
         facts.add_row(f"[bold]{name}", escape(str(report[name])))
     console.print(facts)
     _print_hooks(console, report["hooks"])
     _print_features(console, report["features"])
-    if report["healthy"]:
-        console.print("[green]healthy")
-    else:
-        notes = {"sglang": f"sglang (feather supports {SUPPORTED[0]} to {SUPPORTED[-1]})"}
-        problems = ", ".join(notes.get(name, name) for name in report["problems"])
-        console.print(f"[red]not ready[/red], because of {problems}: see above", soft_wrap=True, highlight=False)
-    return 0 if report["healthy"] else 1
 
 
 def _print_matrix(as_json: bool) -> int:

@@ -46,7 +46,7 @@ def test_every_kind_is_in_the_table(kind):
 
 
 def test_the_doctor_names_them_all(capsys):
-    main(["doctor"])
+    main(["doctor", "--verbose"])
     shown = capsys.readouterr().out
     assert [hook.target for hook in HOOKS if hook.target.removeprefix("sglang.srt.") not in shown] == []
 

@@ -139,6 +139,60 @@ def test_the_doctor_names_only_what_is_wrong(
     assert capsys.readouterr().out.splitlines()[-1] == "not ready, because of activation: see above"
 
 
+GEMMA = {  # as it is published: what it leaves out is what its kind has by default
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize(
+    ("gpu", "changed", "pat", "rest", "flags"),
+    [
+        ("h100", {}, "served: packs 5 of 34 attention layers", "leaves 29 layers (sliding w", "feather --decode"),
+        ("9.0", {"text_config": {**GEMMA["text_config"], "layer_types": ["full_attention"] * 34}},
+         "served: packs 34 of 34", "leaves no layer", "feather --decode"),
+        ("RTX 4090", {}, "not served: the pat backend needs compute capability", "SGLang's own", "feather"),
+        ("a100", {"model_type": "x", "text_config": {"kv_lora_rank": 512, "qk_rope_head_dim": 64,
+         "num_attention_heads": 8, "num_hidden_layers": 2}}, "not served: latent attention", "SGLang's own", "feather"),
+        (None, {}, "not served: not available", "SGLang's own", "feather"),
+    ],
+)  # fmt: skip
+def test_five_lines_for_a_model_and_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    gpu: str | None, changed: dict[str, Any], pat: str, rest: str, flags: str,
+) -> None:  # fmt: skip
+    pretend(monkeypatch, SUPPORTED[-1], FITS)
+    monkeypatch.delenv("FEATHER_OPTIONS", raising=False)
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA | changed))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert main(["doctor", "--model", str(path), *(["--gpu", gpu] if gpu else [])]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines] == ["sglang", "policy", "pat", "rest", "flags"]
+        assert lines[1].split()[1:] == ["served"] and lines[2].startswith(f"pat     {pat}")
+        assert lines[3].startswith(f"rest    {rest}") and lines[4].startswith(f"flags   --schedule-policy {flags}")
+        assert ("pat" in lines[4]) == (": packs" in lines[2])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model", "{}/none"], "No such file or directory; name a model's folder or its config.json"),
+        (["--model", "{}"], "config.json: not a model's configuration (ValueError('not a JSON object'))"),
+        (["--gpu", "voodoo2"], "--gpu 'voodoo2': not known; give one of h200, h100"),
+    ],
+)
+def test_the_doctor_is_asked_for_what_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    assert main(["doctor", *(word.format(tmp_path) for word in words)]) == 2
+    assert says in capsys.readouterr().err
+
+
 # Functions of the standard library stand for SGLang's.
 FITS = Hook("json.loads", "calls", ("s",), "reads")
 MOVED = Hook("json.no_such_name", "start", (), "starts", part="switch")
@@ -150,7 +204,7 @@ def examined(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], l
     """Exit status, report and lines of ``feather doctor``."""
     status = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
-    assert main(["doctor"]) == status
+    assert main(["doctor", "--verbose"]) == status
     return status, report, capsys.readouterr().out.splitlines()
 
 

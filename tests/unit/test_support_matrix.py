@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,17 @@ from feather_kernels.paths import SHARED_KB
 from feather_kernels.tiles import built_tiles
 from feather_sglang.adapter.attention import limits, matrix
 from feather_sglang.adapter.attention.limits import LayerFacts, ModelFacts
+from feather_sglang.adapter.attention.model_file import read_model
 from feather_sglang.adapter.refusals import PAT_FLAGS, Limit
 from feather_sglang.cli import main
 from feather_sglang.errors import FeatherError
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "docs" / "generators"), str(ROOT / "benchmarks" / "checks")]
+
+from model_names import FAMILIES  # noqa: E402
+from model_shapes import SHAPES  # noqa: E402
+
 LAYER = LayerFacts(0, 32, 8, 128, 128, 0.088)
 
 
@@ -99,6 +106,19 @@ def test_models_that_are_refused(changed, says):
     assert limits.packed_layers(ModelFacts((LAYER,), kv_dtype="float8_e4m3fn")) == (LAYER,)
     with pytest.raises(FeatherError, match=says):
         limits.packed_layers(ModelFacts(**{"layers": (LAYER,), **changed}))
+
+
+@pytest.mark.parametrize(
+    "model", [one for models in FAMILIES.values() for one in models if one.run], ids=lambda m: m.run
+)
+def test_a_configuration_tells_what_the_page_of_models_says(tmp_path, model):
+    """Layers may have been left out of the shape that was run, in equal parts."""
+    found, expected = read_model(str(SHAPES[model.run].write(tmp_path))), model.facts()
+    assert {layer.shape for layer in found.layers} == {layer.shape for layer in expected.layers}
+    packed, said = (len(limits.packed_layers(facts)) / len(facts.layers) for facts in (found, expected))
+    assert packed == said
+    left, expected_left = (set(map(limits.left_to_another, facts.layers)) for facts in (found, expected))
+    assert left == expected_left
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

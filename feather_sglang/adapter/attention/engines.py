@@ -27,6 +27,7 @@ class PackedLayers:
     pool: Any = None  # SGLang's, with the KV of all layers
     others: int = 0  # layers of the model that are left to another backend
     reference: bool = False  # the NumPy reference instead of the kernel
+    verdict: str = ""  # which layers are packed, in words
 
     @property
     def token_bytes(self) -> int:

@@ -12,12 +12,13 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.runtime_context import get_parallel, get_spec
 
 from feather_kernels.build import PROVEN
-from feather_sglang.adapter.attention.beside import DRAFT_FLAG, DRAFTS_BY_PAT, PAT
+from feather_sglang.adapter.attention.beside import CHOICE, DRAFT_FLAG, DRAFTS_BY_PAT, PAT
 from feather_sglang.adapter.attention.engines import PackedLayers
 from feather_sglang.adapter.attention.limits import (
     LayerFacts,
     ModelFacts,
     packed_layers,
+    packing,
     refuse_capability,
     what_was_run,
 )
@@ -39,6 +40,7 @@ def packed_of(runner: Any) -> PackedLayers:
     return PackedLayers(
         layers, runner.dtype, runner.kv_cache_dtype, runner.device, runner.token_to_kv_pool,
         others=len(facts.layers) - len(layers), reference=reference,
+        verdict="; ".join(packing(facts, getattr(runner.server_args, CHOICE, None))),
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ backend beside pat; only a model without any layer to pack is refused.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from feather_kernels.build import ARCHITECTURES, HEAD_DIMS, LATENT_DIM, LATENT_VALUES, PROVEN
@@ -166,6 +167,14 @@ def packed_layers(model: ModelFacts) -> tuple[LayerFacts, ...]:
         why = ", ".join(dict.fromkeys(limit for limit in found.values() if limit))
         raise FeatherError(f"the pat backend can pack no layer of this model ({why}): {ANOTHER_BACKEND}")
     return packed
+
+
+def packing(model: ModelFacts, beside: str | None = None) -> tuple[str, str]:
+    """(which layers are packed, what is left to whom) of a model, in words; raises as ``packed_layers`` does."""
+    packed, left = packed_layers(model), Counter(filter(None, map(left_to_another, model.layers)))
+    why = ", ".join(f"{count} layers ({limit})" for limit, count in left.items())
+    rest = f"{why} to {beside or 'the backend that SGLang would decode with'}" if left else "no layer"
+    return f"packs {len(packed)} of {len(model.layers)} attention layers", f"leaves {rest}"
 
 
 def left_to_another(layer: LayerFacts) -> str | None:

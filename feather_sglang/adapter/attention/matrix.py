@@ -131,6 +131,15 @@ MODES = (
 )
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 GPU_TESTS = {90: "tests/gpu/test_decode_kernel.py"}  # what has run on a GPU of that architecture
+GPUS = {  # by compute capability x 10
+    90: "H200, H100, GH200",
+    80: "A100, A30",
+    100: "B200, GB200",
+    120: "RTX PRO 6000 Blackwell, RTX 5090",
+    89: "L40S, L4, RTX 6000 Ada, RTX 4090",
+    86: "A40, A10, RTX 3090",
+    75: "T4",
+}
 RELEASE_TEST = "python3 dev.py test --releases="
 
 

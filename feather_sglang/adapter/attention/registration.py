@@ -92,7 +92,7 @@ def create_backend(runner: Any) -> Any:
             from feather_sglang.adapter.attention.packed_prefill.backend import pack_prefill
 
             pack_prefill()
-    logger.info("feather: pat is active (sglang %s)", installed_version())
+    logger.info("feather: pat is active (sglang %s): %s", installed_version(), backend.packed.verdict)
     return backend
 
 
