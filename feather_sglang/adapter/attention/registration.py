@@ -6,7 +6,7 @@ import importlib.util
 import logging
 from typing import Any
 
-from feather_sglang.adapter.attention.beside import DRAFT, DRAFT_FLAG, DRAFTS_BY_PAT, PAT, resolve_beside
+from feather_sglang.adapter.attention.beside import CHOICE, DRAFT, DRAFT_FLAG, DRAFTS_BY_PAT, PAT, resolve_beside
 from feather_sglang.adapter.environment import DISABLE, disabled
 from feather_sglang.adapter.failures import refusals_end_start_up
 from feather_sglang.adapter.hooks import installed_version, require_fit, untested
@@ -82,6 +82,7 @@ def create_backend(runner: Any) -> Any:
         if importlib.util.find_spec("feather_kernels") is None:
             raise FeatherError("the pat backend needs the package feather_kernels: reinstall feather-sglang")
         from feather_sglang.adapter.attention.backend import backend_of
+        from feather_sglang.adapter.attention.metrics import pat_metrics
 
         backend = runner.feather_pat = backend_of(runner)
         if getattr(runner.server_args, DRAFTS_BY_PAT, False):
@@ -92,6 +93,10 @@ def create_backend(runner: Any) -> Any:
             from feather_sglang.adapter.attention.packed_prefill.backend import pack_prefill
 
             pack_prefill()
+    if (metrics := pat_metrics()) is not None:
+        metrics.layers.labels(PAT).set(len(backend.packed.layers))
+        if backend.packed.others:
+            metrics.layers.labels(getattr(runner.server_args, CHOICE, None)).set(backend.packed.others)
     logger.info("feather: pat is active (sglang %s): %s", installed_version(), backend.packed.verdict)
     return backend
 

@@ -8,22 +8,24 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from prometheus_client import Counter, Gauge
-
 from feather_sglang.adapter.scheduler.agreement import is_first_rank
 
 logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def failure_counter() -> Counter:
+def failure_counter() -> Any:
     """Metric: run-time failures after which a scheduler went on as fcfs."""
+    from prometheus_client import Counter  # not before SGLang has said where processes share their metrics
+
     return Counter("feather_policy_failures", "Run-time failures of a feather policy; the scheduler goes on as fcfs.")
 
 
 @functools.cache
-def failure_gauge() -> Gauge:
+def failure_gauge() -> Any:
     """Metric: whether a scheduler has gone on as fcfs."""
+    from prometheus_client import Gauge
+
     return Gauge(
         "feather_policy_failed",
         "1 where a feather policy has failed and a scheduler goes on as fcfs, on any rank.",

@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-
-from prometheus_client import Counter, Gauge, Histogram
+from typing import Any
 
 from feather_sglang.adapter.options import FeatherOptions
 from feather_sglang.adapter.scheduler.agreement import is_first_rank
@@ -22,6 +21,8 @@ class _Written:
     """All of them, once in a process. A server has one scheduler to a replica: of gauges the largest is shown."""
 
     def __init__(self) -> None:
+        from prometheus_client import Counter, Gauge, Histogram  # see `guard.failure_counter`
+
         self.info = Gauge(
             "feather_policy_info",
             "1 for the feather policy in force, with those of its options that are not the defaults; 0 for earlier "
@@ -129,6 +130,6 @@ class PolicyMetrics:
             gauge.set(0)
 
 
-def bound_gauges() -> tuple[Gauge, Gauge] | None:
+def bound_gauges() -> tuple[Any, Any] | None:
     """Of the time between two tokens: asked, in force; None on other ranks, as all bound the same steps."""
     return (_written().asked, _written().in_force) if is_first_rank() else None
