@@ -146,16 +146,18 @@ def metrics_page() -> str:
                 "# Which metrics are there?",
                 "",
                 "They are in SGLang's own `/metrics`, beside the `sglang:*` ones, with `--enable-metrics`. The first "
-                "rank reports those of `pat` and of the bound for all ranks.",
+                "rank reports for all ranks. Those of a part that is on are there from the start; the policy's are "
+                "written twice a second. [Operations](../guide/operations.md#watch-it) has a dashboard and rules "
+                "for alerts.",
                 "",
                 table(("metric", "kind", "meaning"), rows),
                 "",
                 "`feather_pat_read_tokens_total` over `feather_pat_attended_tokens_total` is the share of KV reads "
-                "that is left: 1 where nothing is shared. Set an alert on any increase of "
-                "`feather_policy_failures_total`; the log has the reason.",
+                "that is left: 1 where nothing is shared. Set an alert on `feather_policy_failed`, which has failures "
+                "of any rank; the log has the reason.",
                 "",
-                "`feather_bound_*` exist with `--feather-tbt` or `--feather-slo`. While the time in force is above the "
-                "time that is asked for, the load does not allow the [bound](../design/prefill_bound.md).",
+                "`feather_bound_*` are above 0 with `--feather-tbt` or `--feather-slo`. While the time in force is above "
+                "the time that is asked for, the load does not allow the [bound](../design/prefill_bound.md).",
                 "",
                 "Queue length, time to first token and cache hits are SGLang's own metrics and mean what they mean "
                 "without the plugin.",

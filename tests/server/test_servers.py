@@ -6,6 +6,7 @@ One file, as its tests share the answers under fcfs: a file's tests run in one p
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import time
@@ -21,12 +22,14 @@ from decision_logs import compare
 from effort import newest_is_enough
 from feather_sglang.adapter.ports import free_port
 from feather_sglang.scheduling.policy_names import SWITCH_PATH
+from operations import queried_metrics
 from preloaded import Preloaded
 from server.cases import KEY, LOSES_FIRST_LOGPROB, REFERENCE, ROOMY, FeatherServer
 from server.sglang_server import SGLangServer, server_environment
 from server.workload import Answer, Request, stream_all
 
 pytestmark = pytest.mark.timeout(600)
+DOCS = Path(__file__).parents[2] / "docs"
 ENGINE = Path(__file__).with_name("engine_program.py")
 
 
@@ -40,6 +43,52 @@ def test_fcfs_answers_do_not_depend_on_the_batch(fcfs: list[dict[str, Answer]], 
     for request in requests:
         if "logprobs" in request.body:
             assert len(at_once[request.name].logprobs) == at_once[request.name].completion_tokens > 0
+
+
+@pytest.mark.of_cases("pat")
+def test_before_any_request_the_metrics_are_there_that_are_queried(
+    feather_server: FeatherServer,
+) -> None:
+    """The first test on its server."""
+    server, found = feather_server.server, metrics(feather_server)
+    names = {name for name, *_ in found}
+    asked = queried_metrics()
+    assert len(asked) > 15 and {name for name in asked if name.startswith("feather_")} <= names
+    served = {"feather_pat_prefill"} if "--feather-pat-prefill" in feather_server.case.flags else set()
+    listed = re.findall(r"^\|`(feather_\w+)`\|(\w+)", (DOCS / "reference" / "metrics.md").read_text(), re.MULTILINE)
+    for name, kind in listed:
+        shown = f"{name}_count" if kind == "histogram" else name
+        assert (shown in names) is (not name.startswith("feather_pat_prefill") or bool(served)), name
+    (info,) = (labels for name, labels, value in found if name == "feather_policy_info")
+    assert f'policy="{feather_server.case.policy}"' in info and 'options="{}"' in info
+    assert {value for name, _, value in found if name in ("feather_policy_failed", "feather_decisions_total")} == {0.0}
+    (state,) = server.get("/server_info")["internal_states"]
+    assert state["feather"]["schedule_policy"] == feather_server.case.policy and not state["feather"]["failed"]
+
+
+@pytest.mark.of_cases("pat")
+def test_metrics_tell_what_was_served(feather_server: FeatherServer, served: dict[str, Answer]) -> None:
+    deadline = time.monotonic() + 10  # they are written twice a second, also by an idle scheduler
+    while (found := metrics(feather_server)) and time.monotonic() < deadline:
+        values = {name: value for name, labels, value in found if not labels}
+        admitted = sum(v for name, labels, v in found if name.endswith("decisions_total") and '"admitted"' in labels)
+        if values["feather_wait_seconds_count"] == admitted >= len(served):
+            break
+        time.sleep(0.2)
+    assert values["feather_wait_seconds_count"] == admitted >= len(served)
+    assert 0 < values["feather_round_seconds_count"] and values["feather_policy_failures_total"] == 0
+    assert values["feather_pat_saved_bytes_total"] == pytest.approx(
+        # K and V of two KV heads of 32 in float32, in each of two layers
+        (values["feather_pat_attended_tokens_total"] - values["feather_pat_read_tokens_total"]) * 2 * 2 * 2 * 32 * 4
+    )
+    assert {name for name in queried_metrics() if name.startswith("sglang:")} <= {name for name, *_ in found}
+
+
+def metrics(feather_server: FeatherServer) -> list[tuple[str, str, float]]:
+    """(name, labels, value) of every series that the server shows."""
+    lines = feather_server.server.get("/metrics").splitlines()
+    series = (re.match(r"([\w:]+)(\{.*\})? (\S+)", line) for line in lines if not line.startswith("#"))
+    return [(one[1], one[2] or "", float(one[3])) for one in series if one]
 
 
 def test_same_greedy_tokens_as_fcfs(
