@@ -156,8 +156,8 @@ def metrics_page() -> str:
                 "that is left: 1 where nothing is shared. Set an alert on `feather_policy_failed`, which has failures "
                 "of any rank; the log has the reason.",
                 "",
-                "`feather_bound_*` are above 0 with `--feather-tbt` or `--feather-slo`. While the time in force is above "
-                "the time that is asked for, the load does not allow the [bound](../design/prefill_bound.md).",
+                "`feather_bound_*` are above 0 with `--feather-tbt` or `--feather-slo`. While the time in force is "
+                "above the time that is asked for, the load does not allow the [bound](../design/prefill_bound.md).",
                 "",
                 "Queue length, time to first token and cache hits are SGLang's own metrics and mean what they mean "
                 "without the plugin.",
