@@ -7,12 +7,9 @@ import importlib.util
 import json
 import platform
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from feather_sglang import __version__
 from feather_sglang.adapter.attention.beside import PAT
@@ -36,6 +33,15 @@ ACTIVE = (
     "a server started here loads the plugin; --schedule-policy feather activates it. SGLang's own benchmarks with a "
     "server's flags (sglang.benchmark.one_batch, one_batch_server, offline_throughput) load no plugin: measure a server"
 )
+
+WHEN = {  # by a hook's kind
+    "start": "wrapped at start-up",
+    "server": "wrapped where a server starts that asks for it",
+    "scheduler": "wrapped under feather only",
+    "switch": "wrapped under --feather-allow-switch only",
+    "pat": "wrapped under pat only",
+    "calls": "called, not wrapped",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +137,7 @@ def examine() -> dict[str, Any]:
         "sglang": is_usable(version),
         "activation": inactive is None,
         "options": options_problem is None,
-        "hooks": all(hook["problem"] is None for hook in hooks if hook["part"] == "policy"),
+        "hooks": all(hook["problem"] is None for hook in hooks if FEATURES["policy"] in hook["features"]),
     }
     note = untested(version) if all(hook["problem"] is None for hook in hooks) else None
     sglang = f"{version}: {note}" if note else version
@@ -204,40 +210,6 @@ def _refuse_gpu(gpu: str, model: Any) -> None:
         raise FeatherError("latent attention is packed on GPUs of compute capability 9.0 only")
 
 
-def _print_hooks(console: Console, hooks: list[dict[str, Any]]) -> None:
-    """Every hook and what it is for; those that differ first, with what is lost."""
-    when = {
-        "start": "wrapped at start-up",
-        "server": "wrapped where a server starts that asks for it",
-        "scheduler": "wrapped under feather only",
-        "switch": "wrapped under --feather-allow-switch only",
-        "pat": "wrapped under pat only",
-        "calls": "called, not wrapped",
-    }
-    console.print("\n[bold]hooks")
-    for hook in sorted(hooks, key=lambda hook: hook["problem"] is None):
-        signature = f"{hook['target'].removeprefix('sglang.srt.')}({', '.join(hook['parameters'])})"
-        note = f"{when[hook['kind']]}: {hook['purpose']}"
-        if not hook["needed"]:
-            status, note = "[dim]unused[/dim] ", "not wrapped: SGLang calls the policies"
-        elif hook["problem"] is None:
-            status = "[green]fits[/green]   "
-        else:
-            status = "[red]differs[/red]"
-            note += f"\n        without it no {' and no '.join(hook['features'])}: {hook['problem']}"
-        console.print(f"{status} {escape(signature)}", soft_wrap=True, highlight=False)
-        console.print(f"        [dim]{escape(note)}[/dim]", soft_wrap=True, highlight=False)
-
-
-def _print_features(console: Console, features: dict[str, str | None]) -> None:
-    """One line: what the installed SGLang can run, and why not the rest."""
-    verdicts: dict[str, list[str]] = {}
-    for feature, reason in sorted(features.items(), key=lambda item: item[1] is not None):
-        verdicts.setdefault(f"not, because {reason}" if reason else "usable", []).append(feature)
-    said = "; ".join(f"{', '.join(named)}: {verdict}" for verdict, named in verdicts.items())
-    console.print(f"\n[bold]with this SGLang[/bold] {escape(said)}", soft_wrap=True, highlight=False)
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the report; the exit status is 0 if a server here could run feather, 1 if not."""
     if args.matrix:
@@ -256,28 +228,37 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, indent=2))
         return 0 if report["healthy"] else 1
-    console = Console()
-    for name, text in report["verdict"].items():
-        console.print(f"[bold]{name:8}[/bold]{escape(text)}", soft_wrap=True, highlight=False)
+    lines = [f"{name:8}{text}" for name, text in report["verdict"].items()]
     if args.verbose:
-        _print_all(console, report)
+        lines += _all(report)
     if not report["healthy"]:
         notes = {"sglang": f"sglang (feather supports {SUPPORTED[0]} to {SUPPORTED[-1]})"}
         problems = ", ".join(notes.get(name, name) for name in report["problems"])
-        console.print(f"[red]not ready[/red], because of {problems}: see above", soft_wrap=True, highlight=False)
+        lines.append(f"not ready, because of {problems}: see above")
+    print("\n".join(lines))
     return 0 if report["healthy"] else 1
 
 
-def _print_all(console: Console, report: dict[str, Any]) -> None:
-    facts = Table(show_header=False, box=None)
-    for name in ("feather", "python", "sglang", "torch", "gpu", "kernels", "pat", "activation", "policies", "options"):
-        facts.add_row(f"[bold]{name}", escape(str(report[name])))
-    console.print(facts)
-    _print_hooks(console, report["hooks"])
-    _print_features(console, report["features"])
+def _all(report: dict[str, Any]) -> Iterator[str]:
+    """What was found, by its name; then every hook and what it is for, those that differ first."""
+    names = ("feather", "python", "sglang", "torch", "gpu", "kernels", "pat", "activation", "policies", "options")
+    for name in names:
+        yield f"{name:12}{report[name]}"
+    for feature, reason in report["features"].items():
+        yield f"{feature:12}{reason or 'all hooks fit'}"
+    for hook in sorted(report["hooks"], key=lambda hook: hook["problem"] is None):
+        status = "unused" if not hook["needed"] else "fits" if hook["problem"] is None else "differs"
+        yield f"{status:8}{hook['target'].removeprefix('sglang.srt.')}({', '.join(hook['parameters'])})"
+        yield f"        {WHEN[hook['kind']]}: {hook['purpose']}"
+        if hook["problem"] is not None:
+            yield f"        without it no {' and no '.join(hook['features'])}: {hook['problem']}"
 
 
 def _print_matrix(as_json: bool) -> int:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
     from feather_sglang.adapter.attention.matrix import tables
 
     if as_json:

@@ -18,7 +18,7 @@ from feather_sglang.adapter.attention.registration import construct, register_ba
 from feather_sglang.adapter.failures import refusals_end_start_up
 from feather_sglang.adapter.hooks import HOOKS, INIT, exists, extension_points, is_needed
 from feather_sglang.adapter.options import switch_allowed
-from feather_sglang.adapter.start_up import offer, refuse_arguments, start_policy, start_switch, start_telling
+from feather_sglang.adapter.start_up import offer, refuse_arguments, start_policy, start_switch
 from feather_sglang.adapter.step_log import start_step_log
 from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.errors import FeatherError
@@ -67,7 +67,9 @@ def start(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     if switch_allowed():
         start_switch(scheduler, functools.partial(original, scheduler, *args, **kwargs))
     elif scheduler.schedule_policy in FEATHER and not extended:
-        start_telling(scheduler)
+        from feather_sglang.adapter.scheduler.state import tell_state
+
+        tell_state(scheduler)
     if (scheduler.schedule_policy in FEATHER or switch_allowed()) and not extended:
         _watch_pauses(scheduler)
     with refusals_end_start_up():

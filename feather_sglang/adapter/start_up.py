@@ -78,10 +78,3 @@ def start_switch(scheduler: Any, initialise: Callable[[], Any]) -> None:
         from feather_sglang.adapter.switch.switch import Switch
 
         Switch(scheduler, initialise).install()
-
-
-def start_telling(scheduler: Any) -> None:
-    """Let ``/server_info`` tell of the policy; where it may be switched, that is a part of switching."""
-    from feather_sglang.adapter.scheduler.state import tell_state
-
-    tell_state(scheduler)

@@ -177,8 +177,8 @@ def test_a_policy_is_switched_under_the_admin_key_alone(
     server = feather_server.server
     chosen = [request for request in requests if "regex" not in request.body][:20]
 
-    def switch(name: str, key: str | None = KEY) -> tuple[int, Any]:
-        status, text = server.answer(SWITCH_PATH, {"schedule_policy": name}, key)
+    def switch(name: str, key: str | None = KEY, **more: bool) -> tuple[int, Any]:
+        status, text = server.answer(SWITCH_PATH, {"schedule_policy": name, **more}, key)
         return status, json.loads(text)
 
     def state() -> dict[str, Any]:
@@ -207,6 +207,16 @@ def test_a_policy_is_switched_under_the_admin_key_alone(
     thread.join(60)
     assert status == 409 and "running or waiting: switch when idle" in answer["error"]
     assert state()["schedule_policy"] == "fcfs"
+    answers = {}
+    thread = threading.Thread(target=lambda: answers.update(stream_all(server.url, chosen)))
+    thread.start()
+    server.wait_until_busy()
+    for name in ("feather-heuristic", "lpm"):
+        assert switch(name, drain=True) == (200, {"schedule_policy": name}) and state()["schedule_policy"] == name
+    thread.join(60)
+    assert {name: answer.text for name, answer in answers.items()} == {
+        request.name: fcfs[0][request.name].text for request in chosen
+    }
     status, answer = switch("fifo")
     assert status == 400 and answer["error"].startswith("unknown schedule policy 'fifo'")
 

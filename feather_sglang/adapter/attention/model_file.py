@@ -11,7 +11,6 @@ from feather_sglang.adapter.attention.limits import POOLS, LayerFacts, ModelFact
 from feather_sglang.errors import FeatherError, quoted
 
 NO_WINDOWS = ("Mistral", "Mixtral", "Qwen2", "Qwen3")  # to all layers of which SGLang gives full attention
-FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}  # the last of so many layers, where nothing says which
 KINDS: dict[str, dict[str, Any] | None] = {  # by a word in a layer's type; None: no KV
     "full": {}, "sliding": {"window": 1}, "chunked": {"chunked": True}, "linear": None,
 }  # fmt: skip
@@ -76,13 +75,7 @@ def _facts(text: dict[str, Any], architecture: str) -> ModelFacts:
 
 def _layer_types(text: dict[str, Any], architecture: str) -> Sequence[str]:
     layers = text["num_hidden_layers"]
-    types = text.get("layer_types")
-    if not types and (every := text.get("full_attention_interval")):
-        types = ["linear" if (layer + 1) % every else "full" for layer in range(layers)]
-    every = text.get("sliding_window_pattern") or FULL_EVERY.get(text.get("model_type", ""))
-    if not types and every and text.get("sliding_window"):
-        types = ["sliding" if (layer + 1) % every else "full" for layer in range(layers)]
-    types = [name.lower() for name in (types or ["full"] * layers)[:layers]]
+    types = [name.lower() for name in (text.get("layer_types") or ["full"] * layers)[:layers]]
     if unknown := [name for name in types if not any(word in name for word in KINDS)]:
         raise FeatherError(f"layers of type {quoted(unknown[0])} are not known to this check: start a server to see")
     if architecture.startswith(NO_WINDOWS):

@@ -46,13 +46,10 @@ def construct(original: Any, args: Any) -> Any:
 def _leave_out(args: Any) -> None:
     """Put SGLang's own in the place of the policy and the backend that the flags name."""
     write = super(type(args), args).__setattr__  # arguments are sealed by their class once they are resolved
-    named = [name for name in FLAGS if getattr(args, name, None) == PAT]
-    if args.schedule_policy in FEATHER:
-        logger.warning("feather: %s is set: fcfs in place of --schedule-policy %s", DISABLE, args.schedule_policy)
-        write("schedule_policy", "fcfs")
-    for name in named:
-        logger.warning("feather: %s is set: SGLang's own in place of --%s pat", DISABLE, name.replace("_", "-"))
-        write(name, None)
+    for name, own in (("schedule_policy", "fcfs"), *((name, None) for name in FLAGS)):
+        if (given := getattr(args, name, None)) in (*FEATHER, PAT):
+            logger.warning("feather: %s is set: --%s %s is left out", DISABLE, name.replace("_", "-"), given)
+            write(name, own)
 
 
 def _refuse_contradictions(args: Any) -> None:

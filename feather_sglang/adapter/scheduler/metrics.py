@@ -18,17 +18,17 @@ WRITE_EVERY_SECONDS = 0.5
 
 
 class _Written:
-    """All of them, once in a process. A server has one scheduler to a replica: of gauges the largest is shown."""
+    """All of them, once in a process."""
 
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram  # see `guard.failure_counter`
 
+        worst = {"multiprocess_mode": "livemax"}  # of a server's schedulers, which are one to a replica
         self.info = Gauge(
             "feather_policy_info",
-            "1 for the feather policy in force, with those of its options that are not the defaults; 0 for earlier "
-            "ones. No series is 1 under SGLang's policies.",
+            "1 for the feather policy in force, with its options that are not the defaults; 0 for earlier ones.",
             ["policy", "options"],
-            multiprocess_mode="livemax",
+            **worst,
         )
         self.decisions = Counter(
             "feather_decisions",
@@ -54,25 +54,19 @@ class _Written:
             multiprocess_mode="livesum",
         )
         self.overtaken = Gauge(
-            "feather_overtaken_tokens",
-            "Work of later requests that were admitted before the oldest waiting one.",
-            multiprocess_mode="livemax",
+            "feather_overtaken_tokens", "Work of later requests that went before the oldest waiting one.", **worst
         )
         self.overtaking = Gauge(
-            "feather_overtaking_ratio",
-            "The same over its bound (`--feather-max-overtaking`); 1 is the bound.",
-            multiprocess_mode="livemax",
+            "feather_overtaking_ratio", "The same over its bound (`--feather-max-overtaking`); 1 is the bound.", **worst
         )
         self.asked = Gauge(
-            "feather_bound_asked_seconds",
-            "Time between two tokens that is aimed at; 0 without such a bound.",
-            multiprocess_mode="livemax",
+            "feather_bound_asked_seconds", "Time between two tokens that is aimed at; 0 without such a bound.", **worst
         )
         self.in_force = Gauge(
             "feather_bound_in_force_seconds",
             "The same, or the longest time between two tokens that was launched in the last 10 to 20 s, where the load "
             "does not allow what is aimed at.",
-            multiprocess_mode="livemax",
+            **worst,
         )
 
 
@@ -89,10 +83,11 @@ class PolicyMetrics:
     """
 
     def __init__(self, policy: str, options: FeatherOptions) -> None:
-        self.written, self.waits, self.rounds = _written(), [], []
+        self.waits: list[float] = []
+        self.rounds: list[float] = []
         usual = FeatherOptions().of_policy()
         changed = {name: value for name, value in options.of_policy().items() if value != usual[name]}
-        self._info = self.written.info.labels(policy, json.dumps(changed))
+        self._info = _written().info.labels(policy, json.dumps(changed))
         self._info.set(1)
         self._counted: dict[str, int] = {}
         self._due = 0.0
@@ -101,7 +96,7 @@ class PolicyMetrics:
         """Write what has changed, unless that was done a moment ago."""
         if (now := time.monotonic()) < self._due:
             return
-        self._due, written, stats = now + WRITE_EVERY_SECONDS, self.written, admission.stats()
+        self._due, written, stats = now + WRITE_EVERY_SECONDS, _written(), admission.stats()
         counts = {
             "admitted": self._counted.get("admitted", 0) + len(self.waits),
             "overdue": stats["overdue_admissions"],
@@ -111,23 +106,25 @@ class PolicyMetrics:
             "decode_first": decoded_first,
         }
         for name, count in counts.items():
-            if (before := self._counted.get(name)) != count:
-                written.decisions.labels(name).inc(count - (before or 0))
+            written.decisions.labels(name).inc(count - self._counted.get(name, 0))
         self._counted = counts
         for histogram, seconds in ((written.wait, self.waits), (written.round, self.rounds)):
             for each in seconds:
                 histogram.observe(each)
             seconds.clear()
-        overtaken, bound = admission.overtaken()
-        written.groups.set(admission.tree.active_groups)
+        self._show(admission.tree.active_groups, *admission.overtaken())
+
+    @staticmethod
+    def _show(groups: int, overtaken: float, bound: float) -> None:
+        written = _written()
+        written.groups.set(groups)
         written.overtaken.set(overtaken)
         written.overtaking.set(overtaken / bound)
 
     def end(self) -> None:
         """Another policy takes over."""
         self._info.set(0)
-        for gauge in (self.written.groups, self.written.overtaken, self.written.overtaking):
-            gauge.set(0)
+        self._show(0, 0.0, 1.0)
 
 
 def bound_gauges() -> tuple[Any, Any] | None:

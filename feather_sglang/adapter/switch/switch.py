@@ -137,8 +137,8 @@ class Switch:
     def _plan(self, order: Order) -> _Plan:
         """Check everything that can be wrong, and change nothing; raise ``FeatherError`` if something is."""
         scheduler, name = self.scheduler, order.schedule_policy
-        if not order.drain:
-            self._refuse_busy()
+        if not (order.drain or scheduler.is_fully_idle()):
+            raise Busy('requests are running or waiting: switch when idle, or send "drain": true')
         refuse_unswitchable(scheduler)
         options = self._options.updated(order.options)
         if name in FEATHER:
@@ -157,18 +157,6 @@ class Switch:
         if meant != name:
             raise FeatherError(f"this server would run {meant} in place of {name}: it has no prefix cache")
         return _Plan(name, options, None)
-
-    def _refuse_busy(self) -> None:
-        scheduler = self.scheduler
-        if scheduler.is_fully_idle():
-            return
-        batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
-        requests = {req.rid for batch in batches for req in batch.reqs if not req.finished()}
-        requests |= {req.rid for req in scheduler.waiting_queue}
-        count = len(requests) + len(scheduler.grammar_manager.grammar_queue)
-        if count:
-            raise Busy(f"{count} request{'s are' if count > 1 else ' is'} running or waiting: switch when idle")
-        raise Busy("the last step is not over: switch when idle")
 
     def _runs(self) -> bool:
         """Whether requests run, or the last step is not over; others may wait, for their grammar too."""

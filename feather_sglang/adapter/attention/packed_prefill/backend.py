@@ -192,7 +192,6 @@ def pack_prefill() -> None:
     """Put `PackedPrefill` around the prefill backend that SGLang pairs with a pat backend, in this process."""
     from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 
-    count()
     construct, init_new = HybridAttnBackend.__init__, ForwardBatch.__dict__["init_new"].__func__
 
     @functools.wraps(construct)

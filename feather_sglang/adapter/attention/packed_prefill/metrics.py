@@ -12,9 +12,8 @@ from feather_sglang.adapter.scheduler.agreement import is_first_rank
 def count(**numbers: int) -> None:
     """Add to counters by their names, where this is a first rank; others compute the same steps."""
     if is_first_rank():
-        known = counters()  # all are there from the first call on
         for name, number in numbers.items():
-            known[name].inc(number)
+            counters()[name].inc(number)
 
 
 @functools.cache
