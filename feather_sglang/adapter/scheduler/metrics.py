@@ -23,7 +23,7 @@ class _Written:
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram  # see `guard.failure_counter`
 
-        worst = {"multiprocess_mode": "livemax"}  # of a server's schedulers, which are one to a replica
+        worst: dict[str, Any] = {"multiprocess_mode": "livemax"}  # of a server's schedulers, which are one to a replica
         self.info = Gauge(
             "feather_policy_info",
             "1 for the feather policy in force, with its options that are not the defaults; 0 for earlier ones.",
