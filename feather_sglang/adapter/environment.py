@@ -47,6 +47,4 @@ def check_output_limit(name: str, tokens: int) -> None:
     """Raise ``FeatherError`` where SGLang would cut an answer of so many tokens, of the trace of that name."""
     limit = os.environ.get("SGLANG_MAX_NEW_TOKENS_LIMIT", "")
     if limit.isdecimal() and 0 < int(limit) < tokens:
-        raise FeatherError(
-            f"SGLANG_MAX_NEW_TOKENS_LIMIT={limit}: a request of {name} generates {tokens} tokens; unset it"
-        )
+        raise FeatherError(f"SGLANG_MAX_NEW_TOKENS_LIMIT={limit}: an answer in {name} has {tokens} tokens; unset it")

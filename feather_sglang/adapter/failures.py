@@ -55,7 +55,7 @@ def expect_refusals() -> None:
     def scheduler_died_error(rank: int, process: Any) -> Any:
         error = original(rank, process)
         if process.exitcode == REFUSED:
-            end_start_up(FeatherError("the server cannot start so: its scheduler's own line above says why"))
+            end_start_up(FeatherError("the server cannot start: the line of its scheduler above says why"))
         return error
 
     engine._scheduler_died_error = scheduler_died_error

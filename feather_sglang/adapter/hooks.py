@@ -109,13 +109,13 @@ _POLICY_HOOKS = (
     _hook(
         _POLICY + "SchedulePolicy._touch_waiting_prefixes(self, policy, waiting_queue)",
         "calls",
-        "prefixes of those who wait stay in the cache",
+        "prefixes of waiting requests stay in the cache",
         optional=True,
     ),
     _hook(
         _POLICY + "SchedulePolicy.waiting_queue_prefix_matched(self, waiting_queue)",
         "scheduler",
-        "a load report counts what is not cached",
+        "a load report counts the tokens that are not cached",
         optional=True,
     ),
     _hook(_SCHEDULER + "_add_request_to_queue(self, req)", "scheduler", "a request arrives or comes back"),
@@ -159,13 +159,13 @@ _SWITCH_HOOKS = (
     _hook("sglang.srt.utils.auth.auth_level(level)", "calls", "the admin key guards the endpoint"),
 )
 _PAT_HOOKS = (
-    _hook(_ARGS + "__post_init__(self)", "start", "what runs beside pat, as SGLang resolves its flags"),
+    _hook(_ARGS + "__post_init__(self)", "start", "the backend beside pat, as SGLang resolves its flags"),
     _hook(_ARGS + "resolve_once(self)", "start", "the same where it resolves later", optional=True),
     _hook(_ATTENTION + "attention_registry.register_attention_backend(name)", "calls", "adds pat"),
     _hook(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new(cls, batch, model_runner)",
         "pat",
-        "the requests of the decode batch that comes",
+        "the requests of the next decode batch",
     ),
     _hook(
         _ATTENTION
@@ -189,7 +189,7 @@ _PAT_HOOKS = (
     _hook(
         _DRAFTS + "draft_utils.DraftBackendFactory.create_draft_extend_backend(self)",
         "pat",
-        "its pass over what was verified",
+        "the draft model's pass over the verified tokens",
     ),
     _hook(
         _ATTENTION + "base_attn_backend.AttentionBackend.init_forward_metadata(self, forward_batch)",

@@ -136,28 +136,28 @@ class FeatherOptions:
         MAX_WAIT,
         _seconds,
         "SECONDS",
-        "A request that has waited this long is overdue: no stop policy ends admission, and it is next once as many "
-        "later requests have gone before it as waited when it came.",
+        "A request that has waited this long is overdue: from then on no stop policy ends admission, and the request "
+        "is next once as many later requests were admitted before it as waited when it arrived.",
     )
     max_wait_rounds: int = _option(
-        MAX_WAIT_ROUNDS, _whole(1), "ROUNDS", "The bound of --feather-max-wait, in admission rounds.", flag=False
+        MAX_WAIT_ROUNDS, _whole(1), "ROUNDS", "A request is also overdue after so many admission rounds.", flag=False
     )
     max_overtaking: float = _option(
         SHARE_OF_OWN,
         _share,
         "SHARE",
-        "Later requests that go before a request take at most SHARE times the work that order of arrival would have "
-        "put before it, itself included, plus 2,048 tokens. 0: nearly order of arrival; inf: no bound but "
-        "--feather-max-wait.",
+        "Later requests are admitted before a request only as far as their work is at most SHARE times the work that "
+        "order of arrival would have put before it, its own included, plus 2,048 tokens. 0: nearly order of arrival; "
+        "inf: only --feather-max-wait bounds the wait.",
     )
     seed: int = _option(
         0,
         _whole(0),
         "SEED",
-        "Seed of the policy's exploration, the same on every rank; of a replay --seed.",
+        "Seed of the policy's exploration, the same on every rank. A replay takes --seed instead.",
         flag=False,
     )
-    explore: bool = _option(True, _switch, "on|off", "off: the stop policy neither explores nor learns.")
+    explore: bool = _option(True, _switch, "on|off", "Whether the stop policy explores and learns while it serves.")
     row_order: bool = _option(
         True, _switch, "on|off", "Keep rows of the running batch that share a prefix side by side."
     )
@@ -180,8 +180,8 @@ class FeatherOptions:
         None,
         _milliseconds,
         "MS",
-        "Upper bound, in milliseconds, on the time between two tokens of a request while other requests prefill. It "
-        "gives way under a load that does not allow it. Not under feather-order.",
+        "Upper bound, in milliseconds, on the time between two tokens of a request while other requests prefill. The "
+        "server exceeds it under a load that does not allow it. feather-order does not take this flag.",
     )
     slo: str | None = _option(
         None,
@@ -189,7 +189,7 @@ class FeatherOptions:
         "BOUNDS",
         "The latencies that you promise: ttft=SECONDS,tbt=MS, or multiples of what an idle server takes, as in "
         "ttft=10x,tbt=5x, which mooncake stands for. The server then bounds the time between tokens as --feather-tbt "
-        "does, at 0.85 of tbt. Not under feather-order.",
+        "does, at 0.85 of tbt. feather-order does not take this flag.",
     )
     record_plan: str | None = _option(
         None,
@@ -211,8 +211,8 @@ class FeatherOptions:
         "off",
         _switch_or_auto,
         "on|auto|off",
-        "Whether pat also computes prompts, in the layers that it packs. auto: only in steps that it should make a "
-        "tenth faster. Needs --disable-prefill-cuda-graph and about 0.2 GB of GPU memory.",
+        "Whether pat also computes prompts, in the layers that it packs. auto: only in prefill steps that this should "
+        "make a tenth faster. It needs --disable-prefill-cuda-graph and about 0.2 GB of GPU memory.",
         at_start=True,
     )
     unproven_gpu: bool = _option(
@@ -226,7 +226,7 @@ class FeatherOptions:
         False,
         _switch,
         "on|off",
-        "POST /feather/schedule_policy changes the schedule policy of the running server. Needs --admin-api-key.",
+        "Let POST /feather/schedule_policy change the schedule policy of the running server. It needs --admin-api-key.",
         at_start=True,
     )
 

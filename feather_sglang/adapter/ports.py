@@ -33,7 +33,7 @@ def free_port() -> int:
             _reservations.append(reservation)
             return port
         reservation.close()
-    raise FeatherError(f"no free port from {ports[0]} to {ports[-1]}: end what holds them")
+    raise FeatherError(f"no free port from {ports[0]} to {ports[-1]}: end the processes that use them")
 
 
 def _candidates() -> Sequence[int]:

@@ -133,8 +133,8 @@ PAT_FLAGS = (
     _given("--enable-hisparse"),
     _given(
         "--enable-deterministic-inference",
-        "--enable-deterministic-inference, as the order of a request's sums follows from who shares its prefix and how "
-        "many processors there are",
+        "--enable-deterministic-inference, as the order of a request's sums depends on the requests that share its "
+        "prefix and on the number of processors",
     ),
     _given("--enable-unified-memory"),  # slots are ids, translated anew whenever what they stand for has moved
     # Pages are no rows of slots there. SGLang 0.5.23 has it with unified memory only.
@@ -164,21 +164,21 @@ def refuse_policy_flags(args: Any, name: str, options: FeatherOptions) -> None:
         if not admits(name):
             raise FeatherError(f"--schedule-policy {name} leaves admission to SGLang, so {flag} cannot work; drop it")
         if mixes_chunks(args) and option == "pace":
-            raise FeatherError(f"{flag} saves nothing under --enable-mixed-chunk, where decode goes on; drop one")
+            raise FeatherError(f"{flag} saves nothing, as decode goes on under --enable-mixed-chunk; drop one")
         if mixes_chunks(args):
-            raise FeatherError(f"{flag} lets prefill and decode alternate, --enable-mixed-chunk mixes them; drop one")
+            raise FeatherError(f"{flag} makes prefill and decode alternate, not mix (--enable-mixed-chunk); drop one")
         if option != "pace" and (args.chunked_prefill_size or 0) < 0:
-            raise FeatherError(f"{flag} cuts prompts into chunks, --chunked-prefill-size -1 forbids it; drop one")
+            raise FeatherError(f"{flag} cuts prompts into chunks, and --chunked-prefill-size -1 forbids it; drop one")
 
 
 def mixes_chunks(args: Any) -> bool:
-    """Whether prefill chunks and decode rows share a step, so that prefill makes nobody wait."""
+    """Whether prefill chunks and decode rows share a step, so that no request waits for prefill."""
     return getattr(args, "enable_mixed_chunk", False)
 
 
 def refuse_pat_flags(args: Any) -> None:
     """Raise ``FeatherError`` for flags that the pat backend does not support."""
     if args.device == "cpu" and os.environ.get(REFERENCE) != "1":
-        raise FeatherError(f"the pat backend needs an NVIDIA GPU, this server runs on the CPU: {ANOTHER_BACKEND}")
+        raise FeatherError(f"the pat backend needs an NVIDIA GPU, and this server runs on the CPU: {ANOTHER_BACKEND}")
     if limit := first_limit(PAT_FLAGS, args):
         raise FeatherError(f"the pat backend does not support {limit.what}; {limit.instead} or {ANOTHER_BACKEND}")

@@ -80,4 +80,4 @@ def starting_with(words: Sequence[str]) -> Iterator[None]:
         if not words:
             raise
         said = " ".join(str(error).split())
-        raise FeatherError(f"--server-flags {' '.join(words)}: SGLang does not start so: {said}") from error
+        raise FeatherError(f"--server-flags {' '.join(words)}: SGLang refuses to start with them: {said}") from error

@@ -36,30 +36,33 @@ COMMON = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``feather calibrate``."""
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="of the model, or of its config.json alone")
-    parser.add_argument("--out", type=Path, required=True, metavar="PROFILE.json", help="write the profile there")
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="folder of the model or its config.json")
+    parser.add_argument("--out", type=Path, required=True, metavar="PROFILE.json", help="file of the new profile")
     parser.add_argument(
         "--profile",
         default="h200",
-        help=f"whose kernels are scaled to this GPU: {', '.join(list_profiles())} or a .json file (%(default)s)",
+        help=f"profile that is scaled to this GPU: {', '.join(list_profiles())} or a .json file (%(default)s)",
     )
-    parser.add_argument("--name", help="of the profile (the file's name)")
+    parser.add_argument("--name", help="name of the new profile (default: the file's name)")
     parser.add_argument(
         "--attention",
         default="pat,fa3",
         metavar="LIST",
-        help="decode kernels of the profile, a server each (%(default)s); prefill runs without CUDA graphs "
-        "under the first, and in them under the others",
+        help="decode kernels to measure, each on a server of its own (%(default)s); prefill runs without CUDA "
+        "graphs on the first server, and in CUDA graphs on the others",
     )
-    parser.add_argument("--server-flags", default="", metavar="FLAGS", help="further flags of both servers, quoted")
+    parser.add_argument("--server-flags", default="", metavar="FLAGS", help="further flags of all servers, quoted")
     parser.add_argument(
-        "--time-limit", type=float, default=480.0, metavar="SECONDS", help="of the measurement (%(default)g)"
-    )
-    parser.add_argument(
-        "--recording", type=Path, metavar="FILE", help="what was measured (beside the profile: .recording.json.gz)"
+        "--time-limit", type=float, default=480.0, metavar="SECONDS", help="limit of the measurement (%(default)g)"
     )
     parser.add_argument(
-        "--from", dest="source", type=Path, nargs="+", metavar="FILE", help="fit recordings, measure nothing"
+        "--recording",
+        type=Path,
+        metavar="FILE",
+        help="file of the recording (default: beside the profile, .recording.json.gz)",
+    )
+    parser.add_argument(
+        "--from", dest="source", type=Path, nargs="+", metavar="FILE", help="fit these recordings and measure nothing"
     )
 
 
@@ -87,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> None:
     """Raise ``FeatherError`` for what the flags alone tell cannot be, before anything is measured."""
     if args.out.suffix != ".json":
-        raise FeatherError(f"--out {args.out}: a profile is told by its ending, .json: name it so")
+        raise FeatherError(f"--out {args.out}: the name of a profile must end in .json")
     check_target(args.out, "the profile")
     if any(args.out.resolve() == path.resolve() for path in args.source or ()):
         raise FeatherError(f"--out {args.out}: is one of the recordings of --from; name another file")
@@ -143,7 +146,7 @@ def measured(args: argparse.Namespace, settings: Sequence[Setting], console: Con
     }
     recording = Recording(content)
     recording.save(target)
-    say(f"measured; kept in {target}")
+    say(f"all is measured, and the recording is in {target}")
     return recording
 
 
@@ -152,7 +155,7 @@ def settings_of(names: str, base: HardwareProfile) -> list[Setting]:
     chosen = [name.strip() for name in names.split(",")]
     known = [name for name in BACKENDS if name in base.attention]
     if not set(chosen) <= set(known) or len(set(chosen)) < len(chosen):
-        raise FeatherError(f"--attention {names}: each once, of those that profile {base.name} has: {', '.join(known)}")
+        raise FeatherError(f"--attention {names}: name kernels of profile {base.name}, each once: {', '.join(known)}")
     return [Setting(name, prefill_graphs=place > 0) for place, name in enumerate(chosen)]
 
 

@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         choices=("replay", "server"),
         default="replay",
-        help="virtual time with a model of the GPU, or real servers (%(default)s)",
+        help="replay in virtual time, or real servers (%(default)s)",
     )
-    parser.add_argument("--policies", help=f"comma-separated (default {DEFAULT_POLICIES}; as far as SGLang has them)")
+    parser.add_argument("--policies", help=f"names with commas ({DEFAULT_POLICIES}, as far as SGLang has them)")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="policies replayed at a time (%(default)s)")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the results, plots and logs of an earlier run in --out"
@@ -55,15 +55,15 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that only real servers take."""
     add = parser.add_argument_group(
         "with --engine server",
-        "--model is the model's folder, or one with its config.json alone (then with dummy weights); --attention one "
-        "or more of fa3, flashinfer, triton, pat, separated by commas",
+        "--model is the folder of a model; with its config.json alone, the weights are dummies. --attention is one or "
+        "more of fa3, flashinfer, triton and pat, separated by commas",
     ).add_argument
-    add("--repeat", type=int, metavar="N", help="rounds, every other one backwards: 2 gives A B B A (%(default)s)")
-    add("--one-server", action="store_true", help="switch the policy of a running server between runs; starts are few")
-    add("--time-limit", type=float, metavar="SECONDS", help="limit for all runs; those cut are named (none)")
+    add("--repeat", type=int, metavar="N", help="rounds, every second in reverse order: 2 gives A B B A (%(default)s)")
+    add("--one-server", action="store_true", help="start each backend once and switch its policy between the runs")
+    add("--time-limit", type=float, metavar="SECONDS", help="limit for all runs; what it cuts is named (none)")
     add("--start-timeout", type=float, metavar="SECONDS", help="time within which a server must be up (%(default)g)")
-    add("--json", type=Path, metavar="FILE", help="results, written anew after each run (OUT/results.json)")
-    add("--bench-serving", type=Path, metavar="FILE", help="show this output of sglang.bench_serving beside them")
+    add("--json", type=Path, metavar="FILE", help="file of the results, rewritten after each run (OUT/results.json)")
+    add("--bench-serving", type=Path, metavar="FILE", help="show this output of sglang.bench_serving, too")
     parser.set_defaults(repeat=1, time_limit=math.inf, start_timeout=300.0)
 
 

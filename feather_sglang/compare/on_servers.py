@@ -89,7 +89,7 @@ def configurations(args: argparse.Namespace, policies: Sequence[str]) -> list[Se
     unknown = [name for name in backends if name not in BACKENDS]
     if unknown or len(set(backends)) < len(backends):
         raise FeatherError(
-            f"--attention {args.attention}: each once, of {', '.join(BACKENDS)}; for others use --server-flags"
+            f"--attention {args.attention}: name each once, out of {', '.join(BACKENDS)}; for others use --server-flags"
         )
     options = options_of(args, list(policies))
     overruled = {word.partition("=")[0].removeprefix("--feather-").replace("-", "_") for word in given}
@@ -256,14 +256,14 @@ class Comparison:
             failed = next((record["error"] for record in self.records if "error" in record), "no time was left")
             raise FeatherError(f"nothing was measured: {failed}")
         self.rates.show(self.console, columns, self.title, SERVER_FIGURES, peers)
-        again = "" if self.args.repeat > 1 else "; --repeat 2 goes on with them backwards (A B B A)"
+        again = "" if self.args.repeat > 1 else "; --repeat 2 runs them again in reverse order (A B B A)"
         self.tell(f"{self.servers()}: {' '.join(self.order())}{again}")
         for line in notes(self.records):
             self.tell(line)
         if peers:
-            self.tell(f"{', '.join(peer.policy for peer in peers)}: as sglang.bench_serving saw its own workload")
+            self.tell(f"{', '.join(peer.policy for peer in peers)}: by sglang.bench_serving, of its own workload")
         if self.missing():
-            self.tell(f"not begun in time: {', '.join(self.missing())}")
+            self.tell(f"these runs did not begin within the time limit: {', '.join(self.missing())}")
         first = {name: results[0] for name, results in self.results().items()}
         out = self.args.out
         batches = {name: [step[:3] for step in one.steps] for name, one in first.items()}

@@ -13,10 +13,10 @@ from feather_sglang.patching.series import Series, releases
 from feather_sglang.patching.site import Site
 
 ACTIONS = {
-    "list": "releases that have patches, and what is installed",
-    "check": "whether its patches fit it",
-    "apply": "patch it, all or nothing, with a backup",
-    "revert": "put it back, to the byte",
+    "list": "show the releases that have patches, and the installed one",
+    "check": "say whether the patches fit the installed release",
+    "apply": "patch the installed release, all files or none, with a backup",
+    "revert": "restore its files to the byte",
 }
 
 

@@ -37,15 +37,15 @@ ONLY_ON_SERVERS = ("pat_beside", "unproven_gpu", "allow_switch")  # options that
 def add_workload_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """Flags that say what is replayed and on what, but for feather's options of these names."""
     parser.add_argument(
-        "trace", nargs="?", help="trace in Mooncake's JSON lines; none: the paper's workload, generated"
+        "trace", nargs="?", help="trace in Mooncake's JSON lines; without one, the paper's workload is generated"
     )
-    parser.add_argument("--requests", type=int, metavar="N", help="replay the first N requests (generated: 1000)")
+    parser.add_argument("--requests", type=int, metavar="N", help="only the first N requests (1000 if generated)")
     parser.add_argument(
         "--rate-scale",
         type=_numbers,
         default=(1.0,),
         metavar="X[,X]",
-        help="X times the requests per second; several: each, and with --slo the largest that meets it",
+        help="X times the requests a second; of several, each is run, and --slo names the largest within the bounds",
     )
     add_slo(parser)
     parser.add_argument("--block-size", type=int, default=512, metavar="TOKENS", help="tokens per hash id of the trace")
@@ -60,10 +60,10 @@ def add_workload_arguments(parser: argparse.ArgumentParser, without: Collection[
     server.add_argument(
         "--model", default=DEFAULT_MODEL, help=f"model whose steps are timed: {', '.join(sorted(MODELS))} (%(default)s)"
     )
-    server.add_argument("--attention", help="decode kernel of the profile (its first)")
-    server.add_argument("--kv-tokens", type=int, metavar="N", help="KV capacity in tokens (what the profile leaves)")
-    server.add_argument("--max-running", type=int, default=500, metavar="N", help="most running requests (500)")
-    server.add_argument("--chunked-prefill", type=int, default=8192, metavar="TOKENS", help="prefill chunk (8192)")
+    server.add_argument("--attention", help="decode kernel of the profile (default: its first)")
+    server.add_argument("--kv-tokens", type=int, metavar="N", help="KV capacity in tokens (as the GPU has room)")
+    server.add_argument("--max-running", type=int, default=500, metavar="N", help="limit of running requests (500)")
+    server.add_argument("--chunked-prefill", type=int, default=8192, metavar="TOKENS", help="prefill chunk size (8192)")
     server.add_argument("--page-size", type=int, default=1, metavar="TOKENS", help="KV page size (1)")
     server.add_argument(
         "--stream-interval",
@@ -76,7 +76,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser, without: Collection[
         "--prefill-graphs",
         choices=("on", "off"),
         default="on",
-        help="off: no CUDA graphs for prefill, so the host launches each kernel (%(default)s)",
+        help="CUDA graphs for prefill; without them the host launches each kernel (%(default)s)",
     )
     add_server_flags(server)
     server.add_argument("--seed", type=int, default=0, help="seed of the generated workload and of exploration")
@@ -91,8 +91,8 @@ def add_scheduler_cost(parser: argparse._ActionsContainer) -> None:
         "--scheduler-cost",
         choices=("model", "measured", "off"),
         default="model",
-        help="time of the host. model: the profile's prices; measured: the same, but forming a batch costs the CPU "
-        "time that it takes here, which differs from run to run; off: none (%(default)s)",
+        help="how the host's time counts. model: by the profile; measured: the same, but forming a batch costs the "
+        "CPU time that it takes here, which differs from run to run; off: not at all (%(default)s)",
     )
 
 

@@ -23,16 +23,16 @@ HANDED = (
     Group("when prefill waits for more requests", (
         "enable_prefill_delayer", "prefill_delayer_max_*", "prefill_delayer_queue_*", "prefill_delayer_token_*")),
     Group("how much one prefill step takes", ("max_prefill_tokens", "prefill_max_requests", "enable_mixed_chunk")),
-    Group("how much memory decoding is to be left", ("schedule_conservativeness",)),
-    Group("who gives memory up", ("retraction_policy", "radix_eviction_policy*", "disable_radix_cache")),
+    Group("how much memory is left for decoding", ("schedule_conservativeness",)),
+    Group("which request gives up memory", ("retraction_policy", "radix_eviction_policy*", "disable_radix_cache")),
     Group(
-        "who goes first",
+        "which request goes first",
         ("enable_priority_scheduling", "disable_priority_preemption", "default_priority_value",
          "abort_on_priority_when_disabled", "schedule_low_priority_values_first",
          "priority_scheduling_preemption_threshold"),
     ),
     Group("in which loop steps are planned", ("disable_overlap_schedule",)),
-    Group("what the policy random draws", ("random_seed",)),
+    Group("the random policy's draws", ("random_seed",)),
 )  # fmt: skip
 
 # The replay's own flags. Those of feather are taken by their names.
@@ -57,7 +57,7 @@ RIGHT = {
 REFUSED = (
     Group("another flag sets it here", ("schedule_policy",), "use --policies"),
     Group("another flag sets it here", ("model_path",), "use --model"),
-    Group("a replay reads no file of flags", ("config",), "give its flags themselves"),
+    Group("a replay reads no file of flags", ("config",), "give the flags in it instead"),
     Group(
         "a replay has one GPU",
         ("tp_size", "dp_size", "pp_size", "ep_size", "nnodes", "node_rank", "enable_dp_attention", "attn_?p_size",

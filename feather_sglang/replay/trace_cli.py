@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_make(make: argparse.ArgumentParser) -> None:
     make.add_argument("--out", required=True, type=Path, metavar="FILE", help="file to write")
-    make.add_argument("--traffic", choices=tuple(TRAFFIC), help="traffic of this shape instead; takes --seed alone")
+    make.add_argument("--traffic", choices=tuple(TRAFFIC), help="traffic of this shape instead (with --seed only)")
     workloads.add_arguments(make)
-    make.add_argument("--unique-tokens", type=int, default=20, help="tokens of a prompt's own")
+    make.add_argument("--unique-tokens", type=int, default=20, help="tokens of a prompt behind its prefix")
     make.add_argument("--requests", type=int, default=1000, help="number of requests")
     make.add_argument("--jitter", type=float, default=0.0, help="spread of unique and output lengths, 0 to 1")
     make.add_argument("--prompt-tokens", type=int, default=1000, help="length of a prompt under --no-sharing")

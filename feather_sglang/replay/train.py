@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload_arguments(parser, without=("policy_file", "explore"))
     parser.set_defaults(out=Path("policy.json"))
     parser.add_argument("--policy", required=True, choices=("bandit", "qlearning"), help="learner to train")
-    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="passes over the training part, at most (4)")
-    parser.add_argument("--split", type=float, default=0.5, metavar="SHARE", help="share of requests trained on (0.5)")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="limit of passes over the training part (4)")
+    parser.add_argument("--split", type=float, default=0.5, metavar="SHARE", help="share of requests to train on (0.5)")
 
 
 def settled(passes: list[Pass]) -> bool:

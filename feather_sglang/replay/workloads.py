@@ -107,11 +107,11 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         "--prefix-tokens", type=int, default=5000, help="shared tokens of a prompt, all levels together (%(default)s)"
     )
     parser.add_argument("--levels", type=int, default=1, help="levels of the prefix tree within a group (%(default)s)")
-    parser.add_argument("--output-tokens", type=int, default=200, help="tokens to generate (%(default)s)")
+    parser.add_argument("--output-tokens", type=int, default=200, help="tokens of an answer (%(default)s)")
     parser.add_argument(
         "--rate", type=float, default=100.0, help="requests per second, a Poisson process (%(default)s)"
     )
-    parser.add_argument("--no-sharing", action="store_true", help="prompts that share nothing instead")
+    parser.add_argument("--no-sharing", action="store_true", help="generate prompts that share nothing")
 
 
 def made(args: argparse.Namespace, requests: int) -> Trace:

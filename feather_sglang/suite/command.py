@@ -40,10 +40,10 @@ SERVED = ("max_running", "chunked_prefill", "page_size", "stream_interval", "pre
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``feather suite``."""
-    parser.add_argument("--short", action="store_true", help="half an hour on two cores instead of many hours")
-    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder with Mooncake's files, see the guide")
-    parser.add_argument("--cases", default="*", metavar="NAMES", help="kinds of traffic, comma-separated; * fits all")
-    parser.add_argument("--policies", help="comma-separated; default: all that SGLang, feather and the replay have")
+    parser.add_argument("--short", action="store_true", help="a short form: half an hour on two cores")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder with Mooncake's two trace files")
+    parser.add_argument("--cases", default="*", metavar="NAMES", help="kinds of traffic, with commas; * is any text")
+    parser.add_argument("--policies", help="policies, with commas (default: all of SGLang, feather and the replay)")
     add_slo(parser, "mooncake")
     parser.add_argument("--profile", default="h200", help="hardware profile (%(default)s)")
     parser.add_argument("--model", default="qwen3-8b", help="model whose steps are timed (%(default)s)")
@@ -53,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_scheduler_cost(parser)
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="policies replayed at a time (%(default)s)")
     parser.add_argument(
-        "--out", type=Path, default=Path("feather-suite"), help="folder of results; what fits is not run again"
+        "--out", type=Path, default=Path("feather-suite"), help="folder of results; those up to date are kept"
     )
-    parser.add_argument("--show", type=Path, metavar="FILE", help="run nothing, report these results")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="run nothing and report these results")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the report as Markdown too")
 
 
@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         raise FeatherError(f"--traces {args.traces}: no such folder")
     names = patterns(args.cases)
     if not names:
-        raise FeatherError(f"--cases {args.cases}: names none; * is every one")
+        raise FeatherError(f"--cases {args.cases}: name at least one; * stands for every kind")
     cases = chosen(args.short, names)
     policies = policies_of(args.policies)
     sglang = check_sglang(policies)

@@ -500,7 +500,7 @@ def parser() -> argparse.ArgumentParser:
         type=parse_tile,
         default=[],
         metavar="PATH:MxN",
-        help="with another n, such as hopper:64x32",
+        help="a tile with another n, such as hopper:64x32",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="also copy the planner and the libraries here, for " + prebuilt.FOLDER

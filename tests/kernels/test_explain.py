@@ -400,7 +400,7 @@ def test_a_page_for_500_requests(capsys, tmp_path):
     (tmp_path / LATEST).write_text(batch_text(make_plan(forest, **arguments()), 500))
     assert main(["explain-plan", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "the very plan that the server ran" in text and "more nodes of" in text
+    assert "plan that the server ran" in text and "more nodes of" in text
     assert len(text.splitlines()) < 60 and max(map(len, text.splitlines())) <= 120
     assert main(["explain-plan", str(tmp_path), "--items"]) == 0
     assert len(capsys.readouterr().out.splitlines()) > 500

@@ -35,6 +35,6 @@ def test_what_only_the_scheduler_can_refuse_ends_the_server_without_a_traceback(
     _, errors = preloaded.printed([*LAUNCH[1:], *flags], server_environment(FEATHER_PAT_REFERENCE="1"))
     lines = errors.strip().splitlines()
     assert "Traceback" not in errors
-    assert lines[-1] == "feather: error: the server cannot start so: its scheduler's own line above says why"
+    assert lines[-1].startswith("feather: error: the server cannot start")
     reason = "feather: error: the pat backend can pack no layer of this model (more than 128 query heads to a KV head)"
     assert len([line for line in lines if reason in line]) == 1

@@ -500,7 +500,7 @@ def test_sglang_captures_graphs_of_that_pass_as_of_its_own_backends(server):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"decode_attention_backend": "triton"}, "only beside --decode-attention-backend pat"),
+        ({"decode_attention_backend": "triton"}, "needs --decode-attention-backend pat"),
         ({"speculative_algorithm": None}, "there is no draft model"),
         ({"speculative_algorithm": "NGRAM"}, "there is no draft model"),
     ],

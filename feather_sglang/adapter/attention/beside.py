@@ -74,15 +74,15 @@ def create_beside(runner: Any, layers: int) -> Any:
 
     if not layers:
         if named := FeatherOptions.from_environment().pat_beside:
-            logger.warning("feather: pat packs all layers of this model; --feather-pat-beside %s has none", named)
+            logger.warning("feather: pat packs all layers of this model, so --feather-pat-beside %s is unused", named)
         return None
     name = getattr(runner.server_args, CHOICE, None)
     if name is None:
         raise FeatherError(
-            "SGLang's flags were resolved before feather was loaded, so nobody knows what is to run beside pat: "
-            "name it with --feather-pat-beside, or use another --decode-attention-backend"
+            "SGLang resolved its flags before feather was loaded, so the backend beside pat is "
+            "unknown: name it with --feather-pat-beside, or use another --decode-attention-backend"
         )
-    logger.info("feather: %s decodes %d layers beside pat", name, layers)
+    logger.info("feather: the attention backend %s decodes the %d layers that pat does not pack", name, layers)
     _wait_for_late_reads(name)
     try:
         return ATTENTION_BACKENDS[name](runner)

@@ -149,7 +149,7 @@ def kind_rows() -> list[tuple[str, str, str, str, str]]:
     for kind in KINDS:
         packed = packed_layers(kind.model)
         others = [limit for layer in kind.model.layers if (limit := left_to_another(layer))]
-        does = "all packed" if not others else f"{len(packed)} of {len(kind.layers)} packed, beside: {others[0]}"
+        does = "all packed" if not others else f"{len(packed)} of {len(kind.layers)} packed, not {others[0]}"
         rows.append((kind.name, kind.examples, does, ",".join(kind.gpu_shapes), f"{KIND_TEST}[{kind.name}]"))
     return rows
 
@@ -180,8 +180,8 @@ def gpu_rows() -> list[tuple[str, str, str]]:
 
 def limit_rows() -> list[tuple[str, str]]:
     """(what, what becomes of it) of every limit of a model and of a layer."""
-    return [(limit.title, "refused") for limit in MODEL_LIMITS] + [
-        (limit.title, "left to the backend beside pat") for limit in LAYER_LIMITS
+    return [(limit.title, "refuses the model") for limit in MODEL_LIMITS] + [
+        (limit.title, "leaves the layer to SGLang's backend") for limit in LAYER_LIMITS
     ]
 
 
@@ -190,7 +190,7 @@ def tables() -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     releases = [(name, "yes", RELEASE_TEST + name) for name in SUPPORTED]  # each has pins in requirements/
     return [
         ("Model kinds", ("kind", "such as", "layers", "check_models.py --shapes", "shown by"), list(kind_rows())),
-        ("Models and layers that it does not pack", ("what", "then"), list(limit_rows())),
+        ("Models and layers that it does not pack", ("model or layer", "what pat does"), list(limit_rows())),
         ("Modes of a server", ("mode", "served", "shown by"), list(mode_rows())),
         ("GPUs", ("compute capability", "served", "shown by"), list(gpu_rows())),
         ("SGLang", ("release", "served", "shown by"), list(releases)),

@@ -16,7 +16,8 @@ class PatMetrics:
         self.plans = Counter("feather_pat_plans", "Decode steps that were planned anew.")
         self.kept = Counter("feather_pat_plans_kept", "Decode steps that kept the plan of the step before.")
         self.unshared = Counter(
-            "feather_pat_plans_unshared", "Plans without sharing, since a plan with sharing did not fit into memory."
+            "feather_pat_plans_unshared",
+            "Plans made without sharing, since a plan with sharing did not fit into memory.",
         )
         self.seconds = Histogram(
             "feather_pat_plan_seconds",

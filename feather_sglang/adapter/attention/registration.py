@@ -63,7 +63,7 @@ def _refuse_contradictions(args: Any) -> None:
     if getattr(args, DRAFT, None) != PAT:
         return
     if PAT not in (args.attention_backend, args.decode_attention_backend):
-        raise FeatherError(f"{DRAFT_FLAG} pat: only beside --decode-attention-backend pat; give that, too, or drop it")
+        raise FeatherError(f"{DRAFT_FLAG} pat needs --decode-attention-backend pat; give that, too, or drop it")
     if (args.speculative_algorithm or "NGRAM").upper() == "NGRAM":
         raise FeatherError(f"{DRAFT_FLAG} pat: there is no draft model; drop it")
 

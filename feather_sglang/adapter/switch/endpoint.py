@@ -22,7 +22,7 @@ DRAIN_POLL_SECONDS = 0.1
 def refuse_unguarded(args: Any) -> None:
     """Raise ``FeatherError`` for a server on which the admin key would guard nothing."""
     if not getattr(args, "admin_api_key", None):
-        raise FeatherError(f"{FLAG} needs --admin-api-key: who knows the key may switch the schedule policy")
+        raise FeatherError(f"{FLAG} needs --admin-api-key: only requests with this key may switch the policy")
     from sglang.srt.environ import envs
 
     for unsupported, flag in (
@@ -84,7 +84,7 @@ async def send(order: Order, manager: Any) -> tuple[int, dict[str, str]]:
         return 500, {"error": "the schedulers did not take the order: the plugin is not active there; see the log"}
     if any(switched):  # replicas of --dp decide each for itself
         policies = ", ".join(str(state.get("schedule_policy")) for state in states)
-        return 409, {"error": f"the replicas now run {policies}, as one refused: {refused['reason']}; send it again"}
+        return 409, {"error": f"the replicas now run {policies}, as one refused ({refused['reason']}); order again"}
     return refused["status"], {"error": refused["reason"]}
 
 

@@ -157,10 +157,10 @@ def _after_answer(turn: Turn, stream: Stream, streams: Sequence[Stream]) -> byte
     """The body of a turn, and when it is due, once the request before has ended; None where that has failed."""
     before, (_, begin, end) = streams[turn.after], turn.quotes[0]
     if not before.finished:
-        stream.error = "the turn before it failed"
+        stream.error = "the turn before this one failed"
         return None
     if len(before.answer) != end - begin:
-        stream.error = f"it quotes {end - begin} tokens of an answer that came with {len(before.answer)}"
+        stream.error = f"its prompt holds {end - begin} tokens of an answer that has {len(before.answer)}"
         return None
     stream.due = before.span[1] + turn.think_s
     return turn.body([one.answer for one in streams])

@@ -244,12 +244,12 @@ def notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
             )
         if counted["unfinished"]:
             lines.append(
-                f"{head}: cut with {counted['unfinished']} requests open; tok/s up to the cut, latencies without them"
+                f"{head}: cut while {counted['unfinished']} requests ran; tok/s up to then, latencies leave them out"
             )
         if record["client_cpu"] >= CLIENT_BOUND:
             lines.append(f"{head}: the client used {record['client_cpu']:.0%} of a processor; the server may be faster")
         if len(record["steps"]) < FEW_STEPS:
-            lines.append(f"{head}: only {len(record['steps'])} lines about decode batches: batch and KV use are coarse")
+            lines.append(f"{head}: only {len(record['steps'])} lines on decode batches: batch and KV use are coarse")
     return lines + _apart(records)
 
 

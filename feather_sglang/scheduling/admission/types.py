@@ -15,8 +15,8 @@ class Verdict(Enum):
     ADMIT = "admitted"
     OVERTAKES = "longer than it looked: it would pass an older request by too much, or its prefix was evicted"
     BATCHING = "its prefix is computed once more requests share it"
-    EVICTS = "something would be evicted for it: it goes last"
-    KV_BUDGET = "memory would not suffice beside the running ones: nobody else is proposed either"
+    EVICTS = "something would be evicted for it, so it goes last"
+    KV_BUDGET = "memory would not suffice beside the running ones: no other request is proposed either"
 
 
 class Proposal(NamedTuple):

@@ -132,7 +132,7 @@ class Learner(Policy):
 
     def _restore(self, document: dict[str, Any]) -> None:
         if document.get("discretiser") != discretiser.DESCRIPTION:
-            raise ValueError("its states are cut otherwise than this release cuts them: train it again")
+            raise ValueError("the bins of its states are not those of this release: train it again")
         for name, row in mapping(document.get("table"), "table").items():
             cell = [number(x, f"table[{name}]") for x in sequence(row, name, len(NEW_CELL))]
             self.table[discretiser.key_named(name)] = cell

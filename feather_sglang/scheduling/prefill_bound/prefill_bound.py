@@ -138,7 +138,7 @@ class PrefillBound:
             self.tell(
                 f"the bound of {asked} between tokens holds again"
                 if holds
-                else f"the load does not allow the bound of {asked} between tokens: {found} of late"
+                else f"the load does not allow the bound of {asked} between tokens: it was {found} of late"
             )
         self._holds, self._longest, self._told = holds, 0.0, now
 

@@ -139,10 +139,10 @@ def facts_table(report: Report) -> Table:
     ):
         table.add_row(f"[bold]{name}", value)
     if plan.widened:
-        table.add_row("[bold]capacity", "chunks are longer than the split asks for, to stay within it")
+        table.add_row("[bold]capacity", "chunks are longer than the split asks for, so that the plan fits")
     if report.same_as_server is not None:
-        same = "the very plan that the server ran" if report.same_as_server else (
-            "not the server's: another feather planned this batch otherwise"
+        same = "it is the plan that the server ran" if report.same_as_server else (
+            "it is not the server's plan, which another version of feather made"
         )  # fmt: skip
         table.add_row("[bold]this plan", same)
     return table

@@ -100,12 +100,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--stages",
         type=int,
         default=2,
-        help="of each ring, twice as many for m = 128 (default: %(default)s, the least)",
+        help="stages of each ring, twice as many for m = 128 (default: %(default)s, the least)",
     )
-    parser.add_argument("--log", type=Path, help="the compiler's report (default: of the last build in the cache)")
+    parser.add_argument("--log", type=Path, help="the compiler's report (default: that of the last build)")
     parser.add_argument("--measure", action="store_true", help="measure memory latency and bandwidth on this GPU first")
     parser.add_argument("--profile", action="store_true", help="derive the rule for n on this GPU first")
-    parser.add_argument("--out", type=Path, help="keep what was measured here (default: the GPU's profile)")
+    parser.add_argument("--out", type=Path, help="file for the measurements (default: the GPU's profile)")
     options = parser.parse_args(arguments)
     try:
         if options.stages < 2:

@@ -119,7 +119,7 @@ class PackedPrefill(AroundBackend):
         counts = np.array(forward_batch.extend_seq_lens_cpu)
         tokens = int(counts.sum())
         if tokens > self._most:
-            self._leave(f"{tokens} tokens, more than the {self._most} that there is memory for")
+            self._leave(f"{tokens} tokens, more than the {self._most} that memory suffices for")
             return False
         if forward_batch.seq_lens_cpu is None:
             raise RuntimeError("pat: SGLang gave no lengths on the host")
@@ -142,8 +142,8 @@ class PackedPrefill(AroundBackend):
         if not self._packed_any:
             self._packed_any = True
             logger.info(
-                "feather: pat packs a first prefill step: %d requests, %d new tokens, KV tokens read: %d for %d",
-                len(counts), tokens, read, attended,
+                "feather: pat packs a first prefill: %d requests, %d new tokens; KV tokens attended: %d, read: %d",
+                len(counts), tokens, attended, read,
             )  # fmt: skip
         count(packed=1, attended=attended, read=read)
         return True
@@ -169,7 +169,7 @@ class PackedPrefill(AroundBackend):
         count(left=1)
         if not self._warned:
             self._warned = True
-            logger.warning("feather: a prefill step is left to SGLang's backend, and more may be: %s", why)
+            logger.warning("feather: pat leaves a prefill step to SGLang's backend, perhaps later ones, too: %s", why)
 
 
 def rows_of(server_args: Any) -> int:

@@ -22,10 +22,10 @@ def counters() -> dict[str, Counter]:
     return {
         "packed": Counter("feather_pat_prefills", "Prefill steps that were packed (`--feather-pat-prefill`)."),
         "left": Counter(
-            "feather_pat_prefills_left", "Prefill steps that SGLang's backend computed for want of memory."
+            "feather_pat_prefills_left", "Prefill steps that SGLang's backend computed, since memory was short."
         ),
         "declined": Counter(
-            "feather_pat_prefills_declined", "Prefill steps that `auto` left to SGLang for want of a gain."
+            "feather_pat_prefills_declined", "Prefill steps that `auto` left to SGLang, since it would not pay."
         ),
         "attended": Counter(
             "feather_pat_prefill_attended_tokens", "KV tokens that the new tokens of packed prefill attended to."
