@@ -798,7 +798,7 @@ def test_the_flags_offer_pat_for_decoding_only(one_rank, started):
 
 def test_no_gpu_ends_start_up(server, monkeypatch):
     monkeypatch.delenv("FEATHER_PAT_REFERENCE")
-    with pytest.raises(FeatherError, match="needs an NVIDIA GPU, .*: choose another"):
+    with pytest.raises(FeatherError, match="needs an NVIDIA GPU"):
         server()
 
 
