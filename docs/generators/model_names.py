@@ -267,7 +267,8 @@ def family(name: str, models: Sequence[Named], folder: Path) -> str:
     parts = [f"## {name}", NOTES.get(name, ""), table(["model", "`pat` packs", "tested"], how)]
     if won:
         parts += [
-            "Throughput with `pat` to that of the fastest of SGLang's backends, where it was measured:",
+            "Throughput with `pat` over that of the fastest of SGLang's backends, where it was measured "
+            "([batches](#batches)):",
             table(["model", "shared prefix", "nothing shared"], won),
             caption("NVIDIA H200; the release of SGLang is in the table above"),
         ]
@@ -294,6 +295,10 @@ def page(folder: Path) -> str:
         "An H100 has the compute capability of an H200 and gets the same compiled kernel; "
         "[its times](../performance/kernel.md) are beside those of the H200. On a GPU for which `pat` is refused, use "
         "`--schedule-policy feather` with one of SGLang's own backends.",
+        "## Batches",
+        f"The gains below are of servers. {perf_models.BATCHES} The gains of Qwen3 8B are of the "
+        "[loads](../performance/servers.md#decode-backends-under-load) W1, W2, W3, W6 and W7 instead, whose requests "
+        "come and go.",
         *(family(name, models, folder) for name, models in FAMILIES.items()),
     ]
     return "\n\n".join(parts) + "\n"

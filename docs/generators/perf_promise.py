@@ -126,6 +126,28 @@ def summary(folder: Path) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
+def guide_rows(folder: Path) -> str:
+    """What docs/guide/goodput.md shows of the first flag: the loads without CUDA graphs for prefill."""
+    rows = []
+    for file in (WITHOUT, SHARED):
+        for case, runs in measured(folder, file).items():
+            plain, bounded = runs[PLAIN], runs["feather, tbt 250"]
+            pairs = (
+                (plain.tok_s, bounded.tok_s, "{:,.0f}"), (plain.longest_ms / 1e3, bounded.longest_ms / 1e3, "{:.2f}"),
+                (plain.tbt_p99_ms, bounded.tbt_p99_ms, "{:,.0f}"), (plain.e2e_s, bounded.e2e_s, "{:.1f}"),
+            )  # fmt: skip
+            rows.append(
+                [NAMES[case], *(f"{form.format(before)} / {form.format(after)}" for before, after, form in pairs)]
+            )
+    heads = ["tokens/s", "longest gap, p99, s", "TBT p99, ms", "end to end, mean, s"]
+    shown_ = table(["load", *(f"{head}: without / with" for head in heads)], rows)
+    _, flags = spans(folder)
+    costs = "; ".join(f"with {text} the longest gap is {gaps}, at {cost} of the throughput"
+                      for text, (gaps, cost) in flags.items())  # fmt: skip
+    where = caption(f"{setup(folder, WITHOUT)}, `feather` with `pat`, no CUDA graphs for prefill", "workloads", "tbt")
+    return f"{shown_}\n\n{where}\n\nOver all loads and settings that were measured, {costs}."
+
+
 def readme_line(folder: Path) -> str:
     """The first flag's for README."""
     before, flags = spans(folder)

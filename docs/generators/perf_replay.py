@@ -51,7 +51,7 @@ def split(found: Sequence[Pair]) -> dict[str, list[Pair]]:
         "without a queue": [pair for pair in found if pair not in queued],
         **{f"SGLang {release}": [pair for pair in found if pair.release == release]
            for release in sorted({pair.release for pair in found})},
-        "a model that nothing was fitted to": [pair for pair in found if pair.model != FITTED],
+        "a model that the profile was not fitted to": [pair for pair in found if pair.model != FITTED],
     }  # fmt: skip
     return {name: part for name, part in parts.items() if part}
 
@@ -65,7 +65,9 @@ def summary(found: Sequence[Pair]) -> tuple[str, str]:
         rates.append([name, str(len(part)), f"{level:.2f}", first])
         times.append([name, *errors])
     first, *others = NAMES.values()
-    return table(["", "runs", f"{first}, replay to server", f"{first}, distance"], rates), table(["", *others], times)
+    return table(["", "runs", f"{first}, replay / server", f"{first}, distance: mean, largest"], rates), table(
+        ["", *(f"{name}: mean, largest" for name in others)], times
+    )
 
 
 def order(found: Sequence[Pair], figure: str) -> tuple[int, int]:
@@ -85,12 +87,14 @@ def furthest_apart(found: Sequence[Pair]) -> str:
     rows = []
     for pair in sorted(found, key=lambda pair: -abs(pair.ratio("output_tok_s") - 1))[:LISTED]:
         cells = [
-            f"{number(pair.server[figure])} / {number(pair.replay[figure])} / {pair.ratio(figure):.2f}"
+            f"{number(pair.server[figure])}, {number(pair.replay[figure])}, {pair.ratio(figure):.2f}"
             for figure in ("output_tok_s", "ttft_mean")
         ]
         policy = pair.policy.replace("feather-bandit", "feather") + (f", {pair.options}" if pair.options else "")
         rows.append([f"{titled(pair.case)}<br>{pair.attention}, {policy}", pair.release, *cells])
-    return table(["workload, backend and policy", "SGLang", "tokens/s", "TTFT mean, s"], rows)
+    return table(
+        ["workload, backend and policy", "SGLang", "tokens/s: server, replay, ratio", "TTFT mean, s: the same"], rows
+    )
 
 
 def agreement(folder: Path) -> Page:
@@ -106,14 +110,17 @@ def agreement(folder: Path) -> Page:
         f"`{get(replays, REPLAYS, 'profile')}`"
     )
     rates, times = summary(found)
+    other = " and ".join(sorted({pair.model for pair in found if pair.model != FITTED})) or "none"
     close = Section(
         "How far apart are they?",
         [
             "Each workload that was measured on a server was also replayed without a GPU. The profile of step times "
             "was fitted to steps of other loads with Qwen3-8B on SGLang 0.5.23 (`feather calibrate`), and to none of "
-            "these runs. A distance is |replay / server - 1|; each cell has the mean distance and the largest. "
-            "Requests queue where the server's mean TTFT is a second or more.",
-            "Throughput in output tokens/s:",
+            "these runs. A *distance* is |replay / server - 1|; each cell has the mean distance and the largest. A run "
+            "has *a queue* if the server's mean TTFT is a second or more. The rows by release name the server's "
+            "SGLang; the replay is the same in all rows. The model that the profile was not fitted to is "
+            f"{other}.",
+            "Throughput in output tokens/s. The third column is the geometric mean of replay / server:",
             rates,
             caption(where),
             f"Distances of {term('ttft')}, of the time from arrival to the last token, and of {term('tbt')}:",
@@ -135,7 +142,7 @@ def agreement(folder: Path) -> Page:
     lost = Section(
         "Where they differ most",
         [
-            "The runs whose throughput is furthest apart, each as server / replay / replay to server:",
+            "The runs whose throughput is furthest apart. A cell has the server's figure, the replay's and the ratio:",
             furthest_apart(found),
             caption(where, "workloads", "ttft"),
             "These are the causes that are known:",
@@ -155,6 +162,23 @@ def agreement(folder: Path) -> Page:
         "`feather ab` replays a workload in virtual time with SGLang's real scheduler. This page compares such replays "
         "with servers.",
         [close, ordered, lost],
+    )
+
+
+def guide_sentence(folder: Path) -> str:
+    """What docs/guide/ab_replay.md says of the distances."""
+    found = measured(folder)
+    parts = split(found)
+    rate, ttft = "output_tok_s", "ttft_mean"
+    said = f"{len(found)} runs on servers, to none of which the profile was fitted, were replayed. The throughput was "
+    said += f"off by {distance(found, rate):.0%} in the mean and by {worst(found, rate)[0]:.0%} at worst. "
+    for name, words in (("with a queue", "Where requests queued"), ("without a queue", "Without a queue")):
+        if name in parts:
+            said += f"{words}, the mean TTFT was off by {distance(parts[name], ttft):.0%} in the mean. "
+    same, differ = order(found, rate)
+    return said + (
+        f"Of two policies that differ by {APART:.0%} or more on a server, the replay named the faster one in {same} of "
+        f"{differ} pairs. [How near is the replay to a server?](../performance/agreement.md) has the details."
     )
 
 
@@ -288,8 +312,11 @@ def tail(folder: Path) -> Page:
     behind = Section(
         "Where `feather` is behind",
         [
-            f"By more than 1%, in so many of {slices} slices:",
-            table(["figure of `feather`", "slices"], [[name, str(count)] for name, count in lost.items()]),
+            f"By more than 1%, out of {slices} slices:",
+            table(
+                ["figure of `feather`", "slices in which it is behind"],
+                [[name, str(count)] for name, count in lost.items()],
+            ),
             caption(WHERE, "ttft"),
         ],
         [TAIL],

@@ -86,8 +86,15 @@ def readme_block(folder: Path) -> str:
     return "\n".join(lines)
 
 
+BLOCKS = {  # pages that are written by hand, but for the figures between the markers
+    "README.md": readme_block,
+    "docs/guide/goodput.md": perf_promise.guide_rows,
+    "docs/guide/ab_replay.md": perf_replay.guide_sentence,
+}
+
+
 def with_block(readme: str, block: str) -> str:
-    """README with the block between its markers, or as it is where it has none."""
+    """A page with the block between its markers, or as it is where it has none."""
     before, start, rest = readme.partition(START)
     _, end, after = rest.partition(END)
     return f"{before}{start}\n{block}\n{end}{after}" if start and end else readme
@@ -99,10 +106,9 @@ def everything(root: Path) -> dict[Path, str]:
     made = {Path("docs") / name: text for name, text in perf_plots.all_plots(folder).items()}
     made |= pages(folder)
     made[Path("docs/start/models.md")] = model_names.page(folder)
-    readme = root / "README.md"
-    if readme.exists():
-        text = readme.read_text()
-        made[Path("README.md")] = with_block(text, readme_block(folder))
+    for name, block in BLOCKS.items():
+        if (root / name).exists():
+            made[Path(name)] = with_block((root / name).read_text(), block(folder))
     return made
 
 
