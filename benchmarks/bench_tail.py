@@ -165,10 +165,11 @@ def server_table(path: Path) -> str:
     results = read(path)
     versions = results["versions"]
     lines = [
-        f"{results['slice']}, {results['gpu']}, SGLang {versions['sglang']}, dummy weights, one server in the order "
-        f"{', '.join(results['order'])}; the replay runs SGLang {results['replay_sglang']}.",
+        f"The slice has {results['slice']}. One server ran it four times, in the order {', '.join(results['order'])}, "
+        f"on an {results['gpu']} with dummy weights and SGLang {versions['sglang']}. The replay runs SGLang "
+        f"{results['replay_sglang']}.",
         "",
-        "| | TTFT mean, s | p50 | p99 | longest wait, s | E2E mean, s | output tok/s |",
+        "| run | TTFT mean, s | TTFT p50, s | TTFT p99, s | longest wait, s | E2E mean, s | output tokens/s |",
         "|---|---|---|---|---|---|---|",
     ]
     figures = ("ttft_mean", "ttft_p50", "ttft_p99", "max_wait", "e2e_mean", "output_tok_s")
