@@ -198,7 +198,7 @@ def page(folder: Path, titles: Mapping[str, str]) -> str:
         f"{MADE}\n# Performance",
         "Every figure on this page and on those below it is generated from the result files in `docs/measured`. A "
         "ratio of throughputs is better above 1, a ratio of times below 1. Servers have the shapes of Qwen3-8B with "
-        f"random weights and a KV pool of {kv_tokens:,} tokens, unless said.",
+        f"random weights and a KV pool of {kv_tokens:,} tokens, unless a table says otherwise.",
     ]
     more = [f"- [{title}](performance/{name}.md)" for name, title in titles.items()]
     anchors = "".join(f'<a id="{name}"></a>' for name in ("prefill", "speculation", "other-models"))

@@ -176,7 +176,7 @@ def page(folder: Path) -> Page:
         [
             f"A peer is faster by more than 1% in {len(lost)} batches of all sets and both GPUs; these are the worst.",
             table(
-                ["tree", "query heads / KV heads", "`pat`, µs", "best peer, µs", "best peer", "`pat` to it"],
+                ["tree", "query heads / KV heads", "`pat`, µs", "best peer, µs", "best peer", "`pat` over it"],
                 [
                     [f"`{row.name}`", row.heads, f"{row.ours:.1f}", f"{row.best:.1f}", SYSTEMS[row.peer],
                      f"{row.ratio:.2f}"]
@@ -209,7 +209,7 @@ def page(folder: Path) -> Page:
     return Page(
         "How fast is the decode kernel?",
         "The attention of one layer in a decode step, with the KV in the L2 cache where it fits, beside "
-        "FlashAttention-3, FlashInfer and FlashInfer's cascade. Pages are of one token unless said.",
+        "FlashAttention-3, FlashInfer and FlashInfer's cascade. Pages are of one token unless a table says otherwise.",
         [beside, sets, *([losing] if lost else []), fp8, backends],
     )
 

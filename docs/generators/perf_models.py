@@ -140,7 +140,7 @@ def page(folder: Path) -> Page:
     """Whether pat is right on each model, and how fast beside the best of SGLang's own backends."""
     found = models(folder)
     where = "; ".join(dict.fromkeys(setup(folder, file) for file in FILES))
-    rates = ["model", f"`{OURS}`, tokens/s", "fastest of SGLang's backends, tokens/s", f"`{OURS}` to it", "spread"]
+    rates = ["model", f"`{OURS}`, tokens/s", "fastest of SGLang's backends, tokens/s", f"`{OURS}` over it", "spread"]
     correct = Section(
         "Are the answers right?",
         [

@@ -38,8 +38,8 @@ def steps(folder: Path) -> tuple[str, str]:
     return (
         table(["prefill step", "requests", "tokens computed"], sizes),
         table(
-            ["prefill step", *(f"`{name}`, µs" for name in (OURS, *PEERS)), "cascade, µs", "`pat` to the better",
-             "to the floor"],
+            ["prefill step", *(f"`{name}`, µs" for name in (OURS, *PEERS)), "cascade, µs", "`pat` over the better",
+             "over the floor"],
             [_step(record) for record in records],
         ),
     )  # fmt: skip

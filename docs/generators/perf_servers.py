@@ -140,7 +140,7 @@ def behind_a_backend(folder: Path) -> dict[str, dict[str, Run]]:
     return {case: runs for case, runs in found.items() if to_best(runs)[0] < SLOWER}
 
 
-GAIN = ["workload", "`pat`, tokens/s", "fastest other backend, tokens/s", "`pat` to it"]
+GAIN = ["workload", "`pat`, tokens/s", "fastest other backend, tokens/s", "`pat` over it"]
 
 
 def backends(folder: Path) -> list[Section]:
@@ -364,6 +364,6 @@ def page(folder: Path) -> Page:
     return Page(
         "What do servers gain?",
         f"Servers of Qwen3-8B's shapes with random weights. The KV pool has {tokens[0]:,} tokens under load and "
-        f"{tokens[1]:,} for steady batches. Each figure is of a single run unless said.",
+        f"{tokens[1]:,} for steady batches. Each figure is of a single run unless a table says otherwise.",
         [*backends(folder), *policy_sections(folder)],
     )

@@ -17,7 +17,13 @@ CASES = {"500 requests, 5 groups \u00d7 5,000 tokens": "decode:500,5,5000,200",
 
 def steps(folder: Path) -> str:
     """A row for each batch of drafts: the times of a verify step's attention in one layer."""
-    heads = ["batch", f"`{OURS}`, µs", *(f"`{peer}`, µs" for peer in PEERS), f"`{OURS}` to the better", "to the floor"]
+    heads = [
+        "batch",
+        f"`{OURS}`, µs",
+        *(f"`{peer}`, µs" for peer in PEERS),
+        f"`{OURS}` over the better",
+        "over the floor",
+    ]
     return table(heads, [_step(record) for record in get(load(folder, VERIFY), VERIFY, "records")])
 
 
