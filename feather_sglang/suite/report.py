@@ -70,7 +70,8 @@ def answer(results: Results) -> str:
     most = max((int(row[count]) for row in rows), default=0)
     whole = [row for row in rows if int(row[count]) == most > 0]  # who came through fewer cases is not compared
     best = sorted(whole, key=lambda row: -int(row[share].rstrip("%")))[:3]
-    return "; ".join(f"`{row[0]}` serves {row[share]} at {row[rate]} the tokens a second" for row in best)
+    told = "`{}` serves {} of its requests within the bounds, at {} the tokens a second of `{}`"
+    return "; ".join(told.format(row[0], row[share], row[rate], BASE) for row in best)
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -124,11 +125,11 @@ def page(results: Results, command: str) -> str:
     lines = [
         "# Which policy serves which traffic within its bounds?",
         "",
-        f"Within {slo}, in the mean over the cases: {answer(results)}.",
+        f"With the bounds {slo}, in the mean over the cases: {answer(results)}.",
         "",
         f"Replays of SGLang {results['sglang']}, {results['model']} on {results['profile']}, {results['attention']}; "
         f"{results['form']} form, scheduler cost {results['scheduler_cost']}. A load of 1 is "
-        f"what fcfs serves when all come at once.{_server(results)} To fcfs, geometric means:",
+        f"the rate that fcfs serves when all requests come at once.{_server(results)} Ratios to fcfs, geometric means:",
         "",
         *_markdown(summary(results)),
     ]
