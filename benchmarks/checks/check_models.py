@@ -78,6 +78,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shared", default=SHARED, help="a steady case; {} stands for a shape's requests "
                         "and for the tokens that each decodes (default: %(default)s)")  # fmt: skip
     parser.add_argument("--private", default=PRIVATE, help="a steady case without sharing (default: %(default)s)")
+    parser.add_argument("--further", nargs="+", default=[], help="more steady cases")
     parser.add_argument("--repeat", type=int, default=4, help="times of each case, A B B A (default: %(default)s)")
     parser.add_argument("--together", type=int, default=1, help="shapes whose servers start and stay up together, if "
                         "the GPU's memory holds them (default: %(default)s)")  # fmt: skip
@@ -112,7 +113,7 @@ def shape_of(options: argparse.Namespace, name: str) -> Shape:
 
 def cases_of(options: argparse.Namespace, shape: Shape) -> dict[str, Case]:
     """The steady cases of a shape."""
-    texts = {"shared": options.shared, "private": options.private}
+    texts = {"shared": options.shared, "private": options.private, **{text: text for text in options.further}}
     return {which: bench_case(text.format(shape.requests, shape.decoded)) for which, text in texts.items()}
 
 
@@ -376,6 +377,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 write(options.json, rows)
     print("", table(rows), sep="\n")
     for row in rows:
+        for text in options.further:
+            print(f"{row['shape']} {text}: {row['tok_s'].get(text, 'not run')}, {ratio(row, text):.3f}x")
         for words in row["problems"][:12]:
             print(f"WRONG {row['shape']}: {words}")
         for backend, why in row["left_out"].items():
