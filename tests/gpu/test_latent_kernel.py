@@ -98,3 +98,29 @@ def test_scores_that_rise_by_more_than_a_float32_can_hold():
         assert scores.max() > 150
         right = scores.softmax(-1) @ own[:, :512]
         assert float((out[request].double() - right).norm() / right.norm()) < 4e-3
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32])
+@pytest.mark.parametrize("own", [20, 32])
+def test_a_nan_stays_with_the_request_whose_token_it_is(heads, own):
+    """Requests' own tokens share a unit, and stages of it."""
+    forest = tree_forest((1, 256), (300, own))
+    table, slots = forest_table(forest)
+    rows = torch.from_numpy(table).cuda()
+    draw = torch.Generator("cuda").manual_seed(0)
+    latents = torch.randn(slots, 1, 576, dtype=torch.bfloat16, device="cuda", generator=draw)
+    q = torch.randn(256, heads, 576, dtype=torch.bfloat16, device="cuda", generator=draw)
+    decode = LatentDecodeWrapper(heads, sm_scale=latent_cases.SCALE, max_requests=256)
+    decode.plan(forest, rows)
+    assert decode.pack_plan.items[:, 11].max() > 1
+    clean = decode.run(q, latents)
+    assert clean.isfinite().all()
+    others = torch.ones(256, dtype=torch.bool, device="cuda")
+    for request, column in ((5, 0), (11, 300), (12, 511), (18, 575)):
+        last = int(forest.row_offset[request] + forest.seq_len[request]) - 1
+        latents[rows[last].long(), 0, column] = float("nan")
+        others[request] = False
+    out = decode.run(q, latents)
+    # Rows of a warp are rescaled together, so that others of the same 16 rows may round elsewhere.
+    torch.testing.assert_close(out[others], clean[others], atol=1e-2, rtol=2e-2)
+    assert out[~others].isnan().all()

@@ -26,7 +26,7 @@ struct LatentForward {
   static constexpr int kSmem = kControlAt + int(sizeof(Control));
   static_assert(kSmem <= 227 * 1024);
   static constexpr int kMergedRows = 4;
-  enum NamedBarriers { kDealt = 1, kDone };
+  enum NamedBarriers { kDealt = 1, kDone, kVoted, kCleansed };
   static __device__ void sync(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
   static __device__ void arrive(int id, int count) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory");
@@ -130,10 +130,12 @@ struct LatentForward {
         if (last) barrier_arrive(&control.queries_empty);
         float alpha[2];
         bool rescales = false;
+        int const at = info.tokens - left;
+        bool const tails = tile.has_tails(at);
+        bool const spoilt = tails && !tile.all_finite();
         // Rows of padding alone spoil nobody, and may have anything.
-        if (16 * warp < info.n_members * params.group) {
-          rescales = tile.online_softmax(info.tokens - left, params, alpha);
-        }
+        if (16 * warp < info.n_members * params.group) rescales = tile.online_softmax(at, tails, params, alpha);
+        if (tails && any_of_warpgroup(spoilt)) cleanse(tile_of(ring, stage));
         if (rescales) Softmax::rescale(tile.out, alpha);
         if (last) tile.normalize(inverse, lse);
         barrier_wait(&control.scores_empty, empty_parity);
@@ -152,6 +154,33 @@ struct LatentForward {
       pending = epilogue<kHalfDim, Layout, false>(params, tile.out, lse, rows);
     }
     pending.publish(params);
+  }
+
+  // Whether any thread of the first warpgroup says so.
+  static __device__ __forceinline__ bool any_of_warpgroup(bool said) {
+    int any;
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.s32 p, %1, 0;\n barrier.cta.red.or.pred p, %2, 128, p;\n"
+        " selp.s32 %0, 1, 0, p;\n}"
+        : "=r"(any) : "r"(int(said)), "n"(int(kVoted)) : "memory");
+    return any;
+  }
+  // Zeros for a stage's values that are NaN or infinite: they are one request's, and other rows, whose probabilities
+  // there are zero, would become NaN by them. That request's rows do all the same, by their scores.
+  static __device__ __forceinline__ void cleanse(T const* stage) {
+    constexpr int kBytes = Traits::kHalfDim * 2 * kTokens * int(sizeof(T));
+    constexpr uint32_t kHigh = 0x7f800000u, kLow = 0x7f80u;
+    uint32_t const to = smem_address(stage) + thread() % 128 * 4;
+#pragma unroll 1
+    for (int at = 0; at < kBytes; at += 128 * 4) {
+      uint32_t word;
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(to + at) : "memory");
+      if ((word & kHigh) == kHigh) word &= 0xffffu;
+      if ((word & kLow) == kLow) word &= 0xffff0000u;
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + at), "r"(word) : "memory");
+    }
+    cutlass::arch::fence_view_async_shared();
+    sync(kCleansed, 128);
   }
 
   // Hand a stage's probabilities, which are stored, to the other warpgroup; with the last stage, what the results are

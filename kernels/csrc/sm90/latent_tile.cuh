@@ -172,11 +172,20 @@ struct LatentScores : LatentHalf<T, Traits>, Softmax {
     }
   }
 
+  // Whether the stage that begins with a unit's token `at` has tails.
+  __device__ __forceinline__ bool has_tails(int at) const { return at >= behind && at > 0; }
+  // Whether no score is NaN or infinite; large ones may look as if.
+  __device__ __forceinline__ bool all_finite() const {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < size(scores); ++i) sum += scores(i);
+    return fabsf(sum) < INFINITY;
+  }
+
   // Probabilities from the scores of the stage that begins with a unit's token `at`; true: results so far are to be
   // multiplied with alpha. Behind the first stage no maximum is looked for unless the sum of a lane's exponentials says
   // that one of them may be too large for the one that there is.
-  __device__ __forceinline__ bool online_softmax(int at, Params<T> const& params, float (&alpha)[2]) {
-    bool const tails = at >= behind && at > 0;
+  __device__ __forceinline__ bool online_softmax(int at, bool tails, Params<T> const& params, float (&alpha)[2]) {
     int first[2], last[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
