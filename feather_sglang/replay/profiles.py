@@ -184,7 +184,7 @@ def _numbers(
         raise ValueError(f"{where}: must be an object of parameters")
     unknown = sorted(set(entries) - set(names))
     if unknown:
-        raise ValueError(f"{where}.{quoted(unknown[0])}: no such parameter; known are {', '.join(names)}")
+        raise ValueError(f"{where}: no such parameter: {quoted(unknown[0])}; known are {', '.join(names)}")
     values = {}
     for name in names:
         key = f"{where}.{name}"

@@ -104,6 +104,7 @@ def test_one_variable_turns_off_what_the_flags_name(monkeypatch, tmp_path, backe
         ("feather-pat-prefill: on", "pat_prefill", "on"),
         ("feather-pat-prefill: auto", "pat_prefill", "auto"),
         ("feather-pat-prefill: off", "pat_prefill", "off"),
+        ("feather-unproven-gpu: on", "unproven_gpu", True),
     ],
 )
 def test_every_flag_works_from_a_config_file(monkeypatch, tmp_path, line, name, value):

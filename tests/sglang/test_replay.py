@@ -320,8 +320,8 @@ def test_train_writes_a_policy_that_ab_loads(tmp_path):
         ),
         (["--profile", "h100"], "unknown hardware profile 'h100'"),
         (["--requests", "0"], "--requests 0: must be at least 1"),
-        (["--slo", "ttft=0"], "--slo ttft=0: expected ttft=SECONDS, tbt=MS"),
-        (["--slo", ""], "--slo : expected ttft=SECONDS, tbt=MS"),
+        (["--slo", "ttft=0"], "--slo 'ttft=0': expected ttft=SECONDS, tbt=MS"),
+        (["--slo", ""], "--slo '': expected ttft=SECONDS, tbt=MS"),
         (["--rate-scale", "1,2,1"], "--rate-scale 1,2,1: a rate is given twice"),
         (["--rate-scale", "1,1.0000001"], "--rate-scale 1,1: a rate is given twice"),
         (["--rate-scale", "1,-2"], "rate scale -2: must be a positive number"),
@@ -409,7 +409,7 @@ def test_a_mistake_about_a_trace(tmp_path, capsys, command, flags, says):
 
 @pytest.mark.parametrize(
     ("flags", "says"),
-    [(["--rate-scale", "1,2"], "--rate-scale 1,2: give one"), (["--slo", "tbt=fast"], "--slo tbt=fast: expected")],
+    [(["--rate-scale", "1,2"], "--rate-scale 1,2: give one"), (["--slo", "tbt=fast"], "--slo 'tbt=fast': expected")],
 )
 def test_training_takes_one_rate_and_an_slo(tmp_path, capsys, flags, says):
     assert main(["train", "--policy", "bandit", *flags, "--out", str(tmp_path / "p.json")]) == 2

@@ -155,9 +155,10 @@ GEMMA = {  # as it is published: what it leaves out is what its kind has by defa
         ("h100", {}, "served: packs 5 of 34 attention layers", "leaves 29 layers (sliding w", "feather --decode"),
         ("9.0", {"text_config": {**GEMMA["text_config"], "layer_types": ["full_attention"] * 34}},
          "served: packs 34 of 34", "leaves no layer", "feather --decode"),
-        ("RTX 4090", {}, "not served: the pat backend needs compute capability", "SGLang's own", "feather"),
+        ("RTX 4090", {}, "not served: the pat backend was not run", "SGLang's own", "feather"),
         ("a100", {"model_type": "x", "text_config": {"kv_lora_rank": 512, "qk_rope_head_dim": 64,
-         "num_attention_heads": 8, "num_hidden_layers": 2}}, "not served: latent attention", "SGLang's own", "feather"),
+         "num_attention_heads": 8, "num_hidden_layers": 2}},
+         "not served: the pat backend was not run", "SGLang's own", "feather"),
         (None, {}, "not served: not available", "SGLang's own", "feather"),
     ],
 )  # fmt: skip
