@@ -51,6 +51,23 @@ def test_every_policy_serves_the_same_tokens_as_fcfs(server, expected, policy):
     )
 
 
+def test_the_policys_time_in_a_round_has_its_proposals(server, monkeypatch):
+    """What is measured is the choice of requests, too, and each second of it once."""
+    one = server()
+    propose = one.feather.admission.propose
+
+    def slow(batch):
+        time.sleep(0.02)
+        return propose(batch)
+
+    monkeypatch.setattr(one.feather.admission, "propose", slow)
+    before = one.feather.guard.seconds
+    start = time.perf_counter()
+    one.submit("r00", prompt(0, 0), max_new_tokens=2)
+    one.drain()
+    assert 0.02 <= one.feather.guard.seconds - before <= time.perf_counter() - start
+
+
 def test_chunked_prefill(server, expected):
     one = server(chunked_prefill_size=32)
     workload(one)

@@ -125,19 +125,19 @@ class AdmissionRounds:
         room = self.scheduler.get_num_allocatable_reqs(self._running_rows)
         if self.limit is not None:
             self._bound(self.limit, adder)
-        running, taken = self.admission.running, adder.can_run_list
-        try:
-            while not self.guard.failed:
-                if (rid := self.admission.propose(Batch(len(running), len(taken) < room))) is None:
-                    return
-                yield self.life_cycle.requests[rid]
-        except Exception as error:
-            self.guard.fail("no request could be proposed", error)
-        yield from [req for req in queue if req not in taken]
+        while (req := self._next(adder, room)) is not None:
+            yield req
+        if self.guard.failed:
+            yield from [req for req in queue if req not in adder.can_run_list]
 
     @guarded("prefill could not be bounded")
     def _bound(self, limit: PrefillLimit, adder: Any) -> None:
         limit.open(adder)
+
+    @guarded("no request could be proposed")
+    def _next(self, adder: Any, room: int) -> Any:
+        rid = self.admission.propose(Batch(len(self.admission.running), len(adder.can_run_list) < room))
+        return None if rid is None else self.life_cycle.requests[rid]
 
     @guarded("a proposed request could not be judged")
     def judge(self, req: Any) -> AddReqResult | None:
