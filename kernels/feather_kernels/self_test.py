@@ -50,8 +50,8 @@ class Variant:
     sinks: bool = False
     fp8_kv: bool = False
 
-    def library(self, device: Device) -> Configuration:
-        """Its library for a GPU, with the tiles that it has by default."""
+    def configuration(self, device: Device) -> Configuration:
+        """What its library for a GPU is built as, with the tiles that it has by default."""
         return Configuration(
             self.dtype, self.head_dim, device.capability, self.soft_cap, (), self.sinks, self.fp8_kv,
             shared_kb=device.limited_kb,
@@ -183,7 +183,7 @@ def check_all(asked: list[Variant], path: str, jobs: int) -> Iterator[Verdict]:
     """Compare and time each variant; ends with the one after which CUDA answers nothing any more."""
     device = Device.of()
     with ThreadPoolExecutor(max(1, jobs)) as pool:
-        ready = [pool.submit(kernel_library, variant.library(device)) for variant in asked]
+        ready = [pool.submit(kernel_library, variant.configuration(device)) for variant in asked]
         for variant, library in zip(asked, ready, strict=True):
             try:
                 library.result()

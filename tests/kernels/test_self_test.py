@@ -22,7 +22,7 @@ LIMITED = Device("NVIDIA H200", 90, 132, 102400, 101376)
 def test_each_feature_is_tried_with_each_type_and_head_dimension():
     some, every = variants(False), variants(True)
     assert len(some) == 2 * 3 * 4 and len(every) == 2 * 3 * 8 and set(some) < set(every)
-    assert len({one.library(LIMITED).name for one in every}) == len(every)
+    assert len({one.configuration(LIMITED).name for one in every}) == len(every)
 
 
 def test_without_a_gpu_it_is_one_line(tmp_path: Path, monkeypatch, capsys):
