@@ -404,6 +404,22 @@ def test_a_late_request_does_not_go_before_a_more_urgent_one_that_awaits_its_pre
     assert list(builder.tree.waiting) == ["late", "urgent twin"]
 
 
+@pytest.mark.parametrize(("prefix", "together"), [(100, 10), (1000, 1)])
+def test_the_oldest_waits_only_for_a_prefix_that_is_worth_it_for_itself(prefix, together):
+    """Where no other may go before it, a round that ends with it costs more than to compute a short prefix twice."""
+    builder = Admission(ChunkedHashTree(2, seed=1), Policies.always(), overtaking=Overtaking(0.0))
+    for i in range(10):
+        builder.arrived(f"member {i}", array("q", [7] * prefix + [i] * 2))
+    builder.arrived("long", array("q", [8] * 30_000))
+    open_round(builder, 1.0, None)
+    admitted = []
+    while (name := propose(builder, len(admitted))) is not None and name != "long":
+        admit(builder, name, 0)
+        admitted.append(name)
+    builder.close_round()
+    assert len(admitted) == together and (name is None) == (together == 1)
+
+
 def calls(act):
     """Python and built-in functions that are called while something is done."""
     count = 0

@@ -26,14 +26,13 @@ def pacing(bound=1.0, admitted=0.0):
 
 
 def test_it_holds_until_those_who_wait_have_waited_as_long_as_a_step_costs_those_who_run():
-    """On average each of them came in the middle: 4 x 0.05 s against 20 x 0.01 s."""
+    """A step later, 4 x 1.25 requests have waited 0.025 s on average: as long as 12.5 wait for a step of 0.01 s."""
     rule = pacing(admitted=7.0)
     assert rule.delays(7.0, waiting=4, running=20, fixed_seconds=FIXED)
-    assert rule.delays(7.0999, waiting=4, running=20, fixed_seconds=FIXED)
-    assert not rule.delays(7.1001, waiting=4, running=20, fixed_seconds=FIXED)
-    assert not rule.delays(7.0999, waiting=5, running=20, fixed_seconds=FIXED)
-    assert not rule.delays(7.0999, waiting=4, running=19, fixed_seconds=FIXED)
-    assert not rule.delays(7.0999, waiting=4, running=20, fixed_seconds=0.9 * FIXED)
+    assert rule.delays(7.0399, waiting=4, running=13, fixed_seconds=FIXED)
+    assert not rule.delays(7.0401, waiting=4, running=12, fixed_seconds=FIXED)
+    assert not rule.delays(7.0399, waiting=5, running=13, fixed_seconds=FIXED)
+    assert not rule.delays(7.0399, waiting=4, running=12, fixed_seconds=FIXED)
 
 
 def test_the_interval_is_the_one_that_costs_least():
@@ -45,7 +44,16 @@ def test_the_interval_is_the_one_that_costs_least():
 
     rule = pacing(bound=10.0)
     found = next(t / 1e4 for t in range(1, 10**5) if not rule.delays(t / 1e4, rate * t / 1e4, running, FIXED))
-    assert cost(found) == pytest.approx(min(cost(t / 1e4) for t in range(1, 10**4)), rel=1e-6)
+    best = min((t / 1e4 for t in range(1, 10**4)), key=cost)
+    assert found + FIXED == pytest.approx(best, abs=2e-4)  # the next chance would be too late
+    assert cost(found) < 1.005 * cost(best)
+
+
+def test_a_burst_is_not_interrupted_for_a_step():
+    """As many came during a prefill step as run: they will be more when it is asked again."""
+    rule = pacing()
+    assert not rule.delays(FIXED, waiting=18, running=16, fixed_seconds=FIXED)
+    assert rule.delays(FIXED, waiting=7, running=16, fixed_seconds=FIXED)
 
 
 def test_the_bound():
@@ -162,8 +170,8 @@ def test_who_arrives_singly_is_admitted_together():
     for step in range(1, 11):
         arrive(b, f"n{step}")
         found.append(len(run_round(b, now=step * 0.02)))
-    # 20 x 0.01 s: 4 x 0.08 / 2 is less, 5 x 0.1 / 2 more; then 25 x 0.01 s, which 5 x 0.1 / 2 reaches
-    assert found == [0, 0, 0, 0, 5, 0, 0, 0, 0, 5]
+    # 20 x 0.01 s: a step later, 3.5 x 0.07 / 2 is less and 4.5 x 0.09 / 2 more; then 24 x 0.01 s, which 5.5 reach
+    assert found == [0, 0, 0, 4, 0, 0, 0, 0, 5, 0]
     assert b.delayed_rounds == b.stats()["delayed_rounds"] == 8
     assert b.state.fairness.round == b.stats()["rounds"] == 11
 
@@ -173,8 +181,8 @@ def test_the_interval_begins_with_the_round_in_which_somebody_was_admitted():
     run_round(b, now=5.5)  # nobody waits: says nothing
     b.close_round()  # SGLang closes a round that it has not opened
     arrive(b, "a")
-    assert run_round(b, now=5.39) == []
-    assert run_round(b, now=5.41) == ["a"]
+    assert run_round(b, now=5.37) == []
+    assert run_round(b, now=5.39) == ["a"]
     arrive(b, "b")
     assert run_round(b, now=5.42) == []
 
@@ -265,12 +273,12 @@ def test_those_who_wait_for_a_prefix_that_is_computed_do_not_count():
     assert propose(b, 21) is None and set(b.state.deferrals.in_flight) == {0}
     b.close_round()
     arrive(b, "a")
-    # Of six who wait one can be proposed: 1 x 0.4 / 2 is less than 21 x 0.01, 6 x 0.4 / 2 is not.
-    assert run_round(b, now=1.4) == [] and b.delayed_rounds == 1
+    # Of six who wait one can be proposed: about 1 x 0.4 / 2 is less than 21 x 0.01, 6 x 0.4 / 2 is not.
+    assert run_round(b, now=1.39) == [] and b.delayed_rounds == 1
     b.aborted("a")
-    assert run_round(b, now=1.4) == [] and b.delayed_rounds == 1  # nobody is left to be held
+    assert run_round(b, now=1.39) == [] and b.delayed_rounds == 1  # nobody is left to be held
     b.computed(0)
-    assert run_round(b, now=1.4) == [1, 2, 3, 4, 5]
+    assert run_round(b, now=1.39) == [1, 2, 3, 4, 5]
 
 
 class AlwaysShort(PrefixBatching):
@@ -315,7 +323,7 @@ def test_a_learner_is_the_same_after_held_rounds(kind):
     arrive(b, "a", "b")
     run_round(b, now=2.0, reward=900.0)
     before = b.policy._export(), b.policy.stats()
-    for i in range(1, 30):
+    for i in range(1, 20):
         arrive(b, f"n{i}")
         assert run_round(b, now=2.0 + 1e-4 * i, reward=1000.0 * i) == [] and b.round.delayed
     assert (b.policy._export(), b.policy.stats()) == before

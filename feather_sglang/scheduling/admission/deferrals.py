@@ -134,8 +134,8 @@ class Deferrals:
         self.prefix_batching = batching
         self.round = Round()
         self.waiting_behind = 0
-        # Each with the depth in chunks from which sharing its prompt is worth a wait.
-        self._in_flight: dict[Hashable, int] = {}
+        # Each with the depth in chunks from which sharing its prompt is worth a wait: together, and for one alone.
+        self._in_flight: dict[Hashable, tuple[int, int]] = {}
         self._batching: dict[Hashable, tuple[int, int]] = {}  # and its tokens to be computed
         self._last: dict[Hashable, int] = {}
         self._retracted: set[Hashable] = set()  # waiting again
@@ -178,9 +178,9 @@ class Deferrals:
         return full and best.missing_chunks * self.tree.chunk_size >= LEAST_TOKENS
 
     def awaits_prefix(self, request_id: Hashable) -> bool:
-        """Whether an admitted request computes what a waiting one would compute again beside it."""
+        """Whether an admitted request computes what is worth a wait for this one alone."""
         tree = self.tree
-        return any(tree.common_depth(request_id, other) >= depth for other, depth in self._in_flight.items())
+        return any(tree.common_depth(request_id, other) >= alone for other, (_, alone) in self._in_flight.items())
 
     # Events ------------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class Deferrals:
         self._retracted.discard(request_id)
         if cached_tokens is None:
             return
-        depth = least = self._depth_worth_waiting(cached_tokens)
+        depth = least = alone = self._depth_worth_waiting(cached_tokens)
         saved = 0
         for parting, sharers in self.tree.sharers(request_id):
             tokens = parting * self.tree.chunk_size - cached_tokens
@@ -221,7 +221,7 @@ class Deferrals:
         if self.round.saved_tokens >= _LEAST_SAVED_TOKENS:
             depth = least
         if 0 < depth <= self.tree.depth(request_id):
-            self._in_flight[request_id] = depth
+            self._in_flight[request_id] = depth, alone
             self.tree.defer(request_id, depth)
 
     def computed(self, request_id: Hashable) -> None:
@@ -263,7 +263,7 @@ class Deferrals:
 
     def _defer_all(self) -> None:
         self.waiting_behind = 0
-        for request_id, depth in self._in_flight.items():
+        for request_id, (depth, _) in self._in_flight.items():
             self.tree.defer(request_id, depth)
         deferred = [(r, depth) for r, (depth, _) in self._batching.items()]
         if not self.round.last_call:

@@ -9,6 +9,9 @@ which so many came that
 
     waiting x T / 2  =  running x F
 
+A round asks once between two steps, and is asked again a step later: about F, since a step reads the same weights. By
+then more have come, at the rate of those that came before. So it is delayed only if that is not too late.
+
 By default nobody is delayed where prefill steps take little of the time all the same: where requests come so seldom
 that a step for each of them would take less than ``SHARE`` of it.
 
@@ -58,9 +61,11 @@ class PrefillDelay:
         running : requests in the batch.
         fixed_seconds : what a prefill step takes however few its tokens; None: not known yet.
         """
-        if self._admitted is None or fixed_seconds is None or not waiting:
+        if self._admitted is None or not fixed_seconds or not waiting:
             return False
         if self._rate_at(now) * fixed_seconds < self.share:
             return False
         since = now - self._admitted  # below 0: the clock was set back
-        return 0 <= since < self.bound and waiting * since / 2 < running * fixed_seconds
+        until_next = since + fixed_seconds
+        waiting_then = waiting * until_next / max(since, fixed_seconds)
+        return 0 <= since < self.bound and waiting_then * until_next / 2 < running * fixed_seconds
