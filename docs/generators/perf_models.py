@@ -28,7 +28,7 @@ LAYERS = {  # of each kind of model in the support matrix that a GPU check has a
     "windows": "windows, full",
     "sinks": "windows, full, sinks",
     "chunks": "chunks, full",
-    "scores": "full, unlike scores",
+    "score scaling": "full, unlike score scales",
     "latent": "latent",
     "linear": "linear, full",
 }

@@ -185,7 +185,13 @@ def support_page() -> str:
             for row in rows
         ]
         parts += ["", f"## {title}", "", table(heads, cells)]
-    parts += ["", "## Run on a GPU", "", "Which SGLang each server's result in `docs/measured` is of:", ""]
+    parts += [
+        "",
+        "## Run on a GPU",
+        "",
+        "The results of servers in `docs/measured`, by the SGLang that was measured:",
+        "",
+    ]
     parts += [table(("what was run", "GPU", "SGLang", "results"), gpu_results(DOCS / "measured"))]
     return "\n".join(parts) + "\n"
 

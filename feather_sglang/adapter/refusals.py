@@ -112,13 +112,13 @@ PAT_FLAGS = (
     Limit(
         "trees of n-grams",
         lambda args: _drafts_by(args) == "NGRAM" and getattr(args, "speculative_ngram_max_bfs_breadth", 1) > 1,
-        "trees of n-grams (--speculative-ngram-max-bfs-breadth: 1)",
+        "trees of n-grams (served with --speculative-ngram-max-bfs-breadth 1)",
         "give --speculative-ngram-max-bfs-breadth 1",  # without the flag SGLang chooses trees
     ),
     Limit(
         "trees of drafts",
         _drafts_trees,
-        "trees of drafts (--speculative-eagle-topk: 1)",
+        "trees of drafts (served with --speculative-eagle-topk 1)",
         "give --speculative-eagle-topk 1",  # here, too, for some models
     ),
     _given("--speculative-adaptive"),

@@ -57,7 +57,7 @@ KINDS = {
     "experts": Kind(
         {**_LLAMA, **_EXPERTS, **_GATED}, [0, 1, 2], architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe"
     ),
-    "wide groups": Kind(
+    "multi-query": Kind(
         _LLAMA, [0, 1], prefix=300, hidden_size=48, num_hidden_layers=2, num_attention_heads=24, num_key_value_heads=1,
     ),
     "windows": Kind(
@@ -65,7 +65,7 @@ KINDS = {
         sliding_window=WINDOW, sliding_window_pattern=2, layer_types=_SLIDING * 2, query_pre_attn_scalar=16,
         hidden_activation="gelu_pytorch_tanh", pad_token_id=0,
     ),
-    "windows of their own": Kind(
+    "window pool": Kind(
         _LLAMA, [1], "SWAKVPool", {0: {"sliding_window_size": WINDOW - 1}, 2: {"sliding_window_size": WINDOW - 1}},
         is_hybrid_swa=True, hybrid_layer_pattern=[1, 0, 1], sliding_window=WINDOW,
     ),
@@ -77,7 +77,9 @@ KINDS = {
     "chunks": Kind(
         _LLAMA, [1], layers={0: {"use_irope": True}, 2: {"use_irope": True}}, attention_chunk_size=CHUNK
     ),
-    "scores": Kind(_LLAMA, [0, 1, 2], layers={0: {"scaling": 0.1}, 1: {"logit_cap": 2.0}, 2: {"logit_cap": 9.0}}),
+    "score scaling": Kind(
+        _LLAMA, [0, 1, 2], layers={0: {"scaling": 0.1}, 1: {"logit_cap": 2.0}, 2: {"logit_cap": 9.0}}
+    ),
     "latent": Kind(
         _LLAMA, [0, 1, 2], "MLATokenToKVPool", architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2",
         num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=None, qk_nope_head_dim=16, qk_rope_head_dim=16,
@@ -273,7 +275,7 @@ N_GRAMS = {
 
 
 @newest_is_enough
-@pytest.mark.parametrize("name", ["windows", "windows of their own", "sinks", "chunks", "scores", "latent"])
+@pytest.mark.parametrize("name", ["windows", "window pool", "sinks", "chunks", "score scaling", "latent"])
 def test_drafts_are_verified_by_all_layers(server, monkeypatch, name):
     drafting.install(monkeypatch)
     expected = serve(server(name))
@@ -301,9 +303,14 @@ SCALES = {"k": 0.125, "v": 2.0}
 @newest_is_enough
 @pytest.mark.parametrize(
     ("name", "scales"),
-    [("dense", {}), ("scores", SCALES), ("sinks", SCALES), ("dense", SCALES), ("scores", {}), ("sinks", {})][
-        : samples(6, 3)
-    ],
+    [
+        ("dense", {}),
+        ("score scaling", SCALES),
+        ("sinks", SCALES),
+        ("dense", SCALES),
+        ("score scaling", {}),
+        ("sinks", {}),
+    ][: samples(6, 3)],
 )
 def test_a_kv_cache_in_fp8(server, stock, name, scales, monkeypatch):
     """SGLang's backend for CPUs cannot read one, so `PlainAttention` alone says what is right."""
@@ -408,7 +415,9 @@ def test_a_backend_beside_that_has_nothing_to_do_is_said(server, monkeypatch, ca
 def test_a_model_with_windows_only_is_refused(server, monkeypatch):
     windows = {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 1, 1], "sliding_window": WINDOW}
     monkeypatch.setitem(KINDS, "windows only", Kind(_LLAMA, [], **windows))
-    with pytest.raises(FeatherError, match=r"can pack no layer of this model \(KV in the pool for windows\): choose"):
+    with pytest.raises(
+        FeatherError, match=r"can pack no layer of this model \(KV in the pool for sliding windows\): choose"
+    ):
         server("windows only", "pat")
 
 

@@ -102,7 +102,7 @@ def test_models_whose_layers_differ(server, packed, name):  # noqa: F811
     "overrides", [{}, {"chunked_prefill_size": 64, "enable_mixed_chunk": True}, {"page_size": 16}], ids=str
 )
 @pytest.mark.parametrize(
-    ("name", "core"), [("dense", None), ("dense", "python"), ("windows of their own", None), ("linear", None)]
+    ("name", "core"), [("dense", None), ("dense", "python"), ("window pool", None), ("linear", None)]
 )
 def test_the_radix_tree_knows_what_slots_are_shared(packed, monkeypatch, name, core, overrides):
     """Of two requests that prefill together, by the tree and by their slots."""
@@ -312,9 +312,9 @@ def test_requests_that_are_retracted(server, packed, monkeypatch):  # noqa: F811
 
 def test_beside_drafts_that_are_verified(server, packed, monkeypatch):  # noqa: F811
     drafting.install(monkeypatch)
-    expected = serve(server("windows of their own"))
+    expected = serve(server("window pool"))
     before = counts()
-    for rid, (tokens, _) in serve(packed("windows of their own", **N_GRAMS)).items():  # which may be too many
+    for rid, (tokens, _) in serve(packed("window pool", **N_GRAMS)).items():  # which may be too many
         assert tokens[: len(expected[rid][0])] == expected[rid][0]
     assert (counts() - before)[0] > 2
 

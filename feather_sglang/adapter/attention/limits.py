@@ -94,7 +94,7 @@ MODEL_LIMITS = (
     Limit(
         "a KV cache of {0.kv_dtype} under a model in {0.dtype} (--kv-cache-dtype: auto or fp8_e4m3)",
         lambda model: model.kv_dtype not in (model.dtype, FP8),
-        "KV in another dtype than the model or fp8_e4m3 (fp8_e5m2, fp4)",
+        "KV in a dtype that is neither the model's nor fp8_e4m3, such as fp8_e5m2 and fp4",
     ),
     # Others hold what sparse attention looks up, quantised values, or rows of ids that stand for slots.
     Limit(
@@ -109,7 +109,7 @@ MODEL_LIMITS = (
     Limit(
         "the KV cache {0.full_pool} ({0.layout})",
         lambda model: model.layout != "nhd" or model.full_pool != POOLS[model.pool],
-        "other layouts of a slot",
+        "a KV slot laid out in another way than heads, then head_dim",
     ),
 )
 LAYER_LIMITS = (
@@ -117,7 +117,7 @@ LAYER_LIMITS = (
     Limit("attention of type {0.attention}", lambda layer: layer.attention != "decoder", "encoder attention"),
     Limit("sliding windows", lambda layer: layer.window > -1),
     Limit("chunked attention", lambda layer: layer.chunked),
-    Limit("KV in the pool for windows", lambda layer: layer.in_window_pool),
+    Limit("KV in the pool for sliding windows", lambda layer: layer.in_window_pool),
     Limit(
         "logit capping by {0.capping}",
         lambda layer: layer.logit_soft_cap > 0 and layer.capping != "tanh",
@@ -137,12 +137,12 @@ LAYER_LIMITS = (
     Limit(
         "more than {0.max_group} query heads to a KV head",
         lambda layer: layer.q_heads > layer.max_group * layer.kv_heads,
-        f"more than {MAX_GROUP[128]} query heads to a KV head, {MAX_GROUP[256]} of head_dim 256",
+        f"more than {MAX_GROUP[128]} query heads to a KV head, or {MAX_GROUP[256]} with head_dim 256",
     ),
     Limit(
         f"latents of {{0.v_head_dim}} in {{0.head_dim}} values (only {LATENT_VALUES} in {LATENT_DIM})",
         lambda layer: layer.latent and not layer.reference and not layer.of_latent_size,
-        "latents of other sizes than 512, and 64 of rope",
+        "latents of other sizes than 512 values and 64 of rotary embedding",
     ),
     Limit(
         f"head_dim {{0.head_dim}} (only {', '.join(map(str, HEAD_DIMS))})",

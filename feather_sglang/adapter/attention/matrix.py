@@ -40,9 +40,10 @@ _SINKS = replace(_POOL_WINDOW, sinks=True), replace(_FULL, sinks=True)
 
 @dataclass(frozen=True)
 class ModelKind:
-    """A kind of model that is served: examples, and the layers of its tiny stand-in in the test that shows it."""
+    """A kind of model that is served: what it is, examples, and the layers of the tiny model in its test."""
 
     name: str
+    meaning: str
     examples: str
     layers: tuple[LayerFacts, ...]
     facts: dict[str, Any] = field(default_factory=dict)
@@ -65,64 +66,71 @@ class Mode:
 
 
 KINDS = (
-    ModelKind("dense", "Llama, Qwen2.5, Qwen3", (_FULL,) * 3, gpu_shapes=("llama-3.2-1b", "qwen2.5-7b", "qwen3-8b")),
-    ModelKind("experts", "Qwen3-MoE, Mixtral", (_FULL,) * 3, gpu_shapes=("qwen3-30b-a3b",)),
-    ModelKind("wide groups", "StarCoder (48 heads to a KV head)", (_WIDE,) * 2),
-    ModelKind("windows", "Gemma 2 and 3", (_WINDOW, _FULL) * 2, gpu_shapes=("gemma-3-4b", "gemma-2-2b")),
-    ModelKind("windows of their own", "hybrid SWA pools", (_POOL_WINDOW, _FULL, _POOL_WINDOW), {"pool": "SWAKVPool"}),
-    ModelKind("sinks", "gpt-oss", _SINKS * 2, {"pool": "SWAKVPool"}, ("gpt-oss-20b",)),
     ModelKind(
-        "chunks",
-        "Llama 4",
-        (replace(_FULL, chunked=True), _FULL, replace(_FULL, chunked=True)),
-        gpu_shapes=("llama-4-scout",),
+        "dense", "Every layer has full attention.", "Llama, Qwen2.5, Qwen3", (_FULL,) * 3,
+        gpu_shapes=("llama-3.2-1b", "qwen2.5-7b", "qwen3-8b"),
     ),
     ModelKind(
-        "scores",
-        "scales and soft caps that differ",
+        "experts", "Every layer has full attention, and MLPs are mixtures of experts.", "Qwen3-MoE, Mixtral",
+        (_FULL,) * 3, gpu_shapes=("qwen3-30b-a3b",),
+    ),
+    ModelKind("multi-query", "Dozens of query heads share one KV head.", "StarCoder (48 heads)", (_WIDE,) * 2),
+    ModelKind(
+        "windows", "Layers with sliding windows alternate with full attention.", "Gemma 2 and 3",
+        (_WINDOW, _FULL) * 2, gpu_shapes=("gemma-3-4b", "gemma-2-2b"),
+    ),
+    ModelKind(
+        "window pool", "Layers with sliding windows keep their KV in a smaller pool of their own.",
+        "models with SGLang's hybrid SWA memory", (_POOL_WINDOW, _FULL, _POOL_WINDOW), {"pool": "SWAKVPool"},
+    ),
+    ModelKind(
+        "sinks", "Layers are as in the row above, and each head has an attention sink.", "gpt-oss", _SINKS * 2,
+        {"pool": "SWAKVPool"}, ("gpt-oss-20b",),
+    ),
+    ModelKind(
+        "chunks", "Layers with attention within chunks of the sequence stand beside full attention.", "Llama 4",
+        (replace(_FULL, chunked=True), _FULL, replace(_FULL, chunked=True)), gpu_shapes=("llama-4-scout",),
+    ),
+    ModelKind(
+        "score scaling", "Layers differ in the scale or the soft cap of their attention scores.", "-",
         (replace(_FULL, sm_scale=0.1), replace(_FULL, logit_soft_cap=2.0), replace(_FULL, logit_soft_cap=9.0)),
     ),
     ModelKind(
-        "latent",
-        "DeepSeek V2 and V3, Kimi K2 (not their sparse successors)",
-        (_LATENT,) * 3,
-        {"pool": "MLATokenToKVPool", "full_pool": "MLATokenToKVPool"},
+        "latent", "Every layer has latent attention (MLA), and none is sparse.", "DeepSeek V2 and V3, Kimi K2",
+        (_LATENT,) * 3, {"pool": "MLATokenToKVPool", "full_pool": "MLATokenToKVPool"},
         ("deepseek-v2-lite", "deepseek-v3", "kimi-k2"),
     ),
     ModelKind(
-        "linear",
-        "Qwen3-Next, Qwen3.5 (attention layers)",
-        (_FULL,) * 2,
-        {"pool": "HybridLinearKVPool"},
-        ("qwen3-next-80b-a3b",),
+        "linear", "Layers with linear attention, which have no KV, stand beside full attention.", "Qwen3-Next, Qwen3.5",
+        (_FULL,) * 2, {"pool": "HybridLinearKVPool"}, ("qwen3-next-80b-a3b",),
     ),
-)
+)  # fmt: skip
 _TOKENS = f"{PAT_TEST}the_tokens_of_torch_native_from_fewer_reads"
 MODES = (
     Mode("overlap scheduler", f"{PAT_TEST}in_the_overlap_schedulers_order"),
     Mode("CUDA graphs", f"{PAT_TEST}a_replay_with_padding_after_a_capture"),
-    Mode("pages of 16 and more", f"{_TOKENS}[page_size]", {"page_size": 16}),
+    Mode("pages of 16 tokens", f"{_TOKENS}[page_size]", {"page_size": 16}),
     Mode("chunked and mixed prefill", f"{_TOKENS}[chunked_prefill_size-enable_mixed_chunk]"),
-    Mode("prefill, with --feather-pat-prefill", f"{PREFILL_TEST}[plain]"),
+    Mode("packed prefill (--feather-pat-prefill)", f"{PREFILL_TEST}[plain]"),
     Mode("a feather policy", f"{_TOKENS}[policy]", {"schedule_policy": "feather-order"}),
-    Mode("no prefix cache", f"{_TOKENS}[disable_radix_cache]", {"disable_radix_cache": True}),
-    Mode("retraction and abortion", f"{PAT_TEST}retractions_and_aborts"),
+    Mode("no prefix cache (--disable-radix-cache)", f"{_TOKENS}[disable_radix_cache]", {"disable_radix_cache": True}),
+    Mode("retracted and aborted requests", f"{PAT_TEST}retractions_and_aborts"),
     Mode("hierarchical cache in host memory", f"{MODE_TEST}prefixes_come_back_from_the_host"),
-    Mode("LoRA, many adapters", f"{MODE_TEST}requests_of_other_adapters_share_nothing", {"enable_lora": True}),
-    Mode("sessions, streaming ones too", f"{MODE_TEST}sessions"),
+    Mode("LoRA with many adapters", f"{MODE_TEST}requests_of_other_adapters_share_nothing", {"enable_lora": True}),
+    Mode("sessions, also streaming ones", f"{MODE_TEST}sessions"),
     Mode("beam search, where nothing is shared", f"{MODE_TEST}beams_beside_others"),
-    Mode("pages of 64", f"{MODE_TEST}pages_of_64", {"page_size": 64}),
+    Mode("pages of 64 tokens", f"{MODE_TEST}pages_of_64", {"page_size": 64}),
     Mode("--kv-cache-dtype fp8_e4m3", FP8_TEST, {"kv_cache_dtype": "fp8_e4m3"}),
     *(
         Mode(
-            f"{names}, drafts in chains",
+            f"{names}, with drafts in chains",
             f"{DRAFT_TEST}[{name}-pat-OverlapServer]",
             {"speculative_algorithm": name, "speculative_eagle_topk": 1},
         )
         for name, names in (("EAGLE", "EAGLE, EAGLE3, NEXTN"), ("STANDALONE", "STANDALONE"), ("NGRAM", "NGRAM"))
     ),
     Mode(
-        "--speculative-draft-attention-backend pat: a draft model, but for its prefill",
+        "--speculative-draft-attention-backend pat: the decode steps of a draft model",
         "tests/sglang/test_speculation.py::test_drafts_by_pat[STANDALONE-OverlapServer]",
         {"speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 1},
     ),
@@ -143,14 +151,18 @@ GPUS = {  # by compute capability x 10
 RELEASE_TEST = "python3 dev.py test --releases="
 
 
-def kind_rows() -> list[tuple[str, str, str, str, str]]:
-    """(kind, examples, what pat does, shapes for the check on a GPU, what shows it) of every kind that is served."""
+_KIND_HEADS = ("kind", "what it is", "such as", "packed layers in its test", "shapes in check_models.py", "shown by")
+
+
+def kind_rows() -> list[tuple[str, str, str, str, str, str]]:
+    """A row for every kind that is served, under `_KIND_HEADS`."""
     rows = []
     for kind in KINDS:
         packed = packed_layers(kind.model)
         others = [limit for layer in kind.model.layers if (limit := left_to_another(layer))]
-        does = "all packed" if not others else f"{len(packed)} of {len(kind.layers)} packed, not {others[0]}"
-        rows.append((kind.name, kind.examples, does, ",".join(kind.gpu_shapes), f"{KIND_TEST}[{kind.name}]"))
+        does = "all" if not others else f"{len(packed)} of {len(kind.layers)}, those without {others[0]}"
+        shapes, test = ",".join(kind.gpu_shapes), f"{KIND_TEST}[{kind.name}]"
+        rows.append((kind.name, kind.meaning, kind.examples, does, shapes, test))
     return rows
 
 
@@ -189,7 +201,7 @@ def tables() -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """(title, heads, rows) of each part of the matrix."""
     releases = [(name, "yes", RELEASE_TEST + name) for name in SUPPORTED]  # each has pins in requirements/
     return [
-        ("Model kinds", ("kind", "such as", "layers", "check_models.py --shapes", "shown by"), list(kind_rows())),
+        ("Model kinds", _KIND_HEADS, list(kind_rows())),
         ("Models and layers that it does not pack", ("model or layer", "what pat does"), list(limit_rows())),
         ("Modes of a server", ("mode", "served", "shown by"), list(mode_rows())),
         ("GPUs", ("compute capability", "served", "shown by"), list(gpu_rows())),
