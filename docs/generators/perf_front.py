@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import perf_kernel
+import perf_prefill
 import perf_promise
 import perf_replay
 import perf_servers
 from perf_results import evicts, geometric_mean, server_runs, trees
-from perf_text import MADE, caption, term
+from perf_text import MADE, caption, table, term
 
 
 class Claim(NamedTuple):
@@ -74,11 +75,32 @@ def kernel(folder: Path) -> Claim:
     )
 
 
+def to_best_policy(folder: Path) -> list[float]:
+    """Throughput of `feather` over that of SGLang's fastest policy, where prefixes fill the KV pool or exceed it."""
+    return [perf_servers.to_stock(one, case)[1] for one in perf_servers.headline_policies(folder)
+            for case, runs in one.runs.items() if evicts(case, runs["fcfs"].kv_tokens)]  # fmt: skip
+
+
+def papers_rows(folder: Path) -> str:
+    """The gains in docs/design/papers.md."""
+    rows = [
+        ("Feather, with this project's admission rules: output tokens/s of a server whose KV pool the prefixes fill or "
+         "exceed, over those under SGLang's fastest policy", between(to_best_policy(folder)), "servers"),
+        ("PAT: time of a layer's decode attention over that of the fastest other kernel, on the 20 trees of the paper "
+         "with 32/8 heads (geometric mean)", f"{perf_kernel.headline(folder):.2f}x", "kernel"),
+        ("PackInfer's packed prefill: output tokens/s of a server over those without it",
+         between(perf_prefill.on_servers(folder).values()), "prefill"),
+    ]  # fmt: skip
+    return table(
+        ["what was measured on an H200", "ratio", "page"],
+        [[what, ratio, f"[{page}](../performance/{page}.md)"] for what, ratio, page in rows],
+    )
+
+
 def servers(folder: Path) -> Claim:
     """Throughput of servers."""
     main, other = perf_servers.headline_policies(folder), perf_servers.further_policies(folder)
-    full = [perf_servers.to_stock(one, case)[1] for one in main for case, runs in one.runs.items()
-            if evicts(case, runs["fcfs"].kv_tokens)]  # fmt: skip
+    full = to_best_policy(folder)
     loaded = perf_servers.by_backend(folder, list(perf_servers.SERVERS.values()))
     steady = perf_servers.by_backend(folder, perf_servers.DECODE)
     shared = [perf_servers.to_best(runs)[0] for case, runs in loaded.items() if not perf_servers.unshared(case)]

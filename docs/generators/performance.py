@@ -90,6 +90,7 @@ BLOCKS = {  # pages that are written by hand, but for the figures between the ma
     "README.md": readme_block,
     "docs/guide/goodput.md": perf_promise.guide_rows,
     "docs/guide/ab_replay.md": perf_replay.guide_sentence,
+    "docs/design/papers.md": perf_front.papers_rows,
 }
 
 
