@@ -1,4 +1,4 @@
-"""What decode attention takes between the matrix products of a layer, where a server runs it.
+"""Time of decode attention between the matrix products of a layer, as on a server.
 
     PYTHONPATH=kernels python benchmarks/bench_decode_layer.py --json layer.json
     PYTHONPATH=kernels python benchmarks/bench_decode_layer.py --from layer.json

@@ -1,5 +1,5 @@
-"""The planner: how long a plan takes, what strategies move, how far `profit` is from the optimum, and by modelled time
-how splits compare and what is lost while a plan is kept.
+"""The planner: time of a plan, bytes that strategies move, distance of `profit` from the optimum, and by modelled time
+a comparison of splits and the loss while a plan is kept.
 
 No GPU needed::
 

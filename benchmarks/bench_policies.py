@@ -1,4 +1,4 @@
-"""What a stop policy costs on the scheduler's hot path.
+"""Time of a stop policy's decision on the scheduler's hot path.
 
     python benchmarks/bench_policies.py [--json FILE]
 

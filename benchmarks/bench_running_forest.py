@@ -1,4 +1,4 @@
-"""What it costs to keep the forest of a running batch: joins, leaves, the forest and a step that changes nothing.
+"""Time to keep the forest of a running batch: joins, leaves, the forest, and a step without a change.
 
 ``python benchmarks/bench_running_forest.py [--requests 500] [--chunks 157] [--groups 5]``; microseconds at the median
 (99th percentile), on one core. ``observe`` is the whole look at a decode batch that nobody has joined or left.

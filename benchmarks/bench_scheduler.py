@@ -1,4 +1,4 @@
-"""What forming batches costs a scheduler: feather's processor time and Python calls for each request, beside fcfs's.
+"""Cost of forming batches: feather's processor time and Python calls for each request, beside fcfs's.
 
     python benchmarks/bench_scheduler.py [--point GROUPS PREFIX RATE OUTPUT ...] [--rounds 8] [--calls] [--json FILE]
 

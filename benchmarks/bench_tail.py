@@ -1,4 +1,4 @@
-"""Who waits on real traffic: time to the first token under every policy, on slices of two public traces, by replay.
+"""Time to the first token under every policy, on slices of two public traces, by replay.
 
     python benchmarks/bench_tail.py TRACES [--slices report|tune|NAMES] [--policies LIST] [--json FILE] [--known FILE]
     python benchmarks/bench_tail.py --show FILE
@@ -45,7 +45,7 @@ Rows = dict[str, dict[str, Any]]  # slice -> "rate_scale", and policy -> figures
 
 @dataclass(frozen=True)
 class Slice:
-    """Requests `first` to `first + count` of a trace, at `load` of what fcfs sustains, with `kv_tokens` of memory."""
+    """Requests `first` to `first + count` of a trace, at `load` times the load that fcfs sustains, with `kv_tokens`."""
 
     trace: str
     first: int

@@ -33,7 +33,7 @@ CHECKED = 8  # requests
 
 
 class Batch(NamedTuple):
-    """Requests in groups: what each has committed, and slots for its drafts.
+    """Requests in groups, with the committed tokens of each, and slots for its drafts.
 
     Attributes
     ----------

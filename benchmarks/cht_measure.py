@@ -1,4 +1,4 @@
-"""What one operation and one scheduling round of the Chunked Hash Tree cost, beside SGLang's policies."""
+"""Cost of an operation and of a scheduling round of the Chunked Hash Tree, beside SGLang's policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the decode benchmarks and the GPU check share: batches as each system wants them, the floor, and the reference.
+"""Batches of the decode benchmarks and the GPU check in each system's layout, their floor, and the reference.
 
 The host part (`Case`) needs NumPy only; the device part (`attend`, `padded_slots`) any torch, GPU or not.
 """
@@ -71,7 +71,7 @@ class Paged(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """Two levels as FlashInfer's cascade takes them: what all requests share, and each request's rest."""
+    """Two levels as FlashInfer's cascade takes them: the prefix of all requests, and the rest of each."""
 
     qo_indptr: tuple[Ints, Ints]
     paged: tuple[Paged, Paged]

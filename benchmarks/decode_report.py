@@ -1,4 +1,4 @@
-"""What the decode benchmark's records say: rows, geometric means over the floor, where a peer leads, the plot.
+"""The report of the decode benchmark: rows, geometric means over the floor, where a peer leads, the plot.
 
 Pure functions of the JSON file, so that a report needs no GPU.
 """

@@ -62,7 +62,7 @@ System = Callable[[Inputs], Ready]
 
 
 class Pools:
-    """Random K and V, drawn once for the largest batch; every batch takes what it needs from their start."""
+    """Random K and V, drawn once for the largest batch; smaller batches use their beginning."""
 
     def __init__(
         self, elements: int, dtype: torch.dtype, device: str = "cuda", seed: int = 0, fp8: bool = False

@@ -91,7 +91,7 @@ def _abandon(graph: torch.cuda.CUDAGraph) -> None:
 
 
 class Flush:
-    """Replaces what L2 holds: writes one buffer, then reads another, which evicts the first.
+    """Replaces the content of L2: writes one buffer, then reads another, which evicts the first.
 
     Each is twice the size of L2, and at least 128 MiB.
     """

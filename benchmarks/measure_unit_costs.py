@@ -1,4 +1,4 @@
-"""What a work unit costs a processor, and each step of it, by tile: the numbers behind the pack strategy `time`.
+"""Processor time of a work unit and of each of its steps, by tile, for the pack strategy `time`.
 
     PYTHONPATH=kernels python benchmarks/measure_unit_costs.py --json costs.json
     PYTHONPATH=kernels python benchmarks/measure_unit_costs.py --from costs.json

@@ -1,4 +1,4 @@
-"""Batches to plan without a GPU: PAT's trees, unlike lengths, and what the public traces would run at once."""
+"""Batches to plan without a GPU: PAT's trees, unequal lengths, and batches of the public traces."""
 
 from __future__ import annotations
 

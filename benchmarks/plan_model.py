@@ -1,4 +1,4 @@
-"""How long a plan takes by the planner's own costs, when whoever is free takes the next unit of its queues.
+"""Modelled time of a plan by the planner's costs, where each free processor takes the next unit of the queues.
 
 The planner's split `rounds` minimises the same, but for two things: it deals the units of large tiles in turn, and it
 does not see how tails are cut (``csrc/planner/rounds.h``). Needs no GPU.
@@ -21,7 +21,7 @@ UNIT_ALONE = 1.5  # times its cost that a unit takes while the processor's other
 
 
 class Modelled(NamedTuple):
-    """Microseconds of one layer."""
+    """The modelled time of one layer, in microseconds."""
 
     us: float
     even_us: float  # if the same work could be spread evenly: what no grouping of its units goes below

@@ -1,4 +1,4 @@
-"""What mixing prefix groups in a decode batch costs, and what the order of its rows adds: times, DRAM bytes, L2 hits.
+"""Cost of mixing prefix groups in a decode batch, and of its row order: times, DRAM bytes, L2 hits.
 
     PYTHONPATH=kernels python benchmarks/profile_mixing.py --json mixing.json
     PYTHONPATH=kernels python benchmarks/profile_mixing.py --from mixing.json
@@ -64,11 +64,11 @@ NCU_SECONDS = 200  # after which the counted run counts as hung
 
 
 class NoCounters(RuntimeError):
-    """Why ncu gave none, in one line."""
+    """ncu gave no counters; the message says why in one line."""
 
 
 class Batch(NamedTuple):
-    """A row of the table."""
+    """A batch, which is a row of the table."""
 
     requests: int
     groups: str  # how many, or STRANGER

@@ -1,4 +1,4 @@
-"""What real servers were measured on, replayed: the same requests, policy, attention backend, KV pool and row limit.
+"""Replays of measured server runs: the same requests, policy, attention backend, KV pool and row limit.
 
     python benchmarks/replay_servers.py docs/measured/servers_*.json --traces TRACES --json docs/measured/replays.json
 

@@ -23,7 +23,7 @@ class Misfit(RuntimeError):
 
 
 class TooManyRequests(Misfit):
-    """Of a batch, more than the server runs."""
+    """A batch has more requests than the server runs at once."""
 
 
 def bench_case(text: str, seed: int = 0, arrivals: str = "poisson", traces: Path | None = None) -> Case:

@@ -36,7 +36,7 @@ print(json.dumps(found))
 
 
 class BenchFile:
-    """What a run of cases on servers gave so far.
+    """The results so far of a run of cases on servers.
 
     Parameters
     ----------

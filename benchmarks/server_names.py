@@ -1,4 +1,4 @@
-"""The servers of ``bench_server.py`` by name: what each is started with, and what a file says that it was."""
+"""The servers of ``bench_server.py`` by name: their flags, and their names in result files."""
 
 from __future__ import annotations
 

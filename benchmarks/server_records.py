@@ -1,4 +1,4 @@
-"""The record of a case on a server, as ``bench_server.py`` writes it: what counts of it."""
+"""The record of a case on a server, as ``bench_server.py`` writes it, and the figures that count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Told to end by a signal: out through all ``finally`` blocks, amid an event loop too; no process stays behind."""
+"""The end of a command by a signal: it runs all ``finally`` blocks, also in an event loop, and leaves no process."""
 
 from __future__ import annotations
 

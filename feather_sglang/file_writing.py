@@ -1,4 +1,4 @@
-"""Files that a reader sees whole: the old one or the new one, never a part of one; none larger than it can be."""
+"""Atomic writing of files: a reader sees the old file or the new one, never a part; and a limit on sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator promises: bounds on the first token and on the gaps between tokens, and how a run is judged.
+"""Service level objectives: bounds on the first token and on gaps between tokens, and how a run is judged.
 
 A request's TBT is the gap that all but one in a hundred of its gaps stay within: users see stalls, which a mean (the
 TPOT of DistServe and of vLLM's ``--goodput``) hides among a few hundred tokens. ``tpot`` bounds that mean.
@@ -38,7 +38,7 @@ class Timing(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """The most that a time may be: seconds, or times what the request takes alone on an idle server."""
+    """The upper limit of a time: seconds, or a multiple of the request's time alone on an idle server."""
 
     most: float
     relative: bool = False

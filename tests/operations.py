@@ -1,4 +1,4 @@
-"""What the files of docs/operations ask a server's metrics for."""
+"""The metrics that the files of docs/operations query."""
 
 from __future__ import annotations
 

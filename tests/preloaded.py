@@ -37,7 +37,7 @@ ADDRESS = "FEATHER_TEST_PRELOADED"  # the variable that tells the tests' process
 
 
 class Preloaded:
-    """The process to fork from, seen from those who ask; it ends with the one that started it."""
+    """The process to fork from, as its clients see it; it ends with the process that started it."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -102,7 +102,7 @@ class Preloaded:
 
 
 class Forked:
-    """What of ``subprocess.Popen`` the tests use, for a process that is somebody else's child."""
+    """The part of ``subprocess.Popen`` that tests use, for a process that is another process's child."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

@@ -64,7 +64,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Wrong(AssertionError):
-    """What is wrong with a result."""
+    """A result is wrong; the message says how."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Outcome:
 
 
 class Device:
-    """A batch on the device, its KV elements that nobody reads NaN."""
+    """A batch on the device; KV elements that no request reads are NaN."""
 
     def __init__(self, batch: Batch, device: torch.device | str) -> None:
         choice, page_size = batch.choice, batch.choice.page_size

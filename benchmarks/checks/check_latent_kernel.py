@@ -79,7 +79,7 @@ def rows_of(kinds: list[str], heads: list[int]) -> Iterator[Row]:
 
 
 class Inputs:
-    """A row's tensors."""
+    """The tensors of a row."""
 
     def __init__(self, row: Row, page_size: int) -> None:
         self.row, self.case = row, row.case(page_size)

@@ -133,7 +133,7 @@ def prompts(count: int = 24, seed: int = 0) -> dict[str, list[int]]:
 
 
 class ShapeCheck:
-    """One shape: its servers, and the row that is found out about it."""
+    """The check of one shape: its servers, and the row of the table that results."""
 
     def __init__(self, name: str, shape: Shape, options: argparse.Namespace, logs: Path, limit: float) -> None:
         self.name, self.shape, self.options, self.logs = name, shape, options, logs

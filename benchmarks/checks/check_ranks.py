@@ -142,7 +142,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Check:
-    """One run: the server, its load, and what was found so far."""
+    """One run of the check: the server, its load, and the findings so far."""
 
     def __init__(self, options: argparse.Namespace, logs: Path) -> None:
         self.options, self.logs = options, logs

@@ -19,7 +19,7 @@ AHEAD = 2
 
 @dataclass
 class Comparison:
-    """What several ranks' files have in common.
+    """The comparison of several ranks' files.
 
     Attributes
     ----------

@@ -15,7 +15,7 @@ COLUMNS = "name,compute_cap,memory.total"
 
 
 class NoHopper(Exception):
-    """Why there is nothing to check, in one line."""
+    """There is nothing to check; the message says why in one line."""
 
 
 class Gpu(NamedTuple):

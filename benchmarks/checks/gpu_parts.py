@@ -1,4 +1,4 @@
-"""The parts of ``check_gpu.py``: what each runs, in an environment that needs no installation, and what came of it."""
+"""The parts of ``check_gpu.py``: their commands, in an environment that needs no installation, and their outcomes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ANSWERS_FLAGS = f"--max-total-tokens 40000 --mem-fraction-static 0.9 {NO_PREFILL
 
 
 class Outcome(NamedTuple):
-    """What came of a check, in a word and in a line."""
+    """The outcome of a check, in a word and in a line."""
 
     result: str
     said: str

@@ -1,4 +1,4 @@
-"""What a run of ``check_gpu.py`` says: beside the performance page's figures or an older run's, and what failed.
+"""The report of ``check_gpu.py``: its figures beside the performance page's or an older run's, and the failures.
 
 Pure functions of result files; no GPU is needed.
 """

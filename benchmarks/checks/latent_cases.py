@@ -51,7 +51,7 @@ def draw(seed: int) -> Choice:
 
 
 class Device:
-    """A batch on the device, its latents that nobody reads NaN."""
+    """A batch on the device; latents that no request reads are NaN."""
 
     def __init__(self, batch: Batch, device: torch.device | str = "cuda") -> None:
         choice, requests = batch.choice, batch.forest.n_requests

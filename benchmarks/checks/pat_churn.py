@@ -1,4 +1,4 @@
-"""Requests that come and go at random, and what became of each: the schedule needs no server, `Churn` drives one."""
+"""Requests that come and go at random, and the fate of each: the schedule needs no server, `Churn` drives one."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Divergence(NamedTuple):
 
 @dataclass
 class Verdict:
-    """One comparison. `near_ties` are accepted divergences; `wrong` says in words what is not."""
+    """One comparison. `near_ties` are accepted divergences; `wrong` describes the others."""
 
     spread: Spread
     near_ties: list[Divergence] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What is accepted of a backend, by the measured spread.
+    """The accepted differences of a backend, by the measured spread.
 
     Attributes
     ----------

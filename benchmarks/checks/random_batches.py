@@ -41,7 +41,7 @@ WILD = 1 << 24  # beyond every cache here: a page id that only memory checkers m
 
 @dataclass(frozen=True)
 class Choice:
-    """A case but for its data."""
+    """The parameters of a case, without its data."""
 
     seed: int
     heads: Heads
@@ -158,7 +158,7 @@ def small(seed: int, hopper: bool = True) -> Choice:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A case's host data.
+    """The data of a case on the host.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""The load of the check of ranks: which requests come, sending them, and what became of each."""
+"""The load of the check of ranks: its requests, how they are sent, and the fate of each."""
 
 from __future__ import annotations
 

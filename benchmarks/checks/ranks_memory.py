@@ -37,7 +37,7 @@ class Sample(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """What one process grew by, and the requests that ended meanwhile."""
+    """The growth of one process, and the requests that ended meanwhile."""
 
     name: str
     kib: int

@@ -37,7 +37,7 @@ POOLS = {
 
 @dataclass(frozen=True)
 class Named:
-    """A model that people type.
+    """A model by the name that users type.
 
     Attributes
     ----------

@@ -52,7 +52,7 @@ class Rate(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What a file of ``check_models.py`` says of one shape.
+    """The results of ``check_models.py`` for one shape.
 
     `wrong` is what its answers have against pat; `apart` the largest difference of a log-probability to the first stock
     backend's, `spread` the largest between two stock backends.

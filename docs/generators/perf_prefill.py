@@ -1,4 +1,4 @@
-"""Packed prefill beside SGLang's prefill kernels; a page."""
+"""The page on packed prefill, beside SGLang's prefill kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between tokens: what a bound on gaps costs and brings on servers, beside SGLang's own settings for the same end."""
+"""The page on gaps between tokens: cost and effect of a bound on servers, beside SGLang's own settings."""
 
 from __future__ import annotations
 

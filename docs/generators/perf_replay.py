@@ -1,4 +1,4 @@
-"""Replay against real servers, and the tail by replay: two pages."""
+"""The pages on replays beside real servers, and on the tail by replay."""
 
 from __future__ import annotations
 

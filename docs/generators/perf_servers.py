@@ -206,7 +206,7 @@ def titled(case: str) -> str:
 
 
 class Policies(NamedTuple):
-    """What was measured on one backend.
+    """The measurements of policies on one backend.
 
     `names` are the policies in the order of the table, the default's last; `runs` is by case and policy, `model` a name
     where it is not the page's.

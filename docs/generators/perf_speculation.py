@@ -1,4 +1,4 @@
-"""Speculative decoding: what verifying drafts takes, and a server that does; a page."""
+"""The page on speculative decoding: times of verify steps, and servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang takes from the environment: variables, and whether they let it load this plugin.
+"""The environment variables that SGLang reads, and whether they let it load this plugin.
 
 SGLang is not imported.
 """

@@ -124,7 +124,7 @@ def _option(default: Any, parse: Callable[[Any], Any], metavar: str, text: str, 
 
 @dataclass(frozen=True)
 class FeatherOptions:
-    """What an operator can set; one field is one key of FEATHER_OPTIONS and, for most, one flag."""
+    """All options; each field is a key of FEATHER_OPTIONS and, for most, a flag."""
 
     policy_file: str | None = _option(
         None, _readable_file, "FILE", "Policy file written by `feather train`; the policy starts from it."
@@ -355,7 +355,7 @@ class ReplayFlag(argparse._StoreAction):
 
 
 class ServerFlag(ReplayFlag):
-    """One of a server; a store action, as SGLang's ``--config`` takes no others."""
+    """One ``--feather-*`` flag of a server; a store action, as SGLang's ``--config`` takes no others."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *given: Any) -> None:
         """Put its value into FEATHER_OPTIONS; a mistake in it ends the program with one line."""

@@ -1,4 +1,4 @@
-"""What the flags of a server alone tell that it cannot run, as data, and refused before anything is loaded."""
+"""Refusals that follow from a server's flags alone, as data, before anything is loaded."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ WARM_UP = 16  # tokens of the request that SGLang sends itself when it starts
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """What a replayed server was started with."""
+    """The settings of a replayed server."""
 
     kv_tokens: int
     max_running: int = 500
@@ -55,7 +55,7 @@ class ReplaySettings:
 
 
 class Outcome:
-    """What a replay measured."""
+    """The measurements of a replay."""
 
     def __init__(self) -> None:
         self.served: list[Served] = []  # in the order of their ends
@@ -273,7 +273,7 @@ def delay_prefill_by(clock: Callable[[], float]) -> None:
 
 
 class _Event:
-    """When the GPU has a step's result: what SGLang waits for, on the virtual clock."""
+    """A virtual CUDA event, for which SGLang waits: the time at which the GPU has a step's result."""
 
     def __init__(self, timeline: Timeline, moment: float | None = None) -> None:
         self._time, self._moment = timeline, moment

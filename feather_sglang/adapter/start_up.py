@@ -1,4 +1,4 @@
-"""What happens between SGLang's command line and a feather policy in charge, however SGLang calls us.
+"""Start-up: from SGLang's command line to a scheduler under a feather policy.
 
 It calls through hooks (``plugin``), or through the extension points of a patched SGLang (``scheduler.registered``).
 """

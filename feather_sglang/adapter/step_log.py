@@ -1,4 +1,4 @@
-"""What the host of a server spends on each step, written to a file: what ``feather calibrate`` fits.
+"""The step log: host times of each step of a server, which ``feather calibrate`` fits.
 
 The environment variable FEATHER_STEP_LOG names a folder; each scheduler process writes a file of JSON lines into it.
 Without the variable nothing is wrapped. Times are seconds of ``time.monotonic()``, which a client on the same machine

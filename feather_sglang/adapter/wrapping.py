@@ -10,7 +10,7 @@ _CLASS = object()  # the object had no attribute of its own: its class's method 
 
 
 class Wrappings:
-    """What has been wrapped, so that ``undo`` leaves each object exactly as it was.
+    """The wrapped methods, so that ``undo`` leaves each object exactly as it was.
 
     Several of these may wrap the same method; they must be undone in the reverse order.
     """

@@ -1,4 +1,4 @@
-"""What a running batch shares: the upkeep of its prefix forest; knows no engine.
+"""The prefix forest of a running batch and its upkeep; knows no engine.
 
 May import: feather_kernels.
 """

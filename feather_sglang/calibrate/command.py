@@ -1,4 +1,4 @@
-"""``feather calibrate``: log servers' steps, fit, say how far the fit is from what it saw and did not see."""
+"""``feather calibrate``: log the steps of servers, fit a profile, and report its errors, on held-out loads too."""
 
 from __future__ import annotations
 

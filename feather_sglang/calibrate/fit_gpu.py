@@ -1,4 +1,4 @@
-"""The GPU's step times from logged steps: a base profile's rates, scaled to what the server showed."""
+"""The GPU's step times from logged steps: a base profile's rates, scaled to the server's times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host times from logged steps: each stage of SGLang's loop by what it handles, and the front end by its processor."""
+"""Host times from logged steps: each stage of SGLang's loop by its rows and tokens, the front end by its CPU time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def together(steps: Iterable[Steps]) -> np.ndarray:
 
 
 class Stage(NamedTuple):
-    """A stage of SGLang's loop: of which steps, what sets its time, and between which columns of `STEP` it lies.
+    """A stage of SGLang's loop: its kind of steps, the features of its time, and the columns of `STEP` around it.
 
     `features` are columns by the `HostTime` field that prices them; None: the same for each step.
     """

@@ -1,4 +1,4 @@
-"""What servers are sent while their steps are logged: steady batches, lone prompts, and mixed traffic."""
+"""The loads of a calibration: steady batches, lone prompts, and mixed traffic."""
 
 from __future__ import annotations
 

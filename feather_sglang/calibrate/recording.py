@@ -1,4 +1,4 @@
-"""Servers are started and sent the loads, and what their schedulers log is read back: one file for the fit."""
+"""The recording: servers run the loads, and the step logs of their schedulers go into one file for the fit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Steps(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """What was measured; ``content`` is what its file holds."""
+    """A recording; ``content`` is the content of its file."""
 
     content: dict[str, Any]
 

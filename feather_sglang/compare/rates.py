@@ -1,4 +1,4 @@
-"""One comparison at several rates: what its runs are called, and what they say together."""
+"""One comparison at several rates: the names of its runs, and the rate that each policy sustains."""
 
 from __future__ import annotations
 

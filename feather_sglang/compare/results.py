@@ -1,4 +1,4 @@
-"""The results of a comparison: what each file says first, and what becomes of an earlier one's."""
+"""The result files of a comparison: their common head, and what happens to those of an earlier one."""
 
 from __future__ import annotations
 

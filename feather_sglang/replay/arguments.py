@@ -1,4 +1,4 @@
-"""What is replayed and on what: the flags that ``feather ab`` and ``feather train`` share, and what they say."""
+"""The flags of a replay's workload and machine, which ``feather ab`` and ``feather train`` share."""
 
 from __future__ import annotations
 

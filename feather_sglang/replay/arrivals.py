@@ -1,4 +1,4 @@
-"""When each request of a trace comes: at its own time, or a while after the answer that it follows."""
+"""Arrival times of a trace's requests: their own, or a while after the answer that they follow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # a trace makes these of itself
 
 
 class Arrivals:
-    """The requests that have not come yet, on the clock of whoever serves them."""
+    """The requests that have not arrived yet, on the server's clock."""
 
     def __init__(self, requests: Sequence[TraceRequest]) -> None:
         self._by_id = {request.request_id: request for request in requests}

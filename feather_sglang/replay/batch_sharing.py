@@ -1,4 +1,4 @@
-"""What requests have in common by the hash ids of their prompts, and the rows of a decode batch in their order."""
+"""Shared prefixes of requests by the hash ids of their prompts, and the row order of a decode batch."""
 
 from __future__ import annotations
 

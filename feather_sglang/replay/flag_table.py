@@ -1,4 +1,4 @@
-"""What a replay does with each flag of a server, as data.
+"""The treatment of each server flag by a replay, as data.
 
 Fields are those of SGLang's ``ServerArgs``, or patterns of them, and of feather's own flags. The first group that has a
 field decides, in this order: handed on, the replay's own, refused, without effect. A field of none is refused.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Group(NamedTuple):
-    """Fields of one kind: what they are or why they are refused, and what to do instead."""
+    """Flags that are treated alike: what they are or why they are refused, and what to do instead."""
 
     what: str
     fields: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Which flags of a command were given: those that are not at their defaults."""
+"""The flags of a command that were given, which are those that are not at their defaults."""
 
 from __future__ import annotations
 

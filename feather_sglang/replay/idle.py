@@ -1,4 +1,4 @@
-"""What a request takes alone on a replayed server with an empty cache: the measure of its slowdown."""
+"""Times of lone requests on a replayed server with an empty cache, to which slowdown is relative."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from feather_sglang.slo import Timing
 
 
 class IdleServer:
-    """The replayed server when nobody else is there.
+    """The replayed server when it has no other request.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""One replay: what it is told, and what it gives."""
+"""A replay's job and its result, as they pass between processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Job:
 
 @dataclass
 class ReplayResult:
-    """What a child process sends back; `prefills` counts prefill steps."""
+    """The result that a child process sends back; `prefills` counts prefill steps."""
 
     summary: RunSummary
     prefills: int

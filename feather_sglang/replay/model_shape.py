@@ -1,4 +1,4 @@
-"""Shapes of the models whose steps are timed: what the step-time model needs to know of a network."""
+"""Shapes of models, as the step-time model needs them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from feather_sglang.replay.model_shape import ModelShape
 
 
 class PackedPrefill:
-    """Which steps are packed, and what their attention takes then.
+    """Predicts which prefill steps are packed, and the time of their attention.
 
     The mode is "on" for all steps, "auto" for those that `PrefillGain` predicts to be faster so.
     """

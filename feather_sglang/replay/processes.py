@@ -27,7 +27,7 @@ _HAS_ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
 class Event(NamedTuple):
-    """What a job's process does: it is a "start", "progress", "done", a user's "mistake" or a "crash"."""
+    """An event of a job's process: "start", "progress", "done", a user's "mistake" or a "crash"."""
 
     job: str
     kind: str

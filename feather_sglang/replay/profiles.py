@@ -1,4 +1,4 @@
-"""Hardware profiles: what a GPU does per second, every figure beside its source, as JSON."""
+"""Hardware profiles: rates of a GPU and prices of a host, each beside its source, as JSON."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from feather_sglang.replay.processes import events
 
 @dataclass
 class ServerFlags:
-    """What the flags of a server are to a replay.
+    """A server's flags, sorted by their treatment in a replay.
 
     Attributes
     ----------
@@ -121,7 +121,7 @@ def _spelt(name: str, value: Any) -> str:
 
 
 class _Reading(NamedTuple):
-    """What the child process is to read, and the name of its log."""
+    """The flags that the child process is to read, and the name of its log."""
 
     words: tuple[str, ...]
     name: str = "server-flags"

@@ -1,4 +1,4 @@
-"""Time of a forward pass: prefill FLOP, weight and KV bytes, and what row order does to the L2.
+"""Time of a forward pass: prefill FLOP, weight and KV bytes, and the effect of row order on the L2.
 
 docs/design/step_time.md has the formulas.
 """

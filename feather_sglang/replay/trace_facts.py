@@ -1,4 +1,4 @@
-"""What a trace is like: its load, its lengths, and how much of its prompts is shared."""
+"""Facts about a trace: its load, its lengths, and how much of its prompts is shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request traces: who asks when, how long, and which blocks of the prompt are shared.
+"""Request traces: arrival times, lengths, and the shared blocks of prompts.
 
 The format is Mooncake's JSON lines: ``timestamp`` (ms), ``input_length``, ``output_length`` (tokens) and ``hash_ids``,
 one id per block of the prompt. A trace holds no tokens; they are made on demand, so a long trace stays small.

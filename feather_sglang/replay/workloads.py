@@ -1,4 +1,4 @@
-"""Built-in workloads: prompts that share prefixes, or none, arriving as a Poisson process (paper, section 5.2)."""
+"""Built-in workloads: prompts with shared prefixes or without, in a Poisson process (paper, section 5.2)."""
 
 from __future__ import annotations
 

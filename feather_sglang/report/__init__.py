@@ -1,4 +1,4 @@
-"""Tables, summaries and plots of what was measured, whoever measured it.
+"""Tables, summaries and plots of runs, replayed or on servers.
 
 May import: errors, slo, file_writing.
 """

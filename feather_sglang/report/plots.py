@@ -1,4 +1,4 @@
-"""Runs side by side, as pictures."""
+"""Plots of runs side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run in figures: what an operator compares."""
+"""The figures of one run that an operator compares."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _shown(name: str, form: str, more_is_better: bool | None = None, default: An
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run of one policy; None is what the run could not tell. Times in seconds unless named otherwise.
+    """A run of one policy; figures that it did not measure are None. Times in seconds unless named otherwise.
 
     `kv_mean` and `kv_peak` are shares of the KV pool that running requests hold, `admission_share` is admission's
     processor time over the run's time, `admission_us` that of one admission round; `gpu_busy` is the share of the run

@@ -1,4 +1,4 @@
-"""Runs side by side, in the terminal."""
+"""Tables of runs side by side, in the terminal."""
 
 from __future__ import annotations
 

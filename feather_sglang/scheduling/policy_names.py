@@ -1,4 +1,4 @@
-"""The schedule policies that a server takes, SGLang's own and those of this plugin, and what a replay takes besides."""
+"""The schedule policies of servers, SGLang's own and this plugin's, and the further ones of replays."""
 
 STOCK = ("fcfs", "lpm", "dfs-weight", "hrrn", "shortest-prefill-first", "lof", "random")
 SINCE = {"hrrn": "0.5.20", "shortest-prefill-first": "0.5.21"}  # the first SGLang that has it; the others are older

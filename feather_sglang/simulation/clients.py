@@ -1,4 +1,4 @@
-"""The clients of a replayed server: what they send when, and what they see of the answers."""
+"""The clients of a replayed server: their requests, and the answers as they see them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Served:
 
 
 class _Open:
-    """A request that has been sent and not been answered to its end."""
+    """A request that was sent and whose answer has not ended."""
 
     def __init__(self, request: Request, due: float) -> None:
         self.request, self.due = request, due

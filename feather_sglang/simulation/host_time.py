@@ -1,4 +1,4 @@
-"""What the host of a server takes for requests and steps, beside what its GPU takes (docs/design/step_time.md)."""
+"""Host times of a server for requests and steps (docs/design/step_time.md)."""
 
 from __future__ import annotations
 

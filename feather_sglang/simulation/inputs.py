@@ -1,4 +1,4 @@
-"""What a replay is handed, as it sees them: a workload, and a model of a server's steps. ``replay`` makes both."""
+"""The inputs of a simulation: a workload, and a model of a server's steps. ``replay`` makes both."""
 
 from __future__ import annotations
 

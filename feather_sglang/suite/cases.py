@@ -1,4 +1,4 @@
-"""The cases: which requests, at what load, with how much memory. Data, and what finds it.
+"""The cases of a suite: requests, load and memory, as data.
 
 A case of the short form is one that the full form has too, with as many requests as `short` says.
 """

@@ -1,4 +1,4 @@
-"""The results of an earlier suite, read from their file: whatever a report can show."""
+"""The results of an earlier suite, read from their file."""
 
 from __future__ import annotations
 

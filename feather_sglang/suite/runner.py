@@ -1,4 +1,4 @@
-"""Runs the cells, each a case under a policy, and keeps what each gave in a file of its own."""
+"""Runs the cells, each a case under a policy, and keeps the result of each in a file."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def figures_of(result: ReplayResult) -> dict[str, Any]:
 
 
 class Suite:
-    """The cases under the policies; `say` hears a line about whatever is left out."""
+    """The cases under the policies; `say` is called with a line about each case that is left out."""
 
     def __init__(
         self, cases: Sequence[Case], policies: Sequence[str], terms: Terms, out: Path, say: Callable[[str], None]

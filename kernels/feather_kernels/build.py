@@ -154,7 +154,7 @@ def load_kernel(
 
 @dataclass(frozen=True)
 class Configuration:
-    """What one library of kernels is compiled for (see `load_kernel`).
+    """The configuration of one library of kernels (see `load_kernel`).
 
     Raises
     ------

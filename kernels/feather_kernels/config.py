@@ -1,4 +1,4 @@
-"""What the kernels are compiled for and which of them run: an attention layer, its types, and a GPU."""
+"""The configuration of the kernels: an attention layer, its types, and a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WARP_ROWS = 16  # the most that a single warp's tile has: such a unit can merge
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """An attention layer on a GPU. What is left out, or "auto", has its value here once it is made.
+    """An attention layer on a GPU. Fields that are left out or "auto" get their values when it is made.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What work costs a processor, for the pack strategy ``time``.
+"""Processor times of work units, for the pack strategy ``time``.
 
 Every row tile of a pack is a work unit per KV head: it has a price of its own, and one for each step of the tile's n KV
 tokens. A request with several parts pays for each that it deposits. KV that is loaded again has no price here: it comes
@@ -24,7 +24,7 @@ LATENT_UNIT_NS, LATENT_STEP_NS, LATENT_PART_ROW_NS = 2500.0, 1700.0, 60.0
 
 @dataclass(frozen=True)
 class UnitCosts:
-    """Nanoseconds of one processor for one KV head.
+    """The costs of units, steps and parts, in nanoseconds of one processor for one KV head.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""A GPU: its limits, and what was measured on it, the rule for n too (PAT 5.2)."""
+"""GPU models: limits, measurements, and the rule for n (PAT 5.2)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMITS = "FEATHER_KERNELS_LIMITS"  # the variable with a profile whose shared me
 
 @dataclass(frozen=True)
 class NRule:
-    """For each m, the pieces in order of KV length; the last one has no limit."""
+    """The rule for n: for each m, its pieces in order of KV length, the last of which has no limit."""
 
     pieces: Mapping[int, tuple[Piece, ...]]
 
@@ -48,7 +48,7 @@ class NRule:
 
 @dataclass(frozen=True)
 class Device:
-    """The numbers of one GPU model; ``devices/*.json`` holds those that were measured.
+    """The numbers of one GPU model; ``devices/*.json`` holds the measured ones.
 
     Attributes
     ----------

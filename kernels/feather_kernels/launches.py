@@ -1,4 +1,4 @@
-"""A launch for each tile shape in place of one for all, to compare with (PAT 6): imported by who names one."""
+"""A launch for each tile shape instead of one for all, for comparison (PAT 6)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Arguments = tuple[Any, ...]
 
 
 class SerialLaunch:
-    """One launch a tile shape, one after the other, of so many on a device."""
+    """One launch for each tile shape, one after the other."""
 
     def __init__(self, device: torch.device, queues: int) -> None:
         self._queues = range(queues)
@@ -23,7 +23,7 @@ class SerialLaunch:
 
 
 class StreamsLaunch:
-    """The same on parallel streams, joined before returning."""
+    """One launch for each tile shape, on parallel streams that are joined before returning."""
 
     def __init__(self, device: torch.device, queues: int) -> None:
         self._device, self._streams = device, [torch.cuda.Stream(device) for _ in range(queues)]

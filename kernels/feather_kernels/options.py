@@ -1,4 +1,4 @@
-"""What a planner is told once: checked here, and handed to ``csrc/planner/interface.h`` field by field."""
+"""The options of a planner: checked here, and handed to ``csrc/planner/interface.h`` field by field."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _RECORD = np.dtype(
 
 @dataclass(frozen=True)
 class PlannerOptions:
-    """The attention layer, the GPU, how to pack, and the capacity: what stays the same from batch to batch.
+    """Options that stay the same from batch to batch: attention layer, GPU, pack strategy and capacity.
 
     What is left out has its value here once it is made; only `head_pack` and `profit_factor` stay None.
 
@@ -256,7 +256,7 @@ class PlannerOptions:
 
 
 class PlanStats(NamedTuple):
-    """``PlanStats`` of csrc/planner/interface.h: what a plan answers besides its buffer, each an int64.
+    """``PlanStats`` of csrc/planner/interface.h: the numbers that a plan returns besides its buffer, each an int64.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Libraries that were built ahead: of the folder ``$FEATHER_KERNELS_PREBUILT``, and of the wheel ``feather-kernels``.
+"""Prebuilt libraries, in the folder ``$FEATHER_KERNELS_PREBUILT`` and in the wheel ``feather-kernels``.
 
 A library's file name ends in a key of its sources and flags, so that one of other sources is never taken. The wheel
 has a manifest with the digest of each file, which is compared before the library is loaded.
@@ -24,7 +24,7 @@ DISTRIBUTION, PACKAGE, MANIFEST = "feather-kernels", "feather_kernels_prebuilt",
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a wheel says of its libraries.
+    """The manifest of a wheel's libraries.
 
     Attributes
     ----------

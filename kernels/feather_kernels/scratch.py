@@ -1,4 +1,4 @@
-"""Memory of a wrapper on the device: all of it keeps its addresses, so that CUDA graphs may read it."""
+"""Device memory of a wrapper, at constant addresses, so that CUDA graphs may read it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOT_PUBLISHED = -1  # a partial row's stats, as int32, before anybody has writt
 
 
 class Scratch:
-    """What the kernels read of a plan, and what they write for each other.
+    """The plan that the kernels read, and the partial results that they exchange.
 
     Parameters
     ----------

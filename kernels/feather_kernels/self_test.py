@@ -42,7 +42,7 @@ RUNS = 30
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel is compiled for beside the GPU."""
+    """A variant of the kernel: its types, head dimension and features."""
 
     dtype: str = "bfloat16"
     head_dim: int = 128
@@ -60,7 +60,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How one variant did; ``failure`` is empty if its result is attention's.
+    """The result of one variant; ``failure`` is empty if it computed attention.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Record what the scheduler decides and what the planner plans, so that a refactoring can show that neither changed.
+"""Record the scheduler's decisions and the planner's plans, so that a refactoring can show that neither changed.
 
     python tests/behaviour/record.py [--traces FOLDER] [--only NAME ...] [--check]
 

@@ -1,4 +1,4 @@
-"""What the scheduler decides and the planner plans is what ``reference.json`` says, in samples; ``record.py`` has all.
+"""Decisions and plans equal those in ``reference.json``, in samples; ``record.py`` checks all.
 
 A change that is meant to decide otherwise records anew: ``python tests/behaviour/record.py``.
 """

@@ -1,4 +1,4 @@
-"""The kernels' machine code is what ``machine_code.json`` says, where the same compiler is installed.
+"""The kernels' machine code equals that in ``machine_code.json``, where the same compiler is installed.
 
 A change that is meant to compile to something else records anew: ``python tests/behaviour/machine_code.py``.
 """

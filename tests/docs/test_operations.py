@@ -1,4 +1,4 @@
-"""What an operator is given: every promise names a test that exists, and every query a metric that does."""
+"""The operator's files: every promise names a test that exists, and every query a metric that exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages that are generated say what the code says; README's links resolve."""
+"""Generated pages agree with the code; README's links resolve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The performance pages say what docs/measured holds, that holds what is won, and the generator hides no loss."""
+"""The performance pages agree with docs/measured, its gains hold, and the generator hides no loss."""
 
 from __future__ import annotations
 

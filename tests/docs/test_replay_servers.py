@@ -1,4 +1,4 @@
-"""What `benchmarks/replay_servers.py` replays of a server's result file, and what it leaves out."""
+"""The runs of a server's result file that `benchmarks/replay_servers.py` replays, and those that it leaves out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults that a server meets: what is broken on purpose, and a record of who was answered how often."""
+"""Faults of a server, made on purpose, and a count of the answers to each request."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def damaged(rng: random.Random, good: list[bytes]) -> bytes:
 
 
 class Reader(NamedTuple):
-    """What reads an input, which may raise ``FeatherError`` or ``PlanError`` for it, and inputs that are good."""
+    """A reader of input, which may raise ``FeatherError`` or ``PlanError``, with inputs that it accepts."""
 
     read: Callable[[bytes], None]
     good: list[bytes]

@@ -37,7 +37,7 @@ PREFIXES = [[4 + group] * length for group, length in enumerate((120, 200, 300, 
 
 
 class Found(NamedTuple):
-    """What the clients saw."""
+    """The observations of the clients."""
 
     complete: int
     aborted: int
@@ -64,7 +64,7 @@ def write_adapter(folder: Path, seed: int) -> Path:
 
 
 class Clients:
-    """Those of one server."""
+    """The clients of one server."""
 
     def __init__(self, server: SGLangServer, requests: int, aborts: float, seed: int, adapters: bool) -> None:
         self.server, self.requests, self.aborts, self.seed = server, requests, aborts, seed

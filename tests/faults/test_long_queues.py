@@ -1,4 +1,4 @@
-"""A hundred thousand requests wait: what a round costs, and what each of them takes in memory."""
+"""A hundred thousand waiting requests: the time of a round, and the memory of each request."""
 
 from __future__ import annotations
 

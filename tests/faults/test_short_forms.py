@@ -1,4 +1,4 @@
-"""A little of what ``dev.py soak`` and ``dev.py ranks`` do in full."""
+"""Short forms of ``dev.py soak`` and ``dev.py ranks``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loaded scheduler through what goes wrong around it: it goes on, and answers every request once."""
+"""A loaded scheduler goes on through faults around it and answers every request once."""
 
 from __future__ import annotations
 

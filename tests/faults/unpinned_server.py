@@ -12,7 +12,7 @@ import unpinned
 
 
 class Patch:
-    """What of ``pytest.MonkeyPatch`` is needed, for good."""
+    """The needed part of ``pytest.MonkeyPatch``, without undoing."""
 
     setattr = staticmethod(setattr)
 

@@ -1,4 +1,4 @@
-"""What the planner's tests share: random forests, and everything that must hold of any plan."""
+"""Helpers of the planner's tests: random forests, and checks of everything that must hold of any plan."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Building: what a library is compiled for, where it is found, and what is said when something is missing."""
+"""Building libraries: their configuration, where they are found, and the error when something is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/bench_decode_layer.py without a GPU: what a layer runs, what is recorded, and mistakes in one line."""
+"""benchmarks/bench_decode_layer.py without a GPU: the layer, the records, and mistakes in one line."""
 
 import sys
 from pathlib import Path

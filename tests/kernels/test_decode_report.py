@@ -1,4 +1,4 @@
-"""The decode benchmark without a GPU: its command line, its order of cases, and what it says about given times."""
+"""The decode benchmark without a GPU: its command line, its order of cases, and its report on given times."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""What the benchmark's CUDA graphs need of the host, without a GPU."""
+"""The host side of the benchmark's CUDA graphs, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``feather explain-plan``: its numbers against those counted one by one, its text, and what a mistake says."""
+"""``feather explain-plan``: its numbers against those counted one by one, its text, and its errors."""
 
 import json
 from collections import Counter

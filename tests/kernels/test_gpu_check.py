@@ -196,7 +196,7 @@ class Overrun(HostWrapper):
 
 
 class Deaf(HostWrapper):
-    """Does not see growth."""
+    """A wrong kernel that ignores the growth of tails."""
 
     def run(self, *arguments, **named):
         self._lens = torch.from_numpy(np.array(self.pack_plan.forest.seq_len))
@@ -204,7 +204,7 @@ class Deaf(HostWrapper):
 
 
 class Leaving(HostWrapper):
-    """Takes a part in, and leaves it for the next run."""
+    """A wrong kernel that merges a part and leaves it there for the next run."""
 
     def write(self, out, values):
         out.copy_(values)
@@ -212,21 +212,21 @@ class Leaving(HostWrapper):
 
 
 class OneSinkEach(HostWrapper):
-    """Takes one head's sink in for all."""
+    """A wrong kernel that uses one head's sink for all heads."""
 
     def run(self, *arguments, sinks, **named):
         return super().run(*arguments, sinks=sinks[:1].expand(len(sinks)), **named)
 
 
 class OneScale(HostWrapper):
-    """Takes the keys' scale for the values', too."""
+    """A wrong kernel that scales values by the scale of the keys."""
 
     def run(self, *arguments, k_scale=1.0, v_scale=1.0, **named):
         return super().run(*arguments, k_scale=k_scale, v_scale=k_scale, **named)
 
 
 class OddFirst(HostWrapper):
-    """Leaves the columns as widening puts them."""
+    """A wrong kernel that leaves the columns in the order of the widening."""
 
     def write(self, out, values):
         pairs = values.unflatten(-1, (-1, 8, 2)).transpose(-1, -2)
@@ -278,7 +278,7 @@ def test_a_graph_replayed_for_other_batches(seed, more, monkeypatch):
     assert not outcome.failure, f"{outcome.failure}: {outcome.choice}"
 
     class Frozen(HostWrapper):
-        """Keeps its first plan."""
+        """A wrong wrapper that keeps its first plan."""
 
         def plan(self, *arguments):
             return self.pack_plan or super().plan(*arguments)

@@ -1,4 +1,4 @@
-"""benchmarks/bench_kv_layout.py without a GPU: where pages lie, what is copied, when that pays, errors in one line."""
+"""benchmarks/bench_kv_layout.py without a GPU: places of pages, copies, when they pay, and errors in one line."""
 
 import json
 import sys

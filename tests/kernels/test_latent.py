@@ -1,4 +1,4 @@
-"""Latent attention without a GPU: its plans, what it takes, and what it refuses in one line."""
+"""Latent attention without a GPU: its plans, the inputs that it takes, and those that it refuses in one line."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_an_older_gpu_is_refused(monkeypatch):
 
 
 class HostConfig(LatentConfig):
-    """Of a layer on the CPU."""
+    """The configuration of a layer on the CPU."""
 
     def __post_init__(self):
         device = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""A plan says itself how long it holds."""
+"""How long a plan stays valid, by its own statement."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What the queues' order is worth: units taken by whoever is free, against the best assignment there is."""
+"""List scheduling by the queues' order, where each free processor takes the next unit, against the optimum."""
 
 from itertools import product
 

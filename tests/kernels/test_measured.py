@@ -1,4 +1,4 @@
-"""What docs/measured holds of the decode kernel beside its peers: no slower build is recorded unnoticed."""
+"""The decode kernel's results in docs/measured beside its peers: no slower build is recorded unnoticed."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What each strategy decides, against the definitions in ``oracles.packing``."""
+"""The packs of each strategy, against the definitions in ``oracles.packing``."""
 
 import pytest
 from hypothesis import assume, given, settings

@@ -1,4 +1,4 @@
-"""The modelled time of plans, by hand, and what benchmarks/bench_plan.py says of splits and of plans that are kept."""
+"""The modelled time of plans, by hand, and the report of benchmarks/bench_plan.py on splits and kept plans."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The order in which a plan's items are taken: who may wait for whom, and that all work gets done."""
+"""The order of a plan's items: which units may wait for which, and that all work gets done."""
 
 import numpy as np
 import pytest

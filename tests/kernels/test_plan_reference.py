@@ -1,4 +1,4 @@
-"""Plan, forward and merge in NumPy give what attention by its definition gives."""
+"""Plan, forward and merge in NumPy compute attention by its definition."""
 
 import numpy as np
 import pytest

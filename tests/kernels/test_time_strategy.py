@@ -1,4 +1,4 @@
-"""What `time` decides, against the modelled time of packs in ``oracles.packing``."""
+"""The packs of the strategy `time`, against the modelled time of packs in ``oracles.packing``."""
 
 from itertools import product
 from math import inf, isclose, nan

@@ -1,4 +1,4 @@
-"""The fit of what work costs, and what a plan's queues have to do, without a GPU."""
+"""The fit of unit costs, and the work in a plan's queues, without a GPU."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The wheel ``feather-kernels``: what it has in it, and what is made of one that is old or damaged."""
+"""The wheel ``feather-kernels``: its content, and how an old or damaged one is treated."""
 
 from __future__ import annotations
 

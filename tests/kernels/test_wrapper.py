@@ -27,7 +27,7 @@ from feather_kernels.wrapper import PackedDecodeWrapper
 
 
 class HostConfig(KernelConfig):
-    """Of a layer on the CPU, for which libraries of compute capability 9.0 are asked for."""
+    """The configuration of a layer on the CPU that asks for libraries of compute capability 9.0."""
 
     def __post_init__(self):
         device = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Who takes which unit, and when the last one ends: list scheduling, dealing, PackInfer's groups, and the best.
+"""Assignments of units to processors and their makespan: list scheduling, dealing, PackInfer's groups, the optimum.
 
 Shares no code with the product. ``python tests/oracles/makespan.py`` prints how far each is from the least.
 """

@@ -1,4 +1,4 @@
-"""Who has been passed by how much, in plain lists, and a witness that checks a builder's admissions against the bounds.
+"""The overtaken work of each request, in plain lists, and a witness that checks admissions against the bounds.
 
 Shares no code and no data structure with the product.
 """

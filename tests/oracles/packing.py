@@ -138,7 +138,7 @@ def cheapest(forest, head_dim, group_size, grow=True, item_overhead=0, merge="fu
 
 
 class Processor:
-    """What packs cost one processor for one KV head, in ns.
+    """The cost of packs on one processor for one KV head, in ns.
 
     Parameters
     ----------

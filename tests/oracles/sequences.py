@@ -1,4 +1,4 @@
-"""What two sequences begin with alike."""
+"""The common prefix of two sequences."""
 
 from itertools import takewhile
 

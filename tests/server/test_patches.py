@@ -1,4 +1,4 @@
-"""A copy of the installed SGLang with the series of ``patches/``: what hooks do there, its extension points do."""
+"""A copy of the installed SGLang with the series of ``patches/``: extension points do the work of the hooks."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Request:
 
 @dataclass
 class Answer:
-    """What the stream of one request gave."""
+    """The answer to one request, from its stream."""
 
     text: str = ""
     finish_reason: str | None = None

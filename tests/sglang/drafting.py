@@ -82,7 +82,7 @@ class Launched:
 
 
 class DraftStep(PlainAttention):
-    """One decode step of a draft model, so many steps after what the model has committed."""
+    """One decode step of a draft model, a number of steps after the committed tokens."""
 
     def __init__(self, runner, number):
         super().__init__(runner)
@@ -94,7 +94,7 @@ class DraftStep(PlainAttention):
 
 
 class DraftSteps:
-    """The backends of a draft model's steps."""
+    """The attention backends of a draft model's steps."""
 
     needs_cpu_seq_lens = True
 

@@ -235,7 +235,7 @@ class Server:
 
 
 class OverlapServer(Server):
-    """The same in the overlap scheduler's order: a step is launched before the one before has been processed."""
+    """A server in the overlap scheduler's order: a step is launched before the one before has been processed."""
 
     def __init__(self, folder, policy, **overrides):
         super().__init__(folder, policy, disable_overlap_schedule=False, **overrides)

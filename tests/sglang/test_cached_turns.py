@@ -1,4 +1,4 @@
-"""The next turn of a conversation, of which nobody runs any more, goes before what is longer to compute."""
+"""The next turn of a conversation whose last request has ended goes before requests with more to compute."""
 
 import pytest
 from harness import Server

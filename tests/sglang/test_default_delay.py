@@ -1,4 +1,4 @@
-"""The default's delay of prefill, in replays with the host's time: it earns more than it costs, or it is not."""
+"""The default delay of prefill, in replays with host times: where it costs more than it gains, there is none."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Paced prefill inside the installed SGLang: rounds that are held, and what they leave alone."""
+"""Delayed prefill inside the installed SGLang: delayed rounds, and the requests that are never delayed."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""SGLang's own scheduler where memory is short: nobody is thrown out, and what others need stays in the cache."""
+"""SGLang's scheduler where memory is short: no request is retracted, and prefixes that others need stay cached."""
 
 import random
 

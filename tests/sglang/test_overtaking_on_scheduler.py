@@ -1,4 +1,4 @@
-"""On the real scheduler nobody is passed by more than the bounds, whatever happens to the requests."""
+"""On the real scheduler no request is passed by more than the bounds, whatever happens to the requests."""
 
 import random
 import secrets

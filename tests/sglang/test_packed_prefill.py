@@ -137,7 +137,7 @@ def test_the_radix_tree_knows_what_slots_are_shared(packed, monkeypatch, name, c
 
 
 class NodeByNode:
-    """A tree of which nothing else is known."""
+    """A radix tree without a fast lookup, so that its nodes are read one by one."""
 
     def __init__(self, tree):
         self.resolve_node_handle = tree.resolve_node_handle

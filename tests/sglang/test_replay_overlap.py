@@ -35,7 +35,7 @@ OUTPUT = 40
 
 
 class Launch(NamedTuple):
-    """A step: when the host began to launch it, the launch's three times, and what the clocks said before and after."""
+    """A step: when the host began to launch it, the launch's three times, and the clocks before and after."""
 
     begun: float
     prepare: float

@@ -86,7 +86,7 @@ def test_every_flag_of_this_sglang_has_a_place(monkeypatch):
 
 
 class Steps(StepTimeModel):
-    """Notes each step: of a prefill step its rows (new tokens, tokens before them, whose), of a decode step None."""
+    """Notes each step: the rows of a prefill step (new tokens, earlier tokens, request), None for a decode step."""
 
     def __init__(self):
         super().__init__(load_profile("h200"), load_model("qwen3-8b"), "fa3")

@@ -1,4 +1,4 @@
-"""What a feather policy promises beyond scheduling: activation, off, failure, reward, fairness, no regret, its log."""
+"""Promises of a feather policy beyond scheduling: activation, off, failure, reward, fairness, no regret, its log."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""The scheduler's own time, by what does not depend on the machine: Python calls for each request."""
+"""The scheduler's own cost, measured as Python calls for each request, which do not depend on the machine."""
 
 import json
 import os

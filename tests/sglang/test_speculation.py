@@ -1,4 +1,4 @@
-"""Speculative decoding in the real scheduler, on a CPU: greedy tokens with it are those without it, packed or not."""
+"""Speculative decoding in the real scheduler, on a CPU: greedy tokens equal those without it, packed or not."""
 
 import itertools
 import json

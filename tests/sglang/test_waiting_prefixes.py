@@ -1,4 +1,4 @@
-"""What SGLang's own policies do for those who wait, done under a feather policy: prefixes kept, loads reported."""
+"""Waiting requests under a feather policy: prefixes are kept and loads reported as under SGLang's own policies."""
 
 import pytest
 from harness import Server

@@ -369,7 +369,7 @@ def test_a_lone_request_guards_the_prefix_that_others_wait_to_share():
 
 
 class Told(PrefixBatching):
-    """Memory is short when told so, and a prefix waits until as many as told have gathered."""
+    """A stub of prefix batching: the test says whether memory is short and how many requests a prefix waits for."""
 
     def __init__(self, enough=10**9, is_short=True):
         super().__init__(0)

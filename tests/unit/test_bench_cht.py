@@ -67,7 +67,7 @@ def test_the_workload_has_the_papers_calls():
 
 
 class Lines:
-    """Counts what Python executes in single calls, by name, in place of the times that `Laps` takes."""
+    """Counts the Python lines of single calls, by name, instead of the times that `Laps` takes."""
 
     def __init__(self):
         self.counts = defaultdict(list)

@@ -1,4 +1,4 @@
-"""The server benchmark without a server: the order of its runs, and what it says of given measurements."""
+"""The server benchmark without a server: the order of its runs, and its report on given measurements."""
 
 import json
 import sys

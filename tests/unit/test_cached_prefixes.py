@@ -1,4 +1,4 @@
-"""What the cache holds counts in the order, and is looked up again before it is believed."""
+"""Cached prefixes count in the order of admission, and are looked up again before a request is admitted."""
 
 from array import array
 

@@ -46,7 +46,7 @@ PAT, FA3 = Setting("pat", False), Setting("fa3", True)
 
 
 class Made:
-    """The log of one server, as if its steps took what the prices say, give or take a few percent."""
+    """The log of one server whose steps take the times of given prices, within a few percent."""
 
     def __init__(self, setting, seed=0, noise=0.03, host=TRUE_HOST):
         self.setting, self.host, self.noise = setting, host, noise

@@ -1,4 +1,4 @@
-"""Which parts of a prompt others may have as well, against a comparison of all prompts."""
+"""The parts of a prompt that other requests share, against a comparison of all prompts."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The clients of a replayed server: when their requests are at its door, and what they see of the answers."""
+"""The clients of a replayed server: when their requests arrive, and the answers as they see them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks' logs of their decisions: what a line tells apart, and what the comparison finds."""
+"""The ranks' decision logs: the differences that a line shows, and those that the comparison finds."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Cases on server configurations without servers: which start when, what each is asked, and what a failure costs."""
+"""The driver of cases without servers: the order of starts, the requests of each, and the cost of a failure."""
 
 import json
 import os

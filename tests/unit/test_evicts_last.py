@@ -1,4 +1,4 @@
-"""Who needs something evicted goes last, and who would not fit beside what others will grow to stays out."""
+"""Requests that would evict others go last, and requests that would not fit beside growing ones stay out."""
 
 from array import array
 from math import inf

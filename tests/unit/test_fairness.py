@@ -1,4 +1,4 @@
-"""The fairness bound: lateness, turns, and what they guarantee to those who wait beside better candidates."""
+"""The ceiling on waits: when a request is overdue, and that it is served beside better candidates."""
 
 from array import array
 

@@ -1,4 +1,4 @@
-"""Files that commands write: what gives way to them, what does not, and what is left where they cannot be written."""
+"""Files that commands write: which files they replace, and what is left where they cannot be written."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""``--server-flags`` of a replay, but for SGLang's own parser: what is handed on, taken, refused, or without effect."""
+"""``--server-flags`` of a replay without SGLang's parser: flags handed on, taken, refused, or without effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU's counters, without a GPU: what is made of readings, and of a machine that has none."""
+"""The meter of the GPU without a GPU: figures from readings, and from a machine that has no GPU."""
 
 import time
 from types import SimpleNamespace

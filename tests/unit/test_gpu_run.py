@@ -1,4 +1,4 @@
-"""The check of a GPU machine without a GPU: refusals, commands, what came of each part, table and judgement."""
+"""The check of a GPU machine without a GPU: refusals, commands, outcomes, the table and its judgement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the host takes for requests and steps: sums of prices."""
+"""Host times of requests and steps: sums of prices."""
 
 from __future__ import annotations
 

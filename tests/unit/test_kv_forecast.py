@@ -13,7 +13,7 @@ PARTS = {"": 0, "a": 7, "ab": 3, "ac": 30, "acd": 1, "e": 11}
 
 
 class Held(NamedTuple):
-    """A request: what its prompt begins with, its own tokens behind that, its output so far and what is left of it.
+    """A request: its shared prefix, its own prompt tokens, its output so far and the rest of its output.
 
     ``left``: None if it is not known to end at all.
     """

@@ -1,4 +1,4 @@
-"""What a comparison on servers is made of: its cases, its servers, its client, and the figures of given streams."""
+"""The parts of a comparison on servers: its cases, its servers, its client, and the figures of given streams."""
 
 import asyncio
 import json
@@ -204,7 +204,7 @@ class TestMachine:
 
 
 class TestClient:
-    """Against a few lines that answer as SGLang does."""
+    """Against a stub server that answers as SGLang does."""
 
     @staticmethod
     async def answer(reader, writer):
@@ -295,7 +295,7 @@ class TestClient:
 
 
 class TestConversations:
-    """Turns on servers: a few lines that answer with tokens of their own, and note what they were asked."""
+    """Conversations on servers: a stub server answers with tokens of its own and notes its requests."""
 
     turns = Trace("turns", 8, [
         TraceRequest(0, 0.0, 8, 4, (1,)),

@@ -1,4 +1,4 @@
-"""What docs/measured holds of policies and of `pat` on real servers: no loss is recorded unnoticed."""
+"""The results of policies and of `pat` on real servers in docs/measured: no loss is recorded unnoticed."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The GPU check of models without a server: its shapes, its prompts, and when it says that something is wrong."""
+"""The GPU check of models without a server: its shapes, its prompts, and the answers that it calls wrong."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Options: flags, the environment variable, and what a mistake in either says."""
+"""Options: flags, the environment variable, and the errors for mistakes in either."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The bound on what later requests take before older ones: against plain lists, and on a builder alone."""
+"""The bound on the work of later requests before older ones: against plain lists, and on a builder alone."""
 
 import sys
 from array import array
@@ -222,7 +222,7 @@ CHUNK = 256
 
 
 class Policies:
-    """What a builder may be given."""
+    """The stop policies that a builder may be given."""
 
     never = staticmethod(lambda: make_policy("heuristic", small_batch=1, small_batch_loss=0, max_loss=0))
     heuristic = staticmethod(lambda: make_policy("heuristic"))

@@ -1,4 +1,4 @@
-"""What a plan takes, as learned from plans."""
+"""The time of a plan, as learnt from plans."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The contract of every policy: the protocol, the rules common to learners, what a reward is credited to."""
+"""The contract of every policy: the protocol, the rules common to learners, the credit for rewards."""
 
 import random
 from math import prod

@@ -1,4 +1,4 @@
-"""Both learners on small analytic machines with a known optimum, and what they cost where STOP never pays.
+"""Both learners on small analytic machines with a known optimum, and their cost where STOP never pays.
 
 Two environments. *Rounds*: each round forms one batch from two prefix groups, A and B, and is measured once; the one
 decision that is not free is whether B's first request joins A's batch (the rest of B then costs nothing more).

@@ -281,7 +281,7 @@ OWN, PRICE = 0.01, 1e-4
 
 
 class Told:
-    """A bound of 50 ms in rounds, and what it said."""
+    """A bound of 50 ms in rounds, and its log lines."""
 
     def __init__(self, promise=None):
         self.lines = []

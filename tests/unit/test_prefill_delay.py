@@ -1,4 +1,4 @@
-"""Paced prefill: the rule, and rounds of a batch builder that are held."""
+"""Delayed prefill: the rule, and delayed rounds of a batch builder."""
 
 from array import array
 

@@ -1,4 +1,4 @@
-"""What prefill takes: a token of a large step, what a small step takes beyond its tokens, and what a context costs."""
+"""The prefill meter: time of a token in a large step, of a small step beyond its tokens, and of context."""
 
 import pytest
 from hypothesis import given

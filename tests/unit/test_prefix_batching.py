@@ -1,4 +1,4 @@
-"""Whether a prefix waits: what must be known first, the two bounds, and what is learnt of the load."""
+"""Prefixes that wait for more requests: preconditions, the two bounds, and what is learnt about the load."""
 
 import pytest
 from hypothesis import given

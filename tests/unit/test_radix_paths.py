@@ -1,4 +1,4 @@
-"""Reading the paths of requests in trees of all kinds, and in what is no tree."""
+"""Reading the paths of requests in radix trees of all kinds, and in objects that are no tree."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What becomes of an earlier comparison in the folder of a new one."""
+"""Results of an earlier comparison in the folder of a new one."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""An SLO: how it is written, who meets it, and which rate is sustained."""
+"""An SLO: how it is written, which requests meet it, and which rate is sustained."""
 
 from __future__ import annotations
 

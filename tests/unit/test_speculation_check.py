@@ -1,4 +1,4 @@
-"""The GPU check of speculation without a server: what it starts, and when it says that something is wrong."""
+"""The GPU check of speculation without a server: its servers, and the answers that it calls wrong."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A step's rows, lengths and drafts become a plan: what rows see, when a plan is kept, and what a graph reads."""
+"""Planning a step: the lengths of its rows, when a plan is kept, and the buffers that a CUDA graph reads."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The RTX 6000 Ada profile against what the paper's chapter 3 says of the kernel on that card."""
+"""The RTX 6000 Ada profile against the paper's chapter 3 on the kernel on that card."""
 
 from __future__ import annotations
 

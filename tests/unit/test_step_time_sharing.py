@@ -1,4 +1,4 @@
-"""What the rows of a batch share, beside a comparison of all pairs."""
+"""Shared prefixes of a batch's rows, against a comparison of all pairs."""
 
 from __future__ import annotations
 

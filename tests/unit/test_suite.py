@@ -1,4 +1,4 @@
-"""``feather suite`` without replays: which cells run, what is kept of them, and the report."""
+"""``feather suite`` without replays: which cells run, which results are kept, and the report."""
 
 from __future__ import annotations
 

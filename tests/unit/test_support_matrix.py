@@ -1,4 +1,4 @@
-"""The support matrix says what the checks do, and what it names exists."""
+"""The support matrix agrees with the checks, and the tests that it names exist."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""The generated tables of the lab's page show what docs/measured holds, and that is what the bound promises."""
+"""The lab's generated tables agree with docs/measured, and its results keep the promised bound."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Traces: what is read, refused, mended and written, and the tokens made from hash ids."""
+"""Traces: lines that are read, refused, mended and written, and the tokens made from hash ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The size of a request, and the two meters that say what prefill and decode take on this server."""
+"""The work of a request, and the meters of prefill and decode on this server."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Built-in workloads: the load, the sharing and the shape that they promise; and what `feather trace` says of them."""
+"""Built-in workloads: the load, the sharing and the shape that they promise, and their facts in `feather trace`."""
 
 from __future__ import annotations
 

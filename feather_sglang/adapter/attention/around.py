@@ -1,4 +1,4 @@
-"""What stands in the place of one of SGLang's attention backends, and hands on to it."""
+"""A wrapper around one of SGLang's attention backends, to which it delegates what it does not override."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class AroundBackend:
-    """A backend of SGLang's but for what a subclass defines.
+    """An attention backend that delegates to one of SGLang's whatever a subclass does not define.
 
     SGLang asks for its backends' classes, too: by them it decides whether to capture a draft model's pass over verified
     tokens in CUDA graphs (0.5.17 does not with fa3, 0.5.23 does), and lets the tokens of an image see each other.

@@ -29,7 +29,7 @@ from feather_sglang.errors import FeatherError
 
 
 class DraftStep(AttentionBackend):
-    """One decode step of a draft model: the ``number``-th of its container's plan."""
+    """Decode step ``number`` of a draft model, which runs that part of its container's plan."""
 
     def __init__(self, steps: PatDraftSteps, number: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class PatDraftSteps(PatBackend):
 
 
 class PatDraftExtension(AroundBackend):
-    """SGLang's backend of a draft model, but for its pass over what was verified.
+    """The draft model's backend for its pass over verified tokens; SGLang's own does the rest.
 
     That has ``tokens`` of each request: ``--speculative-num-draft-tokens``.
     """
@@ -152,7 +152,7 @@ def _extends_drafts(forward_batch: Any) -> bool:
 
 
 class PatDrafts:
-    """Who has to know of the batches of a draft model, as `watch_batches` tells it."""
+    """The listener for a draft model's batches, which `watch_batches` calls."""
 
     def __init__(self) -> None:
         self.steps: PatDraftSteps | None = None

@@ -18,7 +18,7 @@ from feather_sglang.errors import FeatherError
 
 @dataclass(frozen=True)
 class PackedLayers:
-    """The layers of a model that are packed, and what their KV is."""
+    """The packed layers of a model, and the dtype and layout of their KV."""
 
     layers: tuple[LayerFacts, ...]  # at least one
     dtype: torch.dtype  # of queries

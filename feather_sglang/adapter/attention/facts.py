@@ -1,4 +1,4 @@
-"""What SGLang's model runner is asked to serve, as the plain facts that `limits` judges."""
+"""The facts about a model runner's model and server that `limits` judges."""
 
 from __future__ import annotations
 

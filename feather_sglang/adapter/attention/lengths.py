@@ -1,4 +1,4 @@
-"""What the rows of a step see beyond the tokens that SGLang counts for their requests, and how far that may grow."""
+"""Sequence lengths of a step's rows beyond the tokens that SGLang counts, and how far they may grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pat backend does not serve, as data that its checks and the support matrix both read.
+"""The limits of the pat backend, as data that its checks and the support matrix both read.
 
 A limit of the model, its pool or the server's parallelism ends start-up. A limit of a layer leaves that layer to the
 backend beside pat; only a model without any layer to pack is refused.
@@ -24,7 +24,7 @@ POOLS = {  # and what holds the KV of their layers that see everything
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What one attention layer asks of a backend; heads are those of a rank.
+    """Properties of an attention layer that decide whether it is packed; heads are those of a rank.
 
     Keys of latent attention are latents of one KV head, [latent and rope], whose first ``v_head_dim`` are its values.
     """
@@ -66,7 +66,7 @@ class LayerFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model and its server's KV cache ask of a backend."""
+    """Properties of a model and its server's KV cache that decide whether pat serves it."""
 
     layers: tuple[LayerFacts, ...]
     dtype: str = "bfloat16"

@@ -1,4 +1,4 @@
-"""What pat serves, from the very checks that refuse: model kinds, modes of a server, GPUs and SGLang releases.
+"""The support matrix, from the checks that refuse a start: model kinds, server modes, GPUs and SGLang releases.
 
 A server is served if its model's kind, its mode, its GPU and its SGLang each are. A "yes" comes from running the check
 on such a case, and names the test that shows it; a "no" is a row of the checks' own tables.

@@ -1,4 +1,4 @@
-"""The facts of a model by its ``config.json`` alone, before a server loads it: those of SGLang's own models."""
+"""The facts about a model from its ``config.json`` alone, before a server loads it, for models that SGLang has."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Rows = npt.NDArray[np.int64]
 
 
 class Hashes:
-    """Hashes of some rows on their way to the host."""
+    """Row hashes whose copy to the host may still be under way."""
 
     def __init__(self, on_device: torch.Tensor) -> None:
         self._event: Any = None
@@ -47,7 +47,7 @@ class Hashes:
 
 
 class Submitted(NamedTuple):
-    """Rows that were hashed together."""
+    """A group of rows that were hashed by one launch."""
 
     rows: Rows
     stamps: Rows  # tell a row's owner from those before and after it
@@ -82,7 +82,7 @@ class RowHasher:
 
 
 class RowSharing:
-    """The running requests by their rows, and the forest of what they share.
+    """The running requests by their rows, and the forest of the KV that they share.
 
     A request is SGLang's object, which a client cannot make twice as it can an id; its row; and that row's generation,
     which SGLang counts up whenever it gives the row away, so a retracted request that comes back is a new one. A

@@ -1,4 +1,4 @@
-"""Speculative decoding under pat: how many tokens a verify step brings, and what else of the server has to fit.
+"""Speculative decoding under pat: the tokens of a verify step, and the server settings that it requires.
 
 pat packs the step in which the model itself verifies drafts (``TARGET_VERIFY``). The model that makes them stays with a
 backend of SGLang's, unless pat is asked for it, too (`draft_model`). Drafts have to be chains, as those of

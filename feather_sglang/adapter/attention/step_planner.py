@@ -33,7 +33,7 @@ DEBUG_CHECK = "FEATHER_DEBUG_CHECK"
 
 
 class Step(NamedTuple):
-    """A step that runs next."""
+    """The step to plan: its rows, lengths and drafts."""
 
     requests: list[Hashable] | None  # SGLang's; None in a dummy batch, whose rows share nothing
     rows: Rows  # [requests], in the table of slots

@@ -1,4 +1,4 @@
-"""What the ranks that decode the same batches must agree on before they form one: those of a tensor-parallel group.
+"""Agreement of the ranks of a tensor-parallel group before they form a batch.
 
 Each rank runs its own scheduler and all must form the same batch; under data-parallel attention the group is the one
 within which attention is tensor-parallel, and other groups have other batches. Decisions are functions of the request

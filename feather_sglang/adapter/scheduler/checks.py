@@ -1,4 +1,4 @@
-"""What a feather policy does not support, found before anything is changed."""
+"""Checks that a feather policy supports the server, made before anything is changed."""
 
 from __future__ import annotations
 

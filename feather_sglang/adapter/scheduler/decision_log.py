@@ -1,4 +1,4 @@
-"""What a rank decided to run, on file: one line a batch.
+"""The decision log: a line in a rank's file for each batch that it formed.
 
 Under tensor parallelism every rank forms its batches itself, and all must form the same. With the variable
 ``FEATHER_DECISION_LOG`` naming a folder each rank writes there what it decided; nothing in a line depends on the rank,
@@ -27,7 +27,7 @@ _MODES = {"EXTEND": "prefill"}  # SGLang's names that are not said here as they 
 
 
 class Decision(NamedTuple):
-    """A line.
+    """One line of the log.
 
     Attributes
     ----------

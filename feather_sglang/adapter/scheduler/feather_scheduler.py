@@ -1,4 +1,4 @@
-"""A feather policy in charge of one SGLang ``Scheduler``: its rooms.
+"""The object that owns the parts of a feather policy in one SGLang ``Scheduler``.
 
 ==============  ==============================================
 room            what it does

@@ -34,7 +34,7 @@ def failure_gauge() -> Any:
 
 
 class Guard:
-    """Of one scheduler.
+    """The guard of one scheduler.
 
     Attributes
     ----------

@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_policy import CacheAwarePolicy, SchedulePolicy
 
 
 class KLpm:
-    """Takes the place of ``calc_priority`` on one of SGLang's ``SchedulePolicy``; nobody is too many for it.
+    """Replaces ``calc_priority`` of one ``SchedulePolicy`` of SGLang's, however long the queue is.
 
     Parameters
     ----------

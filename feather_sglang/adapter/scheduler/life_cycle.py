@@ -1,4 +1,4 @@
-"""Requests come and go: SGLang's queues and the tree hold the same ones."""
+"""The life cycle of requests: the tree holds the same requests as SGLang's queues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scheduler measures of itself: decode throughput, the reward, and the price of prefill."""
+"""Measurements of a scheduler: decode throughput, the reward, and the price of prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of a feather policy, there from the start of a server on; without ``--enable-metrics`` nobody reads them.
+"""Metrics of a feather policy, which exist from the start of a server; ``--enable-metrics`` exposes them.
 
 The policy counts in plain attributes; they are written at the end of an admission round, at most twice a second.
 """
@@ -18,7 +18,7 @@ WRITE_EVERY_SECONDS = 0.5
 
 
 class _Written:
-    """All of them, once in a process."""
+    """The metrics, created once in a process."""
 
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram  # see `guard.failure_counter`
@@ -74,7 +74,7 @@ _written = functools.cache(_Written)
 
 
 class PolicyMetrics:
-    """Of one scheduler under one policy.
+    """The metrics of one scheduler under one policy.
 
     Attributes
     ----------

@@ -1,8 +1,8 @@
-"""What of a request others can share: SGLang looks up or caches only a part of some prompts, or nothing of them.
+"""How much of a prompt other requests can share: of some prompts SGLang caches only a part, or nothing.
 
-A prompt whose logprobs are asked for is computed from there on, whatever is cached; who generates beside a prefill
-server that does not exist, with embeddings of its own, or in a streaming session that keeps its own cache, leaves
-nothing to others. Who waited for such a prefix would wait for nothing, one by one.
+If the logprobs of a prompt are asked for, SGLang computes it from there on, whatever is cached. A request with a fake
+prefill server, with embeddings of its own, or in a streaming session that keeps its own cache leaves nothing to other
+requests, so these must not wait for its prefix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``/server_info`` says of a scheduler's policy: under ``feather`` in SGLang's internal state."""
+"""The policy's entry ``feather`` in ``/server_info``, in SGLang's internal state."""
 
 from __future__ import annotations
 

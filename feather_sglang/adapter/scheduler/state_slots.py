@@ -1,4 +1,4 @@
-"""Slots for recurrent state, of which a server has few: who is not admitted holds none.
+"""Slots for recurrent state, of which a server has few: a request that is not admitted holds none.
 
 SGLang's admission loop gives each request that it looks up a slot to copy the cached state to, and takes it back from
 whom its own budgets reject. A deferred request goes through that loop as an admitted one.

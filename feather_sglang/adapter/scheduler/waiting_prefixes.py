@@ -1,7 +1,7 @@
-"""What SGLang's own policies do beneath their order for the requests that wait: feather's rounds do it, too.
+"""Cached prefixes of waiting requests: feather's rounds mark them as used, as SGLang's own policies do.
 
-Their cached prefixes are used, so that the cache evicts others first; and a server's load report counts of their
-prompts what is not in the cache.
+So the cache evicts other prefixes first, and a server's load report counts only the tokens of the waiting prompts that
+are not in the cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OLDEST = 128  # requests whose prefixes are; as SGLang has it
 
 
 class WaitingPrefixes:
-    """Of one scheduler."""
+    """The cached prefixes of one scheduler's waiting requests."""
 
     def __init__(self, scheduler: Any, admission: Admission) -> None:
         self.scheduler = scheduler
@@ -26,7 +26,7 @@ class WaitingPrefixes:
         self._rounds = 0
 
     def use(self, queue: Sequence[Any]) -> None:
-        """A round has opened: use the prefixes of those who wait, the oldest last, if this SGLang does so.
+        """A round has opened: mark the prefixes of waiting requests as used, the oldest last, if this SGLang does so.
 
         Where its cache looks prompts up fast SGLang looks up all that wait, each time; a few of them do as well.
         """

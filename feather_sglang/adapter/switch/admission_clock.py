@@ -1,4 +1,4 @@
-"""What admission costs in one SGLang scheduler, measured alike under every schedule policy."""
+"""Processor time of admission in one SGLang scheduler, measured alike under every schedule policy."""
 
 from __future__ import annotations
 

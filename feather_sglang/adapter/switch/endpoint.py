@@ -1,4 +1,4 @@
-"""``POST /feather/schedule_policy``: the HTTP side of switching policies, and what ``--feather-allow-switch`` needs.
+"""``POST /feather/schedule_policy``: the HTTP side of switching, and the needs of ``--feather-allow-switch``.
 
 The route exists only on a server that was started with the flag, and SGLang's own check of keys guards it on the
 level that lets nobody in without the admin key.

@@ -1,4 +1,4 @@
-"""Changing the schedule policy of a running scheduler: what ``--feather-allow-switch`` adds to each SGLang scheduler.
+"""Changing the schedule policy of a running SGLang scheduler (``--feather-allow-switch``).
 
 An order travels in SGLang's own ``SetInternalStateReq``, which every rank handles between the same two steps. Its
 values can only be numbers and its answer only yes or no, so the order, a JSON object, is its one key, and what came
@@ -88,7 +88,7 @@ class _Plan(NamedTuple):
 
 
 class Switch:
-    """Carries out orders on one scheduler, and counts what admission costs there.
+    """Carries out orders on one scheduler, and measures the processor time of its admission.
 
     ``initialise`` is SGLang's ``init_schedule_policy`` of this scheduler.
     """

@@ -1,4 +1,4 @@
-"""What is sent to a server when, made from replay's workloads; no server is needed here.
+"""Cases: the requests to send to a server and their times, made from replay's workloads.
 
 A case has a name:
 
@@ -31,7 +31,7 @@ UNIQUE_TOKENS, OUTPUT_TOKENS = 20, 200
 
 @dataclass(frozen=True)
 class Turn:
-    """A prompt that quotes answers, which are not known before they came.
+    """A conversation's turn, whose prompt contains answers that are known only once they have come.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Case:
-    """What one measurement sends.
+    """The requests of one measurement.
 
     Attributes
     ----------

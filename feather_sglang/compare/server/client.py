@@ -22,7 +22,7 @@ _BUFFER = 1 << 22
 
 
 class Address(NamedTuple):
-    """Where a server listens, and the key that it wants to see."""
+    """The address and the API key of a server."""
 
     host: str
     port: int
@@ -39,7 +39,7 @@ class HttpError(RuntimeError):
 
 @dataclass(frozen=True)
 class Driven:
-    """What one run of the client gave.
+    """The results of one run of the client.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What to start: a server's flags, its schedule policy, and what of them can change while it runs."""
+"""Server configurations: flags, the schedule policy, and which of them can change while a server runs."""
 
 from __future__ import annotations
 

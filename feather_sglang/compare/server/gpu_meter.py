@@ -1,4 +1,4 @@
-"""What the first GPU that servers started from here see does during a run: its work, its clocks, what it draws."""
+"""A meter of the servers' first GPU during a run: its activity, clocks and power."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOMENT = ("sm_mhz", "memory_mhz", "watt", "celsius")
 
 
 class GpuMeter:
-    """``with GpuMeter() as gpu: ...``; then `gpu` has what was read in the time between.
+    """``with GpuMeter() as gpu: ...``; then `gpu` has the readings of the time between.
 
     Attributes
     ----------

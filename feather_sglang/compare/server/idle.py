@@ -1,4 +1,4 @@
-"""What requests take alone on a real server: a few lengths are measured, and what lies between is interpolated."""
+"""Times of lone requests on a real server: a few lengths are measured, and those between are interpolated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine under the servers: its GPU, and what is installed."""
+"""The machine under the servers: its GPU, and the installed versions."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def group_alive(group: int) -> bool:
 
 
 class GroupProcess(NamedTuple):
-    """A process as the kernel sees it: its number, what it was started as, its state, and the time it has used."""
+    """A process as the kernel sees it: its number, its command, its state, and the time it has used."""
 
     pid: int
     command: bytes

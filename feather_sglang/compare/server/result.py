@@ -1,4 +1,4 @@
-"""One run of a case on a server that is up: what client, server and GPU saw of it, and the figures of the report."""
+"""One run of a case on a server: measurements of client, server and GPU, and the figures of the report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """What the scheduler counted during a run: admission rounds, their processor time, and decisions to stop."""
+    """The scheduler's counters over a run: admission rounds, their processor time, and decisions to stop."""
 
     rounds: int
     seconds: float
@@ -49,7 +49,7 @@ class Admission(NamedTuple):
 
 @dataclass
 class RunResult:
-    """One run of a case on a server, and what came of it.
+    """One run of a case on a server, and its results.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What a client saw, in numbers: throughput, latencies, and the window in which all requests run."""
+"""Figures of a client's streams: throughput, latencies, and the window in which all requests run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server says while it is driven: the scheduler's own log lines, and the processor time of its process."""
+"""A watch on a server during a run: the scheduler's log lines, and the processor time of its process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def retracted(text: str) -> int:
 
 
 class Watch:
-    """``with Watch(server) as watch: ...``; then `watch` has what the server printed and used meanwhile.
+    """``with Watch(server) as watch: ...``; then `watch` has the server's log lines and processor time meanwhile.
 
     Attributes
     ----------

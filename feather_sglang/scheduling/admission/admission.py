@@ -1,4 +1,4 @@
-"""Admission: which waiting request joins the running batch next. The page to read first.
+"""Admission: which waiting request joins the running batch next. The module to read first.
 
 The engine tells each event of a request once, ``arrived, retracted, computed, aborted, finished`` (``queue.py``), and
 holds one admission round after the other::

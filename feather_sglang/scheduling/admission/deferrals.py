@@ -1,11 +1,11 @@
-"""Who is deferred, and until when: a prefix is being computed, more should share it, or all others go first.
+"""Deferred requests, until a prefix is computed, more requests share it, or all others were proposed.
 
 One waiting request stands for all that share the prefix in question; the tree leaves them all out of its search. Ours,
-not the paper's: it admits whoever shares most, whatever becomes of the cache.
+not the paper's, which admits the request that shares most, whatever becomes of the cache.
 
 Where prompts exceed the KV pool, a prefix that is computed for one request may be evicted before the next one of its
 group arrives, and is computed again. The stop policy cannot see that: its reward is decode throughput, in which
-prefill does not appear. So that is weighed with a model of costs instead, ``PrefixBatching``.
+prefill does not appear. So ``PrefixBatching`` weighs it with a model of costs instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WINDOW = 64  # observations that a moving mean follows
 
 
 class PrefixBatching:
-    """What one scheduler has learnt of its load, and the rule.
+    """The rule for letting a prefix wait for more requests, and the facts about the load that it uses.
 
     Parameters
     ----------

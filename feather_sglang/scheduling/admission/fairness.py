@@ -1,10 +1,10 @@
-"""The fairness bound: who has waited for too long, and when such a request is next, whoever suits the batch better.
+"""The ceiling on waits: when a request is overdue, and when it is next although others suit the batch better.
 
 A request is *overdue* after so many seconds, or so many admission rounds. If the oldest overdue one were always next,
-an overloaded server, on which everybody waits for longer than that, would serve in the order of arrival and nothing
-else. So it is next once it has been *overtaken*, that is, once as many have been admitted before it beyond its turn as
-were ahead of it when it came. Counted in admissions, the oldest request thus waits at most twice as long as under
-first come, first served.
+an overloaded server, on which every request waits for longer than that, would serve in the order of arrival. So it is
+next once it has been *overtaken*, that is, once as many requests have been admitted before it beyond its turn as were
+ahead of it when it came. Counted in admissions, the oldest request thus waits at most twice as long as under first
+come, first served.
 
 Ours, not the paper's.
 """
@@ -31,7 +31,7 @@ class Arrival(NamedTuple):
 
 
 class Fairness:
-    """When requests came, and the bound.
+    """Arrivals of the waiting requests, and the ceiling on their waits.
 
     Parameters
     ----------

@@ -36,7 +36,7 @@ class Outlook(NamedTuple):
 
 
 class KVForecast:
-    """What one scheduler knows of lengths, and the memory that lies ahead of it in an admission round.
+    """One scheduler's forecast of KV memory in an admission round, from the lengths of past answers.
 
     Parameters
     ----------

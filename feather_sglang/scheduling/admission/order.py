@@ -1,4 +1,4 @@
-"""The order: who is proposed next, and whether the stop policy ends the round.
+"""The order: which request is proposed next, and whether the stop policy ends the round.
 
 1. Who is overdue, once overtaken by as many as were ahead of it, or where nobody else may go before it.
 2. The best: of the most urgent class the one with the fewest tokens to compute, unless it would pass an older request
@@ -17,7 +17,7 @@ from feather_sglang.scheduling.tree.cht import Candidate
 
 
 class Stopping:
-    """Keeps a stop policy's book: only decisions that were carried out are rewarded.
+    """Records a stop policy's decisions, so that only those that were carried out are rewarded.
 
     Parameters
     ----------

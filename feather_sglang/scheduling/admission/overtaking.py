@@ -1,4 +1,4 @@
-"""Who may go before an older request, and how far: the bound on the tail.
+"""The bound on the tail: how much work may be admitted before an older request.
 
 In order of arrival a request waits for the work (`work.py`) that is queued when it comes. Here later ones may go before
 it, as long as what they take stays within two bounds, for every request that they pass:
@@ -143,7 +143,7 @@ class Overtaking:
 
 
 class _Waiting:
-    """`own`: the queue it found, its pending work, and itself."""
+    """A waiting request; `own` is the queue that it found, pending work and its own work included."""
 
     __slots__ = ("excused", "grace", "own", "place", "work")
 
@@ -153,7 +153,7 @@ class _Waiting:
 
 
 class _Line:
-    """One class.
+    """The waiting requests of one priority class.
 
     A request's place grows with its arrival. What an admitted request took stands at its place, so a waiting one has
     been passed by the sum of all places behind its own. Two trees over the places keep, for each inner node, that sum

@@ -47,7 +47,7 @@ def make_rules(state: QueueState) -> tuple[Rule, ...]:
 
 
 class OvertakingBound:
-    """Nobody passes an older request by too much, nor goes early for a cached prefix that is gone (``overtaking``)."""
+    """No request passes an older one by too much, or goes early for a cached prefix that is gone (``overtaking``)."""
 
     spares_overdue = True
     least_tokens = 0
@@ -97,7 +97,7 @@ class Batching:
 
 
 class EvictsLast:
-    """Who evicts goes last, where prefixes compete for memory."""
+    """A request that would evict others goes last, where prefixes compete for memory."""
 
     spares_overdue = True
     least_tokens = LEAST_TOKENS
@@ -117,7 +117,7 @@ class EvictsLast:
 
 
 class KVBudget:
-    """Memory suffices for all that run, at every step ahead (``forecast``)."""
+    """A request is admitted only if memory suffices for all running requests at every step ahead (``forecast``)."""
 
     spares_overdue = False
     least_tokens = 0

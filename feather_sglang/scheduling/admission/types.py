@@ -1,4 +1,4 @@
-"""What an admission round is made of: a proposal, what it would join, the verdict on it, and the round itself."""
+"""The types of an admission round: a proposal, the batch that it would join, the verdict, and the round itself."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Proposal(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What a proposed request would join.
+    """The batch that a proposed request would join.
 
     Attributes
     ----------

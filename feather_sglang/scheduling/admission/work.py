@@ -1,4 +1,4 @@
-"""What a request takes of the server: the size that queues and bounds are counted in.
+"""The work of a request: the size in which queues and bounds are counted.
 
 Two resources are short, and a server spends its time on one after the other: it prefills as long as somebody waits and
 fits, then decodes until memory is free again. So a request's prefill and its share of the memory, over the steps that

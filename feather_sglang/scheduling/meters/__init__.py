@@ -1,4 +1,4 @@
-"""What a decode step and a prefill token take, measured while serving.
+"""Meters of decode steps and prefill tokens, measured while serving.
 
 May import: nothing but itself.
 """

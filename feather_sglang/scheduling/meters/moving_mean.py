@@ -1,4 +1,4 @@
-"""A mean that follows what is measured."""
+"""A moving mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a token of prefill takes, and a step of it however few its tokens, measured between results."""
+"""The prefill meter: time of a token of prefill, and of a prefill step beyond its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine has measured when an admission round opens."""
+"""The measurements of an engine at the opening of an admission round."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Readings:
-    """Rank 0's, on every rank; None where nothing is known yet. All but ``now`` are at least 0.
+    """Rank 0's measurements, on every rank; None where nothing is known yet. All but ``now`` are at least 0.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What all policies share: parameters, counters, and policy files."""
+"""The base of all policies: parameters, counters, and policy files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one state has taught about its two actions: means, counts, spread, and when STOP counts as proven better.
+"""Estimates of a state's two actions: means, counts, spread, and when STOP counts as proven better.
 
 A cell is ``[mean_add, n_add, mean_stop, n_stop, spread]``: means in the unit of the reward (tokens/s), counts of
 rewards (not of decisions; weighted and discounted), and the mean squared deviation from the action's mean.

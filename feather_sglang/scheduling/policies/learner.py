@@ -1,4 +1,4 @@
-"""What both learners share: the table, the decisions that wait for a reward, and the rules that keep regret small."""
+"""The base of both learners: the table, decisions that wait for a reward, and rules that keep regret small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stop decision: what a policy sees, what it answers, what it must be able to do (paper 4.3)."""
+"""The stop decision: a policy's state, its actions, and its interface (paper 4.3)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PolicyState(NamedTuple):
 
 @runtime_checkable
 class StopPolicy(Protocol):
-    """What the batch builder asks of a policy. Order of calls: ``decide`` any number of times, ``observe``, again."""
+    """The interface of a stop policy. Order of calls: ``decide`` any number of times, ``observe``, again."""
 
     name: str
     explore: bool  # False: frozen, greedy decisions, nothing learnt; may be set at any time

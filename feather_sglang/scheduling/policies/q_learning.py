@@ -16,7 +16,7 @@ _CLOSED = 0.01  # weight of the next state below which a return counts as comple
 
 
 class QLearning(Learner):
-    """An episode is what was decided between two rewards; all its decisions get one Bellman update.
+    """An episode is the decisions between two rewards, all of which get one Bellman update.
 
     ``Q(s, a) += alpha_n * [(1 - gamma) * r + gamma * max Q(s', .) - Q(s, a)]``, where ``s'`` is the first state decided
     after the reward. Rewards that come with no decision in between (a batch that only decodes) join the return,

@@ -7,7 +7,7 @@ from feather_sglang.scheduling.policies.protocol import ADD, STOP, Action, Polic
 
 
 class AlwaysAdd(Policy):
-    """What stock schedulers do: fill the batch as far as memory goes."""
+    """Never stops: fills the batch as far as memory goes, as stock schedulers do."""
 
     name = "always-add"
 

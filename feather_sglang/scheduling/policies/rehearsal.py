@@ -51,7 +51,7 @@ def neighbours(rule: StopRule) -> list[StopRule]:
 
 
 class Rehearsal(Policy):
-    """Behave by one rule for one pass."""
+    """A policy that follows one fixed rule for one pass."""
 
     name = "rehearsal"
 

@@ -40,7 +40,7 @@ _WINDOW = 8  # gaps that the mean follows: a batch grows by an admission, not sl
 
 
 class OwnTime:
-    """What lies between two decode steps beyond what is computed.
+    """The own part of a gap: the time between two decode steps that does not depend on the prefill in it.
 
     Attributes
     ----------
@@ -58,7 +58,7 @@ class OwnTime:
 
 
 class PrefillBound:
-    """The rule of one server.
+    """The bound on prefill of one server.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What the operator promises, in seconds; a bound that is relative to an idle server follows what was measured."""
+"""The promised bounds, in seconds; one that is relative to an idle server follows the measured times."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Entry = tuple[int, int, int, "Member", "Request"]  # priority, count, seq, membe
 
 
 class Member:
-    """What hangs below a node: another node, or a request. Its edge covers the chunks from the parent's depth on.
+    """A child of a node: another node, or a request. Its edge covers the chunks from the parent's depth on.
 
     Nothing branches or ends inside an edge, so it is in the working set as a whole or not at all.
     """

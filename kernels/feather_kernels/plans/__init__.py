@@ -1,1 +1,1 @@
-"""Decode batches on file, and what a plan does with one: in numbers, and drawn in the terminal."""
+"""Decode batches on file, and reports of their plans, in numbers and drawn in the terminal."""

@@ -1,4 +1,4 @@
-"""Decode batches to explain: recorded by a live server in a small JSON file, or made up from a tree's text.
+"""Decode batches to explain: recorded by a live server in a JSON file, or made from the tree notation.
 
 A file has the forest and what the planner was given, nothing else of the requests: no tokens, no ids, no slots.
 """

@@ -1,4 +1,4 @@
-"""``feather explain-plan``: what the pat backend's planner makes of a batch. Needs no GPU."""
+"""``feather explain-plan``: shows the plan of the pat backend for a batch. Needs no GPU."""
 
 from __future__ import annotations
 

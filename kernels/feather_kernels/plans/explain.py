@@ -1,4 +1,4 @@
-"""What a plan does with a batch, in numbers: the forest, the packs, and each tile's queue of work items.
+"""Facts about a plan: the forest, the packs, and each tile's queue of work items.
 
 Pure: a batch in, a `Report` out, which ``plans/report.py`` prints. The planner is the server's own, so the plan of a
 recorded batch is the one that the server ran.
@@ -28,7 +28,7 @@ _START, _STOP, _GROWS, _FIRST, _COUNT = 2, 3, 4, 5, 6  # columns of `PackPlan.it
 
 @dataclass(frozen=True)
 class Spread:
-    """How many values, and the least, the middle and the largest of them."""
+    """The count, the least, the median and the largest of some values."""
 
     count: int
     least: int
@@ -112,7 +112,7 @@ class ItemFacts:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that ``feather explain-plan`` says."""
+    """The content of the report of ``feather explain-plan``."""
 
     source: str
     requests: int  # rows of the batch

@@ -1,4 +1,4 @@
-"""The command: PAT's constraints for the tiles of `tiles` and their neighbours, and what it measures first."""
+"""The command ``python -m feather_kernels.tune``: measurements, then PAT's constraints for tiles and neighbours."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ REGISTER_UNIT = 8  # registers are given out in eights
 
 
 class Registers(NamedTuple):
-    """What the compiler says of a kernel: registers a thread, and bytes it had to spill."""
+    """The compiler's report on a kernel: registers of a thread, and spilled bytes."""
 
     used: int
     spilled: int

@@ -1,4 +1,4 @@
-"""How long a tile shape takes for units of one KV length: what the selector's rule for n is made of (PAT 5.2)."""
+"""Times of a tile shape for units of one KV length, from which the rule for n is made (PAT 5.2)."""
 
 from __future__ import annotations
 

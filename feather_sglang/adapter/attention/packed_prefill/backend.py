@@ -1,4 +1,4 @@
-"""Prefill under pat (``--feather-pat-prefill``): SGLang's own prefill backend, but for the layers that pat packs.
+"""Packed prefill (``--feather-pat-prefill``): SGLang's prefill backend computes the layers that pat does not pack.
 
 Every new token is a query row of the packed decode kernel (`with_new_tokens`): tokens of many requests read the cached
 prefix that these share once for a tile of rows. What they share is known from SGLang's radix tree (`cached_paths`).

@@ -1,4 +1,4 @@
-"""Where the requests of a prefill batch stand in SGLang's radix tree, which knows what they share before any kernel.
+"""The paths of a prefill batch's requests in SGLang's radix tree, which show the prefixes that they share.
 
 A request holds a lock on its ``last_node`` from its admission on, so the slots of that node's path stay as they are and
 stand in the request's row; only a part of the path may count, where less was looked up than is there. Two requests have
