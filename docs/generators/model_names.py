@@ -138,9 +138,10 @@ NOTES = {
     "Qwen": "The linear layers of Qwen3-Next and Qwen3.5 have no KV and stay with SGLang. For these two, `pat` refuses "
     "speculative decoding, and under `feather` no prefix waits for more requests that share it.",
     "DeepSeek and Kimi": "These models have latent attention (MLA), which `pat` packs on an H100 or H200 with KV in "
-    "bfloat16. With tensor parallelism each GPU has a part of the heads; packing gains more with fewer. Models with "
-    "sparse attention (DeepSeek V3.2, GLM-5) are refused; `--schedule-policy feather` works with them. FlashInfer and "
-    "Triton were compared with on servers, and FlashAttention-3 and FlashMLA [as kernels](../lab/kernel.md).",
+    "bfloat16. With tensor parallelism each GPU has a part of the heads, and packing gains more with fewer heads. "
+    "Models with sparse attention (DeepSeek V3.2, GLM-5) are refused; `--schedule-policy feather` works with them. "
+    "Servers were compared with FlashInfer and Triton; the kernel is compared with FlashAttention-3 and FlashMLA in "
+    "[the lab](../lab/kernel.md#latent-attention).",
 }
 REST = {"windows": "windows", "sinks": "windows", "chunks": "chunks"}
 
@@ -155,7 +156,7 @@ def served(model: Named) -> str:
     if len(packed) == len(facts.layers):
         return "all attention layers" if model.kind == "linear" else "all layers"
     left = next(limit for layer in facts.layers if (limit := left_to_another(layer)))
-    return f"{len(packed)} of {len(facts.layers)} layers; {left}: SGLang's backend"
+    return f"{len(packed)} of {len(facts.layers)} layers; SGLang's backend computes those with {left}"
 
 
 def heads(shape: Shape) -> tuple[int, int]:
@@ -246,14 +247,14 @@ def gpu_rows(folder: Path) -> list[list[str]]:
             servers = " and ".join(filter(None, what))
             ran = "nothing yet" if compiled else "-"
             if compiled and capability not in PROVEN:
-                ran += "; on an H200, its kernels with its shared memory"
+                ran += "; its kernels ran on an H200, within its shared memory"
             if what:
                 ran = (
                     f"the kernel; servers with SGLang {servers}"
                     if servers
                     else "the kernel; it was not run in a server"
                 )
-            unrun = "compiled, not run" if capability in PROVEN else "by `--feather-unproven-gpu on`"
+            unrun = "compiled, not run" if capability in PROVEN else "starts with `--feather-unproven-gpu on`"
             verdict = ("served" if what else unrun) if compiled else REFUSED
             rows.append([name, f"{capability / 10:.1f}", verdict, ran])
     return rows

@@ -145,16 +145,16 @@ def metrics_page() -> str:
             [
                 "# Which metrics are there?",
                 "",
-                "They are in SGLang's own `/metrics`, beside the `sglang:*` ones, with `--enable-metrics`. The first "
-                "rank reports for all ranks. Those of a part that is on are there from the start; the policy's are "
-                "written twice a second. [Operations](../guide/operations.md#watch-it) has a dashboard and rules "
-                "for alerts.",
+                "With `--enable-metrics` they are in SGLang's own `/metrics`, beside the `sglang:*` ones. The first "
+                "rank reports for all ranks. The metrics of a part that is on exist from the start, and the policy "
+                "updates its own twice a second. [Operations](../guide/operations.md#watch-it) has a dashboard and "
+                "rules for alerts.",
                 "",
                 table(("metric", "kind", "meaning"), rows),
                 "",
                 "`feather_pat_read_tokens_total` over `feather_pat_attended_tokens_total` is the share of KV reads "
-                "that is left: 1 where nothing is shared. Set an alert on `feather_policy_failed`, which has failures "
-                "of any rank; the log has the reason.",
+                "that is left: 1 where nothing is shared. Set an alert on `feather_policy_failed`, which is 1 after a "
+                "failure on any rank; the log has the reason.",
                 "",
                 "`feather_bound_*` are above 0 with `--feather-tbt` or `--feather-slo`. While the time in force is "
                 "above the time that is asked for, the load does not allow the [bound](../design/prefill_bound.md).",
@@ -242,8 +242,8 @@ def host_rows() -> list[tuple[str, ...]]:
     return [
         (front, "reads a request", price(host.front_request, (host.front_token, "prompt token"))),
         (front, "hands on a piece of an answer", price(host.front_piece)),
-        ("between them", "a request's way to the scheduler, besides", price(host.hop_in)),
-        ("between them", "the way of a piece to its client, besides", price(host.hop_out)),
+        ("between them", "carries a request to the scheduler", price(host.hop_in)),
+        ("between them", "carries a piece of an answer to its client", price(host.hop_out)),
         (scheduler, "a turn of its loop", price(host.turn)),
         (scheduler, "takes a request in", price(host.take_request, (host.take_token, "prompt token"))),
         (scheduler, "forms a decode batch", price(host.form_decode, (host.form_decode_row, "row"))),

@@ -27,10 +27,12 @@ class PatMetrics:
         self.attended = Counter(
             "feather_pat_attended_tokens", "KV tokens that the requests of all decode steps attended to."
         )
-        self.read = Counter("feather_pat_read_tokens", "KV tokens read in these steps, a shared one once a row tile.")
+        self.read = Counter(
+            "feather_pat_read_tokens", "KV tokens read in these steps; a shared one counts once a row tile."
+        )
         self.saved = Counter(
             "feather_pat_saved_bytes",
-            "Bytes of KV that the first rank's packed layers did not read, as requests shared what was read.",
+            "Bytes of KV that the first rank's packed layers did not have to read again, since requests share them.",
         )
         self.layers = Gauge(
             "feather_pat_layers",
