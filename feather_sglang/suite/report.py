@@ -15,14 +15,15 @@ from feather_sglang.slo import NAMED
 Results = dict[str, Any]
 
 
+RATE, WITHIN = "output tokens/s", "requests within the bounds"
 # Ratios to fcfs stand beside all but the last.
 COLUMNS = (
-    Figure("output_tok_s", "tok/s", "{:,.0f}"),
-    Figure("ttft_mean", "TTFT mean s", "{:.2f}"),
-    Figure("ttft_p99", "TTFT p99 s", "{:.2f}"),
-    Figure("tbt_p99_ms", "TBT p99 ms", "{:.0f}"),
-    Figure("goodput", "goodput /s", "{:.2f}"),
-    Figure("slo_share", "within SLO", "{:.0%}"),
+    Figure("output_tok_s", RATE, "{:,.0f}"),
+    Figure("ttft_mean", "TTFT mean, s", "{:.2f}"),
+    Figure("ttft_p99", "TTFT p99, s", "{:.2f}"),
+    Figure("tbt_p99_ms", "TBT p99, ms", "{:.0f}"),
+    Figure("goodput", "goodput, requests/s", "{:.2f}"),
+    Figure("slo_share", WITHIN, "{:.0%}"),
 )
 RATIOS = COLUMNS[:-1]
 BASE = "fcfs"
@@ -45,8 +46,8 @@ def summary(results: Results) -> list[list[str]]:
     Over the cases that both came through. Goodput has no ratio here: it may be 0.
     """
     columns = [column for column in RATIOS if column.field != "goodput"]
-    heads = [column.name.removesuffix(" s").removesuffix(" ms") for column in columns]
-    rows = [["policy", *heads, "within SLO", "cases"]]
+    heads = [column.name.partition(",")[0] for column in columns]
+    rows = [["policy", *heads, WITHIN, "cases"]]
     for policy in policies_of(results):
         cases = [
             case
@@ -66,9 +67,9 @@ def summary(results: Results) -> list[list[str]]:
 def answer(results: Results) -> str:
     """Which policies serve most within the SLO, and what they cost in throughput, in one sentence."""
     head, *rows = summary(results)
-    share, rate, count = head.index("within SLO"), head.index("tok/s"), head.index("cases")
+    share, rate, count = head.index(WITHIN), head.index(RATE), head.index("cases")
     most = max((int(row[count]) for row in rows), default=0)
-    whole = [row for row in rows if int(row[count]) == most > 0]  # who came through fewer cases is not compared
+    whole = [row for row in rows if int(row[count]) == most > 0]  # a policy that failed in a case is not compared
     best = sorted(whole, key=lambda row: -int(row[share].rstrip("%")))[:3]
     told = "`{}` serves {} of its requests within the bounds, at {} the tokens a second of `{}`"
     return "; ".join(told.format(row[0], row[share], row[rate], BASE) for row in best)
@@ -80,7 +81,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def rows_of(case: Results) -> list[list[str]]:
-    """A row per policy of a case: figures, and in brackets their ratio to fcfs's; who did the same shares a row."""
+    """A row per policy of a case: figures, and in brackets their ratio to fcfs's; equal policies share a row."""
     rows = [["policy", *(column.name for column in COLUMNS)]]
     alike: dict[tuple[Any, ...], list[str]] = {}
     for policy, figures in case["policies"].items():
@@ -99,7 +100,7 @@ def rows_of(case: Results) -> list[list[str]]:
 
 def about(case: Results) -> str:
     """What a case is, in one line."""
-    rate = f"at {case['rate']:.3g}/s" if case["rate"] else "all at once"
+    rate = f"at {case['rate']:.3g} a second" if case["rate"] else "all at once"
     return f"{case['requests']:,} requests {rate}, {case['kv_tokens']:,} KV tokens"
 
 
@@ -127,9 +128,10 @@ def page(results: Results, command: str) -> str:
         "",
         f"With the bounds {slo}, in the mean over the cases: {answer(results)}.",
         "",
-        f"Replays of SGLang {results['sglang']}, {results['model']} on {results['profile']}, {results['attention']}; "
-        f"{results['form']} form, scheduler cost {results['scheduler_cost']}. A load of 1 is "
-        f"the rate that fcfs serves when all requests come at once.{_server(results)} Ratios to fcfs, geometric means:",
+        f"Replays of SGLang {results['sglang']} with the model {results['model']}, the profile {results['profile']}, "
+        f"the attention kernel {results['attention']} and `--scheduler-cost {results['scheduler_cost']}`; the "
+        f"{results['form']} form of the suite. A load of 1 is the rate that fcfs serves when all requests come at "
+        f"once.{_server(results)} Ratios to fcfs, geometric means:",
         "",
         *_markdown(summary(results)),
     ]
