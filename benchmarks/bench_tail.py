@@ -150,7 +150,7 @@ def tables(rows: Rows) -> str:
     for name, row in rows.items():
         cells = (f"{row[p]['ttft_mean']:.2f} / {row[p]['ttft_p99']:.1f} / {row[p]['max_wait']:.1f}" for p in policies)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += ["", "| | " + " | ".join(policies) + " |", "|---" * (len(policies) + 1) + "|"]
+    lines += ["", "| ratio | " + " | ".join(policies) + " |", "|---" * (len(policies) + 1) + "|"]
     for what, ratio in RATIOS.items():
         cells = []
         for policy in policies:

@@ -166,7 +166,7 @@ def page(folder: Path) -> Page:
         [
             "Each row is a set of batches: in how many of them a peer is faster by more than 1%, the geometric mean of "
             "the time over the best peer's, and the worst of these ratios.",
-            table(["batches", "slower than the best peer", "time over the best peer's", "worst"], by_set(folder)),
+            table(["batches", "slower than the best peer", "time over the best peer's", "worst ratio"], by_set(folder)),
             caption(here),
         ],
         list(SETS.values()),
@@ -191,7 +191,7 @@ def page(folder: Path) -> Page:
         [
             "The time of `pat` on an fp8 cache (`--kv-cache-dtype fp8_e4m3`) over each of these, 32 query heads and 8 "
             "KV heads; below 1, `pat` on fp8 is faster.",
-            table(["`pat`, fp8, to", "geometric mean", "worst", "trees"], with_fp8(folder)),
+            table(["time of `pat` on fp8 over that of", "geometric mean", "worst ratio", "trees"], with_fp8(folder)),
             caption(setup(folder, FP8), "floor"),
         ],
         [FP8],

@@ -97,7 +97,7 @@ def page(folder: Path) -> Page:
         [
             f"Output tokens/s with packed prefill over the same without it: {min(ratios.values()):.2f} to "
             f"{max(ratios.values()):.2f}.",
-            table(["workload", "with packed prefill to without"],
+            table(["workload", "tokens/s with packed prefill over those without"],
                   [[titled(case), f"{ratio:.2f}"] for case, ratio in ratios.items()]),
             caption(setup(folder, SERVERS), "workloads"),
         ],

@@ -178,7 +178,8 @@ def page(folder: Path) -> Page:
                     ["setting", "longest gap of a request, p99, s", "TBT p99, ms", "requests/s within the bounds"],
                     gap_rows(runs),
                 ),
-                table(["setting", "output tokens/s", "over no bound", "TTFT mean, s", "arrival to last token, mean, s"],
+                table(["setting", "output tokens/s", "over those without a bound", "TTFT mean, s",
+                       "arrival to last token, mean, s"],
                       cost_rows(runs)),
                 caption(where, "tbt", "ttft", "share-within-the-bounds"),
             ]  # fmt: skip

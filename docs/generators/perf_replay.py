@@ -65,8 +65,8 @@ def summary(found: Sequence[Pair]) -> tuple[str, str]:
         rates.append([name, str(len(part)), f"{level:.2f}", first])
         times.append([name, *errors])
     first, *others = NAMES.values()
-    return table(["", "runs", f"{first}, replay / server", f"{first}, distance: mean, largest"], rates), table(
-        ["", *(f"{name}: mean, largest" for name in others)], times
+    return table(["runs", "number", f"{first}, replay / server", f"{first}, distance: mean, largest"], rates), table(
+        ["runs", *(f"{name}: mean, largest" for name in others)], times
     )
 
 
@@ -93,7 +93,13 @@ def furthest_apart(found: Sequence[Pair]) -> str:
         policy = pair.policy.replace("feather-bandit", "feather") + (f", {pair.options}" if pair.options else "")
         rows.append([f"{titled(pair.case)}<br>{pair.attention}, {policy}", pair.release, *cells])
     return table(
-        ["workload, backend and policy", "SGLang", "tokens/s: server, replay, ratio", "TTFT mean, s: the same"], rows
+        [
+            "workload, backend and policy",
+            "SGLang",
+            "tokens/s: server, replay, ratio",
+            "TTFT mean, s: server, replay, ratio",
+        ],
+        rows,
     )
 
 
@@ -281,7 +287,7 @@ def tail(folder: Path) -> Page:
             f"{slices} slices of Mooncake's traces of a chat service, replayed at 0.5 to 1.2 of the load that `fcfs` "
             "sustains. A cell has the geometric mean and, below it, the least and the greatest ratio of a slice; for "
             "times, below 1 is better. The best in the last row is the policy of SGLang with the most throughput.",
-            table(["", *(f"`{name}`" for name in found)], rows),
+            table(["ratio", *(f"`{name}`" for name in found)], rows),
             caption(WHERE, "ttft"),
             "![Times of feather to those of fcfs on each slice](real_traffic.svg)",
             caption(WHERE, "ttft"),

@@ -314,9 +314,12 @@ def policy_sections(folder: Path) -> list[Section]:
     gains = Section(
         "Policies: `feather` beside SGLang's",
         [
-            "Output tokens/s of `feather`, to those of SGLang's `fcfs`, and to those of the fastest of SGLang's "
+            "Output tokens/s of `feather`, and their ratios to those of SGLang's `fcfs` and of the fastest of SGLang's "
             "policies on the same backend. The prefixes of W2 and W6 fill the KV pool or exceed it.",
-            table(["workload, backend", "`feather`, tokens/s", "to `fcfs`", "to SGLang's fastest"], policy_gains(main)),
+            table(
+                ["workload, backend", "`feather`, tokens/s", "over `fcfs`", "over SGLang's fastest policy"],
+                policy_gains(main),
+            ),
             caption(where, "workloads"),
             "![Throughput of each policy to fcfs](policies.svg)",
             caption(where, "workloads"),

@@ -77,7 +77,7 @@ def page(folder: Path) -> Page:
         [
             f"Output tokens/s with {drafter.upper()}, where {accepted:.1f} tokens a step are accepted (simulated, as "
             "the weights are random).",
-            table(["batch", f"`{OURS}`, tokens/s", "`fa3`, tokens/s", f"`{OURS}` to `fa3`"], on_server),
+            table(["batch", f"`{OURS}`, tokens/s", "`fa3`, tokens/s", f"`{OURS}` over `fa3`"], on_server),
             caption(setup(folder, SERVER), "group"),
         ],
         [SERVER],
