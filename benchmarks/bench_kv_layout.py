@@ -1,4 +1,4 @@
-"""Is there anything to win by copying scattered KV into one contiguous buffer (PackInfer 3.2)?
+"""Measure whether copying scattered KV into one contiguous buffer pays (PackInfer 3.2).
 
     PYTHONPATH=kernels python benchmarks/bench_kv_layout.py --json layout.json
     PYTHONPATH=kernels python benchmarks/bench_kv_layout.py --from layout.json

@@ -28,7 +28,7 @@ _DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?gen throughput \(tok
 
 @dataclass(frozen=True)
 class BenchTerms(Terms):
-    """How configurations are compared; a case that raises ``Misfit`` costs its run alone.
+    """The settings of a comparison; a case that raises ``Misfit`` costs its run alone.
 
     Attributes
     ----------

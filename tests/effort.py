@@ -1,4 +1,4 @@
-"""How much of the suite runs: `dev.py full` runs all of it, `dev.py test` and plain pytest a part.
+"""The part of the suite that runs: `dev.py full` runs all of it, `dev.py test` and plain pytest a part.
 
 The part has each behaviour, but fewer samples of a sweep; and on an older SGLang only what may differ there.
 """

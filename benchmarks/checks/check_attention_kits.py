@@ -1,4 +1,4 @@
-"""Whether the pat backend passes SGLang's own attention kits, which its wheel has in ``sglang.test.kits``.
+"""Check whether the pat backend passes SGLang's own attention kits, which its wheel has in ``sglang.test.kits``.
 
     PYTHONPATH=.:kernels python benchmarks/checks/check_attention_kits.py
     PYTHONPATH=.:kernels python benchmarks/checks/check_attention_kits.py --head-dims 64,128,256

@@ -1,4 +1,4 @@
-"""Whether the packed decode kernel is right, on random forests, on the GPU.
+"""Check whether the packed decode kernel is right, on random forests, on the GPU.
 
     PYTHONPATH=kernels python benchmarks/checks/check_decode_kernel.py --forests 1000 --seed 0
     PYTHONPATH=kernels python benchmarks/checks/check_decode_kernel.py --case 17

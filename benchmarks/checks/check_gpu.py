@@ -1,4 +1,4 @@
-"""Whether a machine with a Hopper GPU serves as the performance page says; `python3 dev.py gpu` runs this.
+"""Check whether a machine with a Hopper GPU serves as the performance page says; `python3 dev.py gpu` runs this.
 
     python3 dev.py gpu
     python3 dev.py gpu --compare OLD.json --out results/new.json

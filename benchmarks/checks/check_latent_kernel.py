@@ -1,4 +1,4 @@
-"""Whether the kernel for latent attention is right and how fast it is, on a GPU of compute capability 9.0.
+"""Check whether the kernel for latent attention is right and how fast it is, on a GPU of compute capability 9.0.
 
     PYTHONPATH=kernels python benchmarks/checks/check_latent_kernel.py --forests 400
     PYTHONPATH=kernels python benchmarks/checks/check_latent_kernel.py --rows pat unshared --heads 8 16

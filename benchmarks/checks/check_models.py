@@ -1,4 +1,4 @@
-"""Whether pat serves models of every kind of attention as SGLang's own backends do, and how fast, on one GPU.
+"""Check whether pat serves models of every kind of attention as SGLang's own backends do, and how fast, on one GPU.
 
     PYTHONPATH=.:kernels python benchmarks/checks/check_models.py --json models.json
     PYTHONPATH=.:kernels python benchmarks/checks/check_models.py --shapes gpt-oss-20b,gemma-3-4b --repeat 3

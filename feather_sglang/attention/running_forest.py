@@ -31,7 +31,7 @@ class _Node:
 
 
 class RunningForest:
-    """Which running requests share which chunks, of ``chunk`` tokens each."""
+    """The chunks that running requests share, of ``chunk`` tokens each."""
 
     def __init__(self, chunk: int) -> None:
         self.chunk = chunk

@@ -1,4 +1,4 @@
-"""Which policies are compared, and with which options: the same for both engines."""
+"""The policies to compare and their options, the same for both engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests run together; knows no engine.
+"""Scheduling: which requests run together; knows no engine.
 
 May import: errors, slo, file_writing.
 """

@@ -42,7 +42,7 @@ DECIDES_NOT = ("arguments.py", "doctor.py", "trace_cli.py", "train.py")
 
 @dataclass(frozen=True)
 class Terms:
-    """How all cells are run.
+    """The settings of all cells.
 
     Attributes
     ----------

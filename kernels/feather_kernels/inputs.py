@@ -1,4 +1,4 @@
-"""Whether tensors and numbers fit the kernels and the plan that they are to run with; each raises ``PlanError``."""
+"""Checks that tensors and numbers fit the kernels and their plan; each raises ``PlanError``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the kernels run tiles on each path: threads, warps, and the teams that share a KV tile."""
+"""The kernels' paths: threads, warps, and the teams that share a KV tile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_SHARED = max(SHARED_KB.values())
 
 @dataclass(frozen=True)
 class KernelPath:
-    """How ``csrc`` runs tiles on one path, for one head dimension.
+    """The threads, warps and teams of one path of ``csrc``, for one head dimension.
 
     Attributes
     ----------

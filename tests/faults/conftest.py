@@ -30,7 +30,7 @@ def known_hash_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Answers(Counter[str]):
-    """How often each request was told to its client as finished."""
+    """Counts how often each request was reported to its client as finished."""
 
     def install(self, scheduler: Any) -> None:
         def stream_output(streamer: Any, reqs: list[Any], *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which running requests read the same KV slots, from SGLang's own table of slots.
+"""The running requests that read the same KV slots, found in SGLang's own table of slots.
 
 ``req_to_token`` has a row of slot ids for every running request, whatever prefix cache, page size or LoRA adapter put
 them there, and equal slots are equal KV. So sharing is found in the slots and not in the tokens: rows are hashed on the

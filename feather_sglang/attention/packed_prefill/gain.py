@@ -1,4 +1,4 @@
-"""Whether packing a prefill step pays: predicted times of SGLang's prefill kernel and of the packed one.
+"""Prediction whether packing a prefill step pays: times of SGLang's prefill kernel and of the packed one.
 
 Both compute as many products for every token; what differs is rate, padding and the price of a row. FlashAttention-3
 pads each request's new tokens to whole tiles, and the packed kernel those below a shared prefix together, but it pays

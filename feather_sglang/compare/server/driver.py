@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Terms:
-    """How configurations are compared.
+    """The settings of a comparison of configurations.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""How much KV the running requests will need at most, before enough of them have ended and given theirs back.
+"""Forecast of the most KV that the running requests will need before enough of them have ended and freed theirs.
 
 SGLang counts a share of what running requests may still generate, a share that falls while all goes well. Where it has
 fallen too far, too many run at a time: the pool fills up, some are thrown out, and the prefix of those may be evicted

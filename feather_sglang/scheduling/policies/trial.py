@@ -31,7 +31,7 @@ _LARGEST_NUMBER = 1e300
 
 @dataclass
 class Trial:
-    """When a run of STOPs may start, when it ends, and how settled each action is.
+    """Decides when a run of STOPs may start and when it ends, and how settled each action is.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""How much prefill may run between two tokens of a request.
+"""The bound on prefill between two tokens of a request.
 
 May import: errors, slo, scheduling.meters.
 """

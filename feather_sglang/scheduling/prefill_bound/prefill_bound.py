@@ -1,4 +1,4 @@
-"""How much the next prefill step may compute while requests decode.
+"""The limit on what the next prefill step computes while requests decode.
 
 Between two decode steps there are prefill steps, mostly one, and between two tokens of a request then
 
