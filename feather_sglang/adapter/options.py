@@ -20,7 +20,7 @@ from typing import Any
 from feather_sglang.adapter.environment import disabled
 from feather_sglang.errors import FeatherError, quoted
 from feather_sglang.scheduling.admission.fairness import MAX_WAIT, MAX_WAIT_ROUNDS
-from feather_sglang.scheduling.admission.gate import BOUND
+from feather_sglang.scheduling.admission.gate import LONGEST
 from feather_sglang.scheduling.admission.overtaking import SHARE_OF_OWN
 from feather_sglang.scheduling.prefill_bound.promise import Promise
 from feather_sglang.scheduling.tree.cht import CHUNK_TOKENS
@@ -173,7 +173,7 @@ class FeatherOptions:
         _seconds_or_auto,
         "SECONDS|auto",
         "Longest time, in seconds, for which waiting requests are delayed so that more of them share a prefill step. "
-        f"0: requests are never delayed. auto: up to {BOUND} s, and only while the fixed cost of a prefill step for "
+        f"0: requests are never delayed. auto: up to {LONGEST} s, and only while the fixed cost of a prefill step for "
         "each request would take a third of the time; never under feather-order or --enable-mixed-chunk.",
     )
     tbt: float | None = _option(

@@ -127,7 +127,7 @@ def test_decode_steps_run_between_the_chunks_of_a_prompt(server, kind, page_size
     one = server(kind=kind, page_size=page_size)
     bounded = serve_long_prompts(one)
     outputs, gaps = one.outputs(), one.gaps
-    assert one.feather.rounds.limit.deferrals > 5
+    assert one.feather.rounds.limit.decoded_first > 5
     assert max(gaps) <= BOUND * (1.35 if kind is OverlapServer else 1.15)
     plain = server("null", kind=kind, page_size=page_size)
     unbounded = serve_long_prompts(plain)
@@ -151,7 +151,7 @@ def test_a_promise_bounds_as_the_flag_does(server, kind):
     bounded = serve_long_prompts(one)
     flagged = server(kind=kind)
     assert serve_long_prompts(flagged) == bounded
-    assert one.outputs() == flagged.outputs() and one.feather.rounds.limit.deferrals > 5
+    assert one.outputs() == flagged.outputs() and one.feather.rounds.limit.decoded_first > 5
 
 
 @newest_is_enough
@@ -218,7 +218,7 @@ def test_a_prompt_alone_is_computed_in_full_chunks(server):
     one.drain()
     assert one.ran[:3] == [("prefill", CHUNK), ("prefill", CHUNK), ("prefill", 2500 - 2 * CHUNK)]
     one.assert_nothing_left()
-    assert one.feather.rounds.limit.deferrals == 0
+    assert one.feather.rounds.limit.decoded_first == 0
 
 
 def test_chunks_grow_to_what_the_bound_has_room_for(server):
@@ -291,8 +291,8 @@ def test_who_is_aborted_between_two_chunks_leaves_nothing(server, kind):
     one = server(kind=kind)
     submit_some(one, outputs=60)
     assert one.submit("long", [9] * 3000, max_new_tokens=4)
-    deferrals = one.feather.rounds.limit.deferrals
-    while one.feather.rounds.limit.deferrals < deferrals + 2:
+    before = one.feather.rounds.limit.decoded_first
+    while one.feather.rounds.limit.decoded_first < before + 2:
         one.step()
     assert one.scheduler.chunked_req.rid == "long"
     one.abort("long")

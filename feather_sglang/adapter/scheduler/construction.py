@@ -12,7 +12,7 @@ from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.admission.admission import Admission
 from feather_sglang.scheduling.admission.deferrals import PrefixBatching
 from feather_sglang.scheduling.admission.forecast import KVForecast, Outlook
-from feather_sglang.scheduling.admission.gate import BOUND, SHARE, PrefillDelay
+from feather_sglang.scheduling.admission.gate import LONGEST, SHARE, PrefillDelay
 from feather_sglang.scheduling.admission.overtaking import Overtaking
 from feather_sglang.scheduling.admission.work import Work
 from feather_sglang.scheduling.policies import StopPolicy, load_policy, make_policy
@@ -119,4 +119,4 @@ def prefill_delay_bound(server_args: Any, name: str, options: FeatherOptions) ->
     """Seconds that a round is delayed at most; what nobody asked for is off where it cannot work."""
     if options.pace is not None:
         return options.pace
-    return BOUND if admits(name) and not mixes_chunks(server_args) else 0.0
+    return LONGEST if admits(name) and not mixes_chunks(server_args) else 0.0

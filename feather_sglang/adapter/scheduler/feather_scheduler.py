@@ -128,7 +128,7 @@ class FeatherScheduler:
         return {
             **self.admission.stats(),
             "policy": None if self.policy is None else self.policy.stats(),
-            "decoded_first": self.rounds.limit.deferrals if self.rounds.limit is not None else 0,
+            "decoded_first": self.rounds.limit.decoded_first if self.rounds.limit is not None else 0,
             "bound_in_force": self.rounds.limit.bound.in_force if self.rounds.limit is not None else None,
             "permutations": self.rows.permutations,
             "permutation_seconds": self.rows.seconds,

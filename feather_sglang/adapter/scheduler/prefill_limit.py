@@ -29,7 +29,7 @@ class PrefillLimit:
 
     Attributes
     ----------
-    deferrals : int
+    decoded_first : int
         Rounds in which the running batch decoded first.
     """
 
@@ -38,7 +38,7 @@ class PrefillLimit:
         self.clock = clock
         self.admission = admission
         self.bound = bound
-        self.deferrals = 0
+        self.decoded_first = 0
         self._gauges = bound_gauges()
         self._told: tuple[float | None, float | None] | None = None
         self._full = scheduler.chunked_prefill_size
@@ -79,7 +79,7 @@ class PrefillLimit:
         # Little is left of the gap; or a bound that is relative to a decode step is to be timed: two of them in a row.
         due = self.bound.steps and self._planned < min(self._floor, waiting)
         if (due or not known) and not self._must_go_on(running_batch):
-            self.deferrals += 1
+            self.decoded_first += 1
             self.bound.begin_gap()
             self.restore()
             return False

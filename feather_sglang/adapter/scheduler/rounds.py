@@ -182,4 +182,4 @@ class AdmissionRounds:
             if self._opened is not None:
                 self.metrics.rounds.append(self.guard.seconds - self._opened)
                 self._opened = None
-            self.metrics.write(self.admission, 0 if self.limit is None else self.limit.deferrals)
+            self.metrics.write(self.admission, 0 if self.limit is None else self.limit.decoded_first)

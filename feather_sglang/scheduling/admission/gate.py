@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 
-BOUND = 0.1  # seconds, where nobody says otherwise: longer ones bring no more (docs/lab/policies_on_servers.md)
+LONGEST = 0.1  # seconds, where nobody says otherwise: longer ones bring no more (docs/lab/policies_on_servers.md)
 SHARE = 1 / 3  # of the time, that a prefill step for each request would take beyond its tokens
 _SECONDS = 1.0  # over which requests are counted
 

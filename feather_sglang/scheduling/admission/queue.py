@@ -1,4 +1,4 @@
-"""The state of every request for admission: each event of a request is told here once and updates all parts.
+"""The state of every request for admission: each event of a request is told once and updates tree, ages and lengths.
 
 Among them is what the engine's prefix cache holds of the waiting prompts: the tree knows what running requests share,
 not what the cache has kept of those that have ended, the last turn of a conversation above all. So the engine looks a
