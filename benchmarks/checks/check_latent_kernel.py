@@ -4,16 +4,19 @@
     PYTHONPATH=kernels python benchmarks/checks/check_latent_kernel.py --rows pat unshared --heads 8 16
 
 Without ``--rows``, random forests only: each result's error against float32 is at most twice that of PyTorch's own
-attention, or of the better of FlashAttention-3 and FlashMLA in the table, where both are in bfloat16.
+attention in bfloat16.
 
 With it, one table: microseconds of a layer (a CUDA graph's replay), the floor (each latent once at an H200's copy
-rate, or 2,176 FLOP a row and token at its matrix rate, whichever takes longer), and the best peer. A peer reads a
-request's drafts as one causal query.
+rate, or 2,176 FLOP a row and token at its matrix rate, whichever takes longer), and the best peer: FlashAttention-3
+and FlashMLA of sgl-kernel, FlashInfer's MLA, SGLang's decode in Triton. A peer reads a request's drafts as one causal
+query; Triton has no such call. What a peer plans or decides on the host is done before the clock starts.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import math
 import sys
 import time
@@ -28,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import latent_cases
 from decode_cases import COPY_BANDWIDTH, MATRIX_RATE, Case, Heads, Watchdog, grid, padded_slots, tree_case
-from decode_systems import describe
+from decode_systems import FLASHINFER_WORKSPACE, TRITON_SPLITS, Unavailable, describe
 from decode_timing import Captured, measure_in_turn
 from latent_cases import SCALE
 
@@ -97,6 +100,7 @@ class Inputs:
         last = slice(row.drafts - 1, None, row.drafts)
         self.page_table = torch.from_numpy(self.case.page_table[last]).cuda().contiguous()
         self.request_lens = self.lens[last].contiguous()
+        self.request_rows = torch.from_numpy(forest.row_offset[last]).cuda()
         self.paged = self.latents.view(self.case.n_pages, page_size, 1, LATENT_DIM)
 
     @property
@@ -154,13 +158,72 @@ class Inputs:
             head_dim_v=VALUE_DIM, tile_scheduler_metadata=metadata, num_splits=splits, softmax_scale=SCALE, causal=True,
         )[0].view(requests * drafts, heads, VALUE_DIM)  # fmt: skip
 
+    def slots(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32: where each request's slots begin, and all of them, one behind the other."""
+        lens = self.request_lens.long()
+        padded = padded_slots(self.table, self.request_rows, lens, self.case.page_size, int(lens.max()))
+        there = torch.arange(padded.shape[1], device="cuda") < lens[:, None]
+        return torch.cat([lens.new_zeros(1), lens.cumsum(0)]).int(), padded[there].int()
 
-PEERS = ("fa3", "flashmla")
+    def flashinfer(self) -> Call:
+        """FlashInfer's MLA, on pages of one token as SGLang plans it."""
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+        wrapper = BatchMLAPagedAttentionWrapper(workspace(), backend="auto")
+        indptr, slots = self.slots()
+        drafts, requests = self.row.drafts, len(self.request_lens)
+        steps = torch.arange(0, (requests + 1) * drafts, drafts, dtype=torch.int32, device="cuda")
+        wrapper.plan(
+            steps, indptr, slots, self.request_lens, self.row.heads, VALUE_DIM, LATENT_DIM - VALUE_DIM, 1, drafts > 1,
+            SCALE, self.q.dtype, self.latents.dtype,
+        )  # fmt: skip
+        values, rope = (part.contiguous() for part in self.q.split((VALUE_DIM, LATENT_DIM - VALUE_DIM), -1))
+        out = torch.empty_like(values)
+        return lambda: wrapper.run(values, rope, self.latents[..., :VALUE_DIM], self.latents[..., VALUE_DIM:], out=out)
+
+    def triton(self) -> Call:
+        """SGLang's decode in Triton, by its own splits."""
+        from sgl_kernel.utils import is_arch_support_pdl
+        from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
+        from sglang.kernels.ops.attention.metadata import get_num_kv_splits_triton
+
+        if self.row.drafts > 1:
+            raise Unavailable("it decodes one row of a request")
+        requests, heads = len(self.request_lens), self.row.heads
+        indptr, slots = self.slots()
+        splits = torch.empty(requests, dtype=torch.int32, device="cuda")
+        get_num_kv_splits_triton[(1,)](
+            splits, self.request_lens, requests, 1, heads, 1, TRITON_SPLITS,
+            torch.cuda.get_device_properties("cuda").multi_processor_count,
+            MAX_NUM_SEQ=max(256, 1 << (requests - 1).bit_length()),
+        )  # fmt: skip
+        parts = torch.empty(requests, heads, TRITON_SPLITS, VALUE_DIM, dtype=torch.float32, device="cuda")
+        sums = torch.empty(parts.shape[:3], dtype=torch.float32, device="cuda")
+        out = torch.empty(requests, heads, VALUE_DIM, dtype=self.q.dtype, device="cuda")
+        values, pdl = self.latents[..., :VALUE_DIM], is_arch_support_pdl()
+
+        def call() -> torch.Tensor:
+            decode_attention_fwd(
+                self.q, self.latents, values, out, indptr, slots, parts, sums, splits, TRITON_SPLITS, SCALE, 1.0, 1.0,
+                has_mla=True, use_pdl=pdl,
+            )  # fmt: skip
+            return out
+
+        return call
+
+
+@functools.cache
+def workspace() -> torch.Tensor:
+    """FlashInfer's, for all rows in turn."""
+    return torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device="cuda")
+
+
+PEERS = ("fa3", "flashmla", "flashinfer", "triton")
 
 
 def measure(row: Row, page_size: int, rounds: int) -> tuple[dict[str, float], dict[str, str], float]:
     """Microseconds of each system that is right, why others have none, and the floor."""
-    pages = {"feather": page_size, "fa3": page_size, "flashmla": 64}
+    pages = dict.fromkeys(("feather", *PEERS), page_size) | {"flashmla": 64}
     inputs: dict[int, Inputs] = {}
     captured, errors = {}, {}
     for name, size in pages.items():
@@ -190,14 +253,20 @@ def aligned(name: str, page_size: int) -> bool:
     return all(int(tokens) % page_size == 0 for tokens in name.partition("_")[2].split(",")[:-1])
 
 
-def table(rows: list[Row], page_size: int, rounds: int, watchdog: Watchdog) -> int:
-    """Print a line a batch, then means; returns how many results of this package are missing."""
+def table(rows: list[Row], page_size: int, rounds: int, watchdog: Watchdog, file: Path | None = None) -> int:
+    """Print a line a batch, then means; returns how many results of this package are missing.
+
+    With a file, it gets every time, and why a peer has none.
+    """
     lines = [["batch", "heads", "us", "floor", "ratio", *PEERS, "of the best"]]
     shares: dict[tuple[int, str], list[float]] = {}
-    missing = 0
+    missing, found = 0, []
     for row in rows:
         watchdog.expect(60, f"{row}")
         times, errors, floor = measure(row, page_size, rounds)
+        found.append({**row._asdict(), "floor_us": floor, "us": times, "left_out": errors})
+        if file is not None:
+            file.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": found}, indent=1))
         peers = [f"{times[name]:.1f}" if name in times else "-" for name in PEERS]
         name = f"{row.name}{f' x{row.drafts}' if row.drafts > 1 else ''}"
         if "feather" not in times:
@@ -247,13 +316,15 @@ def main() -> int:
     parser.add_argument("--heads", nargs="+", type=int, default=[8, 16, 32, 64, 128])
     parser.add_argument("--page-size", type=int, default=1, help="of this package and FlashAttention-3")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write every time of the table there")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: this check runs on a GPU of compute capability 9.0")
     with Watchdog() as watchdog:
         bad = check_forests(options.seed, options.forests, watchdog) if options.forests else 0
         if options.rows:
-            bad += table(list(rows_of(options.rows, options.heads)), options.page_size, options.rounds, watchdog)
+            rows = list(rows_of(options.rows, options.heads))
+            bad += table(rows, options.page_size, options.rounds, watchdog, options.json)
     return int(bad > 0)
 
 
