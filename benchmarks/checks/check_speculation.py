@@ -1,16 +1,17 @@
-"""Whether greedy tokens with speculation are those without it, under pat and under fa3, and how fast, on one GPU.
+"""Whether greedy tokens with speculation are those without it, under pat and a backend of SGLang's, on one GPU.
 
     PYTHONPATH=.:kernels python benchmarks/checks/check_speculation.py --json speculation.json
     PYTHONPATH=.:kernels python benchmarks/checks/check_speculation.py --drafters eagle --shape qwen3-8b --accept 2.5 \\
         --case decode:500,5,5000,200 --running 500 --flags "--max-total-tokens 139000"
+    ... --drafters none,nextn --shape deepseek-v3 --drafts-by-pat   # the layer that the model itself drafts with
 
-For each way to draft, a server of fa3 and one of pat are up together; ``none`` is without speculation. All answer the
-prompts of ``check_models.py`` greedily and all at once, and must answer as fa3 without speculation does, within twice
-the spread that rounding causes between its answers at once and one by one (`pat_compare`). Then requests come, go and
-are aborted at random (`Churn`), and each server decodes a steady batch whose requests share prefixes. Weights are
-random (`spread_weights`): a STANDALONE draft is the model itself under noise, so that it is right now and then; an
-EAGLE draft is hardly ever. With ``--accept`` SGLang accepts that many tokens a step, whatever they are: then only times
-mean something, and only they are taken.
+For each way to draft, a server of the shape's first stock backend and one of pat are up together; ``none`` is without
+speculation. All answer the prompts of ``check_models.py`` greedily and all at once, and must answer as the stock
+backend does without speculation, within twice the spread that rounding causes between its answers at once and one by
+one (`pat_compare`). Then requests come, go and are aborted at random (`Churn`), and each server decodes a steady batch
+whose requests share prefixes, which is timed. Weights are random (`spread_weights`): a STANDALONE draft is the model
+itself under noise, so that it is right now and then; an EAGLE or NEXTN draft is hardly ever. With ``--accept`` SGLang
+accepts that many tokens a step, whatever they are: then only times mean something, and only they are taken.
 
 Exit status: 0 if everything is right, 1 if something is wrong, 3 if nothing is wrong but a server did not come up or
 never ran the whole steady batch.
@@ -54,16 +55,18 @@ from feather_sglang.compare.server.process import Server, environment_with
 from feather_sglang.compare.server.result import RunResult, measure
 from feather_sglang.report.tables import grid
 
-STOCK, NONE = "fa3", "none"
+NONE = "none"
 DRAFTS_TOO = f"{PAT}, drafts too"
 BY_PAT = ("--speculative-draft-attention-backend", PAT)
 ACCEPTED = re.compile(r"accept len: ([\d.]+)")  # in a server's log
 SPECULATION = "--speculative-attention-mode {mode} --speculative-num-draft-tokens {drafts}"
-CHAINS = "--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-draft-model-path {draft}"
+CHAINS = "--speculative-num-steps {steps} --speculative-eagle-topk 1"
+MODEL = "--speculative-draft-model-path {draft}"
 DRAFTERS = {
     NONE: "",
-    "standalone": f"--speculative-algorithm STANDALONE {CHAINS} {SPECULATION}",
-    "eagle": f"--speculative-algorithm EAGLE {CHAINS} {SPECULATION}",
+    "standalone": f"--speculative-algorithm STANDALONE {CHAINS} {MODEL} {SPECULATION}",
+    "eagle": f"--speculative-algorithm EAGLE {CHAINS} {MODEL} {SPECULATION}",
+    "nextn": f"--speculative-algorithm NEXTN {CHAINS} {SPECULATION}",
     "ngram": f"--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 1 {SPECULATION}",
 }
 RUNNING = 64
@@ -72,7 +75,7 @@ RUNNING = 64
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--drafters", default=",".join(DRAFTERS), help="with commas (default: %(default)s)")
+    parser.add_argument("--drafters", help="with commas (default: all that the shape has)")
     parser.add_argument("--shape", default="llama-3.2-1b", choices=SHAPES, help="the model (default: %(default)s)")
     parser.add_argument("--draft-layers", type=int, help="of a STANDALONE draft (default: all)")
     parser.add_argument("--draft-noise", type=float, default=0.05, help="share of its weights (default: %(default)s)")
@@ -96,9 +99,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write all results there, anew after each drafter")
     parser.add_argument("--logs", type=Path, help="folder for the servers' output (default: a temporary one)")
     options = parser.parse_args(argv)
-    options.names = [name for name in options.drafters.split(",") if name]
-    if unknown := [name for name in options.names if name not in DRAFTERS]:
-        parser.error(f"--drafters: {', '.join(unknown)} is not among {', '.join(DRAFTERS)}")
+    possible = [name for name in DRAFTERS if name != "nextn" or drafts_itself(SHAPES[options.shape])]
+    options.names = [name for name in options.drafters.split(",") if name] if options.drafters else possible
+    if unknown := [name for name in options.names if name not in possible]:
+        parser.error(f"--drafters: {', '.join(unknown)} is not among {', '.join(possible)}")
     options.names.sort(key=lambda name: name != NONE)  # the reference comes first
     if options.names[:1] != [NONE] and options.accept is None:
         options.names.insert(0, NONE)
@@ -142,6 +146,11 @@ def misfit_of(case: Case, drafts: int, kv_tokens: int | None, running: int | Non
     return ""
 
 
+def drafts_itself(shape: Shape) -> bool:
+    """Whether the model has a layer that drafts (NEXTN)."""
+    return bool(shape.config.get("num_nextn_predict_layers"))
+
+
 def draft_of(shape: Shape, drafter: str, options: argparse.Namespace) -> Shape:
     """The draft model's shape."""
     if drafter == "eagle":
@@ -170,9 +179,10 @@ class SpeculationCheck:
     def __init__(self, drafter: str, options: argparse.Namespace, logs: Path) -> None:
         self.drafter, self.options, self.logs = drafter, options, logs
         self.shape = SHAPES[options.shape]
+        self.stock = self.shape.stock[0]
         self.prompts = prompts()
         self.servers: dict[str, Server] = {}
-        drafts_too = [DRAFTS_TOO] if options.drafts_by_pat and "draft-model" in DRAFTERS[drafter] else []
+        drafts_too = [DRAFTS_TOO] if options.drafts_by_pat and CHAINS in DRAFTERS[drafter] else []
         self.rows: dict[str, dict[str, Any]] = {
             backend: {
                 "drafter": drafter,
@@ -182,7 +192,7 @@ class SpeculationCheck:
                 "left_out": "",
                 "not_timed": "",
             }
-            for backend in (STOCK, PAT, *drafts_too)
+            for backend in (self.stock, PAT, *drafts_too)
         }
 
     def start(self) -> None:
@@ -193,8 +203,8 @@ class SpeculationCheck:
             steps=self.options.drafts - 1, drafts=self.options.drafts, mode=self.options.mode, draft=draft
         )
         for backend in self.rows:
-            flags = ["--attention-backend", STOCK, *shlex.split(speculation)]
-            flags += ["--decode-attention-backend", PAT] if backend != STOCK else []
+            flags = ["--attention-backend", self.stock, *shlex.split(speculation)]
+            flags += ["--decode-attention-backend", PAT] if backend != self.stock else []
             flags += BY_PAT if backend == DRAFTS_TOO else ()
             flags += shared_flags(self.options)
             command = [sys.executable, str(HERE / "spread_weights.py"), "--model-path", str(target)]
@@ -255,7 +265,7 @@ class SpeculationCheck:
                 verdict = pat_compare.judge(self.answers(backend), reference["together"], tolerance)
                 row["answers"] = verdict.as_json()
                 row["problems"] += verdict.wrong
-                if backend != STOCK and (self.drafter == NONE or self.options.mode == "decode"):
+                if backend != self.stock and (self.drafter == NONE or self.options.mode == "decode"):
                     row["read"] = share_read(before, read_metrics(server))
                     if not 0 < row["read"] < 1:
                         row["problems"].append(f"{row['read']:.2f} of the KV tokens were read: nothing is shared")
@@ -318,8 +328,8 @@ def incomplete(case: Case, result: RunResult, kv_tokens: int | None) -> str:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The verdicts."""
     lines = [["drafter", "backend", "answers", "equal", "near ties", "largest", "churn", "tokens a step", "KV read",
-              "tok/s", "to fa3"]]  # fmt: skip
-    rates = {(row["drafter"], row["backend"]): row.get("tok_s", math.nan) for row in rows}
+              "tok/s", "to SGLang's"]]  # fmt: skip
+    rates = {row["drafter"]: row.get("tok_s", math.nan) for row in rows if row["backend"] not in (PAT, DRAFTS_TOO)}
     for row in rows:
         if row["left_out"]:
             lines.append([row["drafter"], row["backend"], "not run"])
@@ -330,7 +340,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             compared = ["wrong" if row["problems"] else "right", f"{spread['equal']}/{spread['answers']}", str(ties),
                         f"{spread['largest']:.3f}"]  # fmt: skip
         fates = row.get("churn", {}).get("fates", {})
-        rate, stock = row.get("tok_s", math.nan), rates.get((row["drafter"], STOCK), math.nan)
+        rate, stock = row.get("tok_s", math.nan), rates.get(row["drafter"], math.nan)
         lines.append([
             row["drafter"], row["backend"], *compared, f"{fates.get('equal', 0)}+{fates.get('near tie', 0)}",
             f"{row.get('accepted', 1):.2f}", shown(row.get("read", math.nan), ".2f"),
@@ -366,15 +376,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         with servers_of(checks):
             for check in checks:
                 if tolerance is None and options.accept is None:
-                    if STOCK not in check.servers:
+                    stock = check.stock
+                    if stock not in check.servers:
                         print("the reference did not come up")
                         return 3
-                    check.answers(STOCK)
-                    check.servers[STOCK].flush()
-                    reference = {"together": check.answers(STOCK), "alone": check.answers(STOCK, together=False)}
+                    check.answers(stock)
+                    check.servers[stock].flush()
+                    reference = {"together": check.answers(stock), "alone": check.answers(stock, together=False)}
                     spread = pat_compare.spread(reference["alone"], reference["together"])
                     tolerance = Tolerance(spread, FLOOR)
-                    print(f"spread of {STOCK} at once and one by one: {spread}", flush=True)
+                    print(f"spread of {stock} at once and one by one: {spread}", flush=True)
                 if tolerance is not None:
                     check.judge(reference, tolerance)
                 if options.repeat:

@@ -56,7 +56,7 @@ def _every(number: int, layers: int, usual: str, other: str) -> list[str]:
     return [other if (layer + 1) % number == 0 else usual for layer in range(layers)]
 
 
-def _latent(**sizes: int) -> dict[str, Any]:
+def _latent(**sizes: Any) -> dict[str, Any]:
     """A model of DeepSeek's with latents of 512 values and 64 of rope, whose experts are all chosen."""
     return {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "kv_lora_rank": 512,
@@ -73,7 +73,10 @@ def _latent(**sizes: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_OF_61_LAYERS = {"hidden_size": 7168, "intermediate_size": 2304, "num_hidden_layers": 8, "q_lora_rank": 1536}
+_OF_61_LAYERS = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+    "intermediate_size": 2304, "num_hidden_layers": 8, "q_lora_rank": 1536, "num_nextn_predict_layers": 1,
+}  # fmt: skip
 SHAPES = {
     "llama-3.2-1b": Shape(
         "dense",

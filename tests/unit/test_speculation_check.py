@@ -63,7 +63,7 @@ def flags_of(server):
 @pytest.mark.parametrize("drafter", ["standalone", "eagle"])
 def test_both_backends_get_the_same_chains_and_draft(checked, drafter):
     one = checked(drafter, "--drafts", "6")
-    stock, pat = (flags_of(one.servers[backend]) for backend in (check.STOCK, check.PAT))
+    stock, pat = (flags_of(one.servers[backend]) for backend in ("fa3", check.PAT))
     assert pat.pop("--decode-attention-backend") == "pat" and pat == stock
     assert (pat["--speculative-num-steps"], pat["--speculative-num-draft-tokens"]) == ("5", "6")
     assert pat["--speculative-eagle-topk"] == "1" and pat["--speculative-attention-mode"] == "decode"
