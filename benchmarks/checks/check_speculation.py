@@ -3,7 +3,7 @@
     PYTHONPATH=.:kernels python benchmarks/checks/check_speculation.py --json speculation.json
     PYTHONPATH=.:kernels python benchmarks/checks/check_speculation.py --drafters eagle --shape qwen3-8b --accept 2.5 \\
         --case decode:500,5,5000,200 --running 500 --flags "--max-total-tokens 139000"
-    ... --drafters none,nextn --shape deepseek-v3 --drafts-by-pat   # the layer that the model itself drafts with
+    ... --drafters none,nextn --shape deepseek-v3   # the layer that the model itself drafts with
 
 For each way to draft, a server of the shape's first stock backend and one of pat are up together; ``none`` is without
 speculation. All answer the prompts of ``check_models.py`` greedily and all at once, and must answer as the stock
