@@ -53,16 +53,17 @@ def draw(generator, count):
 # Hierarchical cache ---------------------------------------------------------------------------------------------
 
 
+def copy_layers(src_layers, dst_layers, src_indices, dst_indices, page_size):
+    """What SGLang's kernel does."""
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices.long()] = source[src_indices.long()]
+
+
 @pytest.fixture
 def host_cache(monkeypatch):
     """SGLang's hierarchical cache on a CPU: nothing to pin, and copies from layer to layer instead of its kernel."""
-
-    def copy(src_layers, dst_layers, src_indices, dst_indices, page_size):
-        for source, target in zip(src_layers, dst_layers, strict=True):
-            target[dst_indices.long()] = source[src_indices.long()]
-
     monkeypatch.setattr(common, "_cuda_host_register", lambda *args, **kwargs: None)
-    monkeypatch.setattr(mha, "transfer_kv_direct", copy, raising=False)
+    monkeypatch.setattr(mha, "transfer_kv_direct", copy_layers, raising=False)
     monkeypatch.setattr(torch.cpu.Stream, "synchronize", lambda stream: None, raising=False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     flags = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first", "hicache_ratio": 4.0}
