@@ -9,8 +9,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache import allocation
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
+from sglang.srt.model_executor import forward_batch_info
+
+STAND_IN = "triton"  # the name of `PlainAttention`: SGLang accepts it for every kind of model
+
+
+def install(patch: Any) -> None:
+    """Put it in place of a backend for GPUs, under its name (``patch``: a ``MonkeyPatch``)."""
+    patch.setitem(ATTENTION_BACKENDS, STAND_IN, PlainAttention)
+    for module in (allocation, forward_batch_info):  # which think that its kernels can run, by its name
+        patch.setattr(module, "support_triton", lambda name: False)
+    patch.setattr(MLATokenToKVPool, "set_mla_kv_buffer", write_latents)
+
+
+def write_latents(pool: Any, layer: Any, location: Any, latent: torch.Tensor, rope: torch.Tensor) -> None:
+    pool.set_kv_buffer(layer, location, torch.cat([latent, rope], -1), latent)
 
 
 class PlainAttention(TorchNativeAttnBackend):

@@ -8,17 +8,15 @@ from types import SimpleNamespace
 
 import drafting
 import numpy as np
+import plain_attention
 import pytest
 import torch
 from harness import CONFIG, OverlapServer, Server
-from plain_attention import PlainAttention
+from plain_attention import STAND_IN, PlainAttention
 from sglang.srt.layers.attention import base_attn_backend
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.mem_cache import allocation
-from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.qwen3_next import Qwen3GatedDeltaNet
 from sglang.srt.runtime_context import get_resources
@@ -34,7 +32,6 @@ from feather_sglang.scheduling.admission.rules import OvertakingBound
 from feather_sglang.scheduling.admission.types import Verdict
 
 WINDOW = CHUNK = 32
-STAND_IN = "triton"  # the name of `PlainAttention`: SGLang accepts it for every kind of model
 _LLAMA = {**CONFIG, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
 _GATED = {"mlp_only_layers": [], "norm_topk_prob": True}
@@ -119,22 +116,14 @@ def remember(layer, hidden, forward_batch):
     return out
 
 
-def write_latents(pool, layer, location, latent, rope):
-    """What SGLang has a kernel of Triton's for."""
-    pool.set_kv_buffer(layer, location, torch.cat([latent, rope], -1), latent)
-
-
 @pytest.fixture
 def environment(monkeypatch):
     """The reference instead of the kernel, a look at the slots after every step, and backends for a CPU."""
     monkeypatch.setenv("FEATHER_PAT_REFERENCE", "1")
     monkeypatch.setenv("FEATHER_DEBUG_CHECK", "1")
     monkeypatch.setenv(beside.COARSE_BARRIER, "0")  # which some set, so that this is undone
-    monkeypatch.setitem(ATTENTION_BACKENDS, STAND_IN, PlainAttention)
-    for module in (allocation, forward_batch_info):  # which think that its kernels can run, by its name
-        monkeypatch.setattr(module, "support_triton", lambda name: False)
+    plain_attention.install(monkeypatch)
     monkeypatch.setattr(Qwen3GatedDeltaNet, "forward", remember)
-    monkeypatch.setattr(MLATokenToKVPool, "set_mla_kv_buffer", write_latents)
 
 
 @pytest.fixture

@@ -6,16 +6,14 @@ from types import SimpleNamespace
 
 import drafting
 import numpy as np
+import plain_attention
 import pytest
 import torch
 from harness import CONFIG, OverlapServer, Server
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_attention import PlainAttention
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from plain_attention import STAND_IN, PlainAttention
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.mem_cache import allocation
-from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from test_model_kinds import change_layers
 
@@ -30,7 +28,6 @@ from feather_sglang.adapter.hooks import installed_version, lacks_pages
 from feather_sglang.adapter.options import VARIABLE
 from feather_sglang.errors import FeatherError
 
-STAND_IN = "triton"  # the name of `PlainAttention`
 DRAFTS = 4
 CHAINS = {"speculative_num_steps": DRAFTS - 1, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": DRAFTS}
 DRAFTERS = {
@@ -47,9 +44,7 @@ def server(tmp_path, monkeypatch):
     """The reference instead of the kernel, a look at the slots after every step, and backends for a CPU."""
     monkeypatch.setenv("FEATHER_PAT_REFERENCE", "1")
     monkeypatch.setenv("FEATHER_DEBUG_CHECK", "1")
-    monkeypatch.setitem(ATTENTION_BACKENDS, STAND_IN, PlainAttention)
-    for module in (allocation, forward_batch_info):
-        monkeypatch.setattr(module, "support_triton", lambda name: False)
+    plain_attention.install(monkeypatch)
     drafting.install(monkeypatch)
     made = []
 
