@@ -20,7 +20,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -221,9 +221,11 @@ def workspace() -> torch.Tensor:
 PEERS = ("fa3", "flashmla", "flashinfer", "triton")
 
 
-def measure(row: Row, page_size: int, rounds: int) -> tuple[dict[str, float], dict[str, str], float]:
+def measure(
+    row: Row, page_size: int, rounds: int, peers: Sequence[str] = PEERS
+) -> tuple[dict[str, float], dict[str, str], float]:
     """Microseconds of each system that is right, why others have none, and the floor."""
-    pages = dict.fromkeys(("feather", *PEERS), page_size) | {"flashmla": 64}
+    pages = dict.fromkeys(("feather", *peers), page_size) | ({"flashmla": 64} if "flashmla" in peers else {})
     inputs: dict[int, Inputs] = {}
     captured, errors = {}, {}
     for name, size in pages.items():
@@ -253,30 +255,32 @@ def aligned(name: str, page_size: int) -> bool:
     return all(int(tokens) % page_size == 0 for tokens in name.partition("_")[2].split(",")[:-1])
 
 
-def table(rows: list[Row], page_size: int, rounds: int, watchdog: Watchdog, file: Path | None = None) -> int:
+def table(
+    rows: list[Row], page_size: int, rounds: int, watchdog: Watchdog, peers: Sequence[str], file: Path | None
+) -> int:
     """Print a line a batch, then means; returns how many results of this package are missing.
 
     With a file, it gets every time, and why a peer has none.
     """
-    lines = [["batch", "heads", "us", "floor", "ratio", *PEERS, "of the best"]]
+    lines = [["batch", "heads", "us", "floor", "ratio", *peers, "of the best"]]
     shares: dict[tuple[int, str], list[float]] = {}
     missing, found = 0, []
     for row in rows:
         watchdog.expect(60, f"{row}")
-        times, errors, floor = measure(row, page_size, rounds)
+        times, errors, floor = measure(row, page_size, rounds, peers)
         found.append({**row._asdict(), "floor_us": floor, "us": times, "left_out": errors})
         if file is not None:
             file.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": found}, indent=1))
-        peers = [f"{times[name]:.1f}" if name in times else "-" for name in PEERS]
+        shown = [f"{times[name]:.1f}" if name in times else "-" for name in peers]
         name = f"{row.name}{f' x{row.drafts}' if row.drafts > 1 else ''}"
         if "feather" not in times:
             missing += 1
-            lines.append([name, str(row.heads), "wrong", f"{floor:.1f}", "", *peers, ""])
+            lines.append([name, str(row.heads), "wrong", f"{floor:.1f}", "", *shown, ""])
             print(f"{row}: {errors['feather']}", file=sys.stderr, flush=True)
             continue
-        mine, best = times["feather"], min((times[name] for name in PEERS if name in times), default=math.nan)
+        mine, best = times["feather"], min((times[name] for name in peers if name in times), default=math.nan)
         lines.append(
-            [name, str(row.heads), f"{mine:.1f}", f"{floor:.1f}", f"{mine / floor:.2f}", *peers, f"{mine / best:.2f}"]
+            [name, str(row.heads), f"{mine:.1f}", f"{floor:.1f}", f"{mine / floor:.2f}", *shown, f"{mine / best:.2f}"]
         )
         print("  ".join(lines[-1]), file=sys.stderr, flush=True)
         kind = "shared" if "," in row.name.partition("_")[0] else "drafts" if row.drafts > 1 else "unshared"
@@ -316,6 +320,7 @@ def main() -> int:
     parser.add_argument("--heads", nargs="+", type=int, default=[8, 16, 32, 64, 128])
     parser.add_argument("--page-size", type=int, default=1, help="of this package and FlashAttention-3")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
     parser.add_argument("--json", type=Path, help="write every time of the table there")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -324,7 +329,7 @@ def main() -> int:
         bad = check_forests(options.seed, options.forests, watchdog) if options.forests else 0
         if options.rows:
             rows = list(rows_of(options.rows, options.heads))
-            bad += table(rows, options.page_size, options.rounds, watchdog, options.json)
+            bad += table(rows, options.page_size, options.rounds, watchdog, options.peers, options.json)
     return int(bad > 0)
 
 

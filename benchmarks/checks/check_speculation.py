@@ -70,6 +70,13 @@ DRAFTERS = {
     "ngram": f"--speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 1 {SPECULATION}",
 }
 RUNNING = 64
+SELDOM_USED = {
+    "deep_gemm": {"deep_gemm.py": ""},
+    "flash_mla": {
+        "flash_mla/__init__.py": "fused_norm_rope_attn_rope_cast = None\n",
+        "flash_mla/flash_mla_interface.py": "FlashMLASchedMeta = None\n",
+    },
+}
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -161,13 +168,15 @@ def draft_of(shape: Shape, drafter: str, options: argparse.Namespace) -> Shape:
 
 
 def environment(options: argparse.Namespace, drafter: str, folder: Path) -> dict[str, str]:
-    """Of a server's process, without a module that SGLang 0.5.17 imports for every draft model and seldom uses."""
+    """Of a server's process, with empty ones for modules that SGLang imports for every draft model and seldom uses."""
     made = {}
-    if importlib.util.find_spec("deep_gemm") is None:
-        folder.mkdir(exist_ok=True)
-        (folder / "deep_gemm.py").touch()
+    if missing := [name for name in SELDOM_USED if importlib.util.find_spec(name) is None]:
+        for name in missing:
+            for file, text in SELDOM_USED[name].items():
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                (folder / file).write_text(text)
         path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(folder))))
-        made |= {"PYTHONPATH": path, "SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
+        made |= {"PYTHONPATH": path} | ({"SGLANG_ENABLE_JIT_DEEPGEMM": "0"} if "deep_gemm" in missing else {})
     if options.accept is not None and drafter != NONE:
         made["SGLANG_SIMULATE_ACC_LEN"] = str(options.accept)
     return environment_with(made)
