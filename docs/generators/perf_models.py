@@ -14,12 +14,16 @@ from perf_text import Page, Section, caption, number, table
 
 MODELS, TWO_RANKS = "models_h200.json", "data_parallel_h200.json"
 FILES = (MODELS, "models_0517_h200.json", TWO_RANKS)  # the second has what was not measured again
-ROOM = re.compile(r" *--(?:max-running-requests \d+|disable-custom-all-reduce)")  # flags that are no row's point
+ROOM = re.compile(  # flags that are no row's point
+    r" *--(?:disable-custom-all-reduce"
+    r"|(?:max-running-requests|max-total-tokens|cuda-graph-(?:max-)?bs-decode)(?: \d+)+)"
+)
 OURS = "pat"
 BATCHES = (  # `SHARED` and `PRIVATE` of check_models.py, with the numbers of its shapes
     "Each model decodes two steady batches, in which all requests run at once. In the one with a shared prefix, 64 "
     "requests are in 2 groups, each with a prefix of 3,000 tokens; in the one with nothing shared, each of 64 requests "
-    "has a prompt of 800 tokens of its own. Qwen3-Next has 32 requests instead of 64. Each request decodes 192 tokens, "
+    "has a prompt of 800 tokens of its own. Qwen3-Next has 32 requests instead of 64; with DeepSeek V2-Lite, 256 "
+    "requests share 5 prefixes of 5,000 tokens. Each request decodes 192 tokens, "
     "or 1,200 with Llama 3.2 1B, whose steps are so short that pauses of the host would show."
 )
 LAYERS = {  # of each kind of model in the support matrix that a GPU check has a shape of
