@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.pool_host import mla
 from test_model_kinds import KINDS, Kind, environment, runner_of, server  # noqa: F401
 from test_server_modes import copy_layers, host_cache, share_read, tokens_read  # noqa: F401
 
-from effort import newest_is_enough
+from effort import newest_is_enough, on_newest
 
 LATENT = {**KINDS["latent"].config, "num_hidden_layers": 2, "first_k_dense_replace": 2}
 # Of SGLang's class for DeepSeek V3, whose last layer drafts.
@@ -65,7 +65,8 @@ def test_prefixes_in_chunks_that_come_back_from_the_host(made, host_cache, monke
     one.assert_nothing_left()
 
 
-@newest_is_enough
+# To 0.5.17 the model hands its draft layer's backend what pat takes apart, of which Triton's knows nothing.
+@pytest.mark.skipif(not on_newest(), reason="SGLang does not tell a draft layer's backend from the model's")
 def test_the_models_own_layer_drafts(made, monkeypatch):
     drafting.install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)  # of a draft model that takes over the head
