@@ -21,7 +21,7 @@ from feather_kernels.latent import LatentConfig, LatentDecodeWrapper, tiles_of
 from feather_kernels.plan import make_plan
 from feather_kernels.reference import direct_decode, reference_decode
 from feather_kernels.tiles import LATENT_TILES
-from feather_kernels.trees import forest_table, named_forest, random_forest
+from feather_kernels.trees import forest_table, named_forest, random_forest, tree_forest
 
 LAYER = {
     "head_dim": 512, "tiles": LATENT_TILES, "strategy": "time", "split": "rounds", "tail_warps": 1,
@@ -31,6 +31,13 @@ LAYER = {
 
 def plan_of(forest, heads, **options):
     return make_plan(forest, num_qo_heads=heads, num_kv_heads=tiles_of(heads), **LAYER | options)
+
+
+def test_a_plan_holds_until_a_tail_has_grown_by_a_quarter():
+    """A unit has a processor to itself, and the others wait for the longest."""
+    forest = tree_forest((4,), (3000,))
+    plan = plan_of(forest, 16, split="none")
+    assert plan.valid_for(forest.seq_len + 750)[0] and not plan.valid_for(forest.seq_len + 751)[0]
 
 
 def queued(plan):
