@@ -98,21 +98,30 @@ def _pat() -> str:
         return "not available: needs feather_kernels and torch"
     import torch
 
-    from feather_kernels.build import cutlass_include, find_nvcc
     from feather_kernels.errors import BuildError
 
     if not torch.cuda.is_available():
-        try:
-            compiler = f"{find_nvcc()}, headers in {cutlass_include()}"
-        except BuildError as error:
-            compiler = str(error)
-        return f"cannot serve here: no GPU ({compiler})"
+        return f"cannot serve here: no GPU ({_kernels_of_a_gpu()})"
     from feather_kernels.self_test import self_test
 
     try:
         return self_test()
     except BuildError as error:
         return f"cannot serve here: {error}"
+
+
+def _kernels_of_a_gpu() -> str:
+    """Where a server here would have its kernels from: the wheel, or a compiler."""
+    from feather_kernels import prebuilt
+    from feather_kernels.build import cutlass_include, find_nvcc
+    from feather_kernels.errors import BuildError
+
+    if prebuilt.has_kernels():
+        return str(prebuilt.describe())
+    try:
+        return f"{find_nvcc()}, headers in {cutlass_include()}"
+    except BuildError as error:
+        return str(error)
 
 
 def examine() -> dict[str, Any]:

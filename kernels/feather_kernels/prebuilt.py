@@ -40,6 +40,11 @@ class Manifest:
     toolkit: Mapping[str, str] = field(default_factory=dict)
     libraries: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def kernels(self) -> int:
+        """How many of the libraries are kernels of a GPU."""
+        return sum(name.startswith("packed_decode") for name in self.libraries)
+
     def to_json(self) -> str:
         """As text."""
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
@@ -90,7 +95,13 @@ def describe() -> str | None:
         return None
     if (manifest := _manifest(place)) is None:
         return f"{DISTRIBUTION} is damaged"
-    return f"{DISTRIBUTION} {manifest.version} with {len(manifest.libraries)} libraries"
+    return f"{DISTRIBUTION} {manifest.version} with {manifest.kernels} kernels and the planner"
+
+
+def has_kernels() -> bool:
+    """Whether the installed wheel has any kernel, and not the planner alone."""
+    manifest = None if (place := _package()) is None else _manifest(place)
+    return manifest is not None and manifest.kernels > 0
 
 
 def _package() -> Path | None:

@@ -112,6 +112,25 @@ def test_without_any_compiler_it_plans_and_the_doctor_is_healthy(wheel: Path, tm
     assert refused.stderr.splitlines()[-1].startswith("feather_kernels.errors.BuildError: no C++ compiler")
 
 
+@pytest.mark.parametrize("kernels", [(), (KERNEL.prebuilt,)], ids=["the planner alone", "a kernel"])
+def test_without_a_gpu_the_doctor_says_where_its_kernels_would_come_from(
+    kernels: tuple[str, ...], installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    from feather_sglang.adapter import doctor
+
+    manifest = prebuilt.Manifest("3.4.5", {}, dict.fromkeys((build.planner_file(), *kernels), "0"))
+    (installed / prebuilt.MANIFEST).write_text(manifest.to_json())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def find_nvcc() -> str:
+        raise BuildError("no nvcc")
+
+    monkeypatch.setattr(build, "find_nvcc", find_nvcc)
+    assert ("feather-kernels 3.4.5 with 1 kernels" in doctor._pat()) == bool(kernels)
+    assert ("no nvcc" in doctor._pat()) == (not kernels)
+
+
 def test_an_intact_one_is_used(installed: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert build.planner_library() == installed / build.planner_file()
     if can_compile_kernels():
