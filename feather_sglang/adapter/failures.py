@@ -1,4 +1,4 @@
-"""How feather ends the start-up of a server that asked for what cannot be."""
+"""How feather ends a server: at its start one that asked for what cannot be, and later one whose attention fails."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import functools
 import logging
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -31,6 +33,20 @@ def end_start_up(error: FeatherError) -> NoReturn:
         raise error
     # Python prints this with status 1 when all else has ended, so it is last on the screen.
     raise SystemExit(f"feather: error: {error}") from None
+
+
+def end_server(what: str, error: Exception) -> NoReturn:
+    """End the server in the middle of a step, as SGLang does where a backend raises, but with one line.
+
+    The traceback is in the log with ``--log-level debug``.
+    """
+    line = f"{what}: {str(error).strip().partition(chr(10))[0] or repr(error)}"
+    if (parent := multiprocessing.parent_process()) is None or parent.pid is None:
+        raise FeatherError(line) from error
+    logger.debug("feather: %s", what, exc_info=error)
+    logger.error("feather: error: %s; the server ends", line)
+    os.kill(parent.pid, signal.SIGQUIT)  # at which SGLang ends all of a server's processes
+    raise SystemExit(REFUSED) from None
 
 
 @contextlib.contextmanager

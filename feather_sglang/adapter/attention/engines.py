@@ -13,6 +13,7 @@ from feather_kernels.forest import Forest
 from feather_kernels.options import PlannerOptions
 from feather_kernels.plan import SHARED_LEVELS, PackPlan, default_parts
 from feather_sglang.adapter.attention.limits import LayerFacts
+from feather_sglang.adapter.failures import end_server
 from feather_sglang.errors import FeatherError
 
 
@@ -128,7 +129,8 @@ class Engines:
         if q_rope is not None:
             q_rope = q_rope.view(-1, facts.q_heads, facts.head_dim - facts.v_head_dim)
         out = q.new_empty(len(q), facts.q_heads, facts.v_head_dim)
-        engine.run(q, pool.get_key_buffer(layer.layer_id), out, q_rope=q_rope, sm_scale=facts.sm_scale)
+        latents = pool.get_key_buffer(layer.layer_id)
+        _launch(engine, layer.layer_id, q, latents, out, q_rope=q_rope, sm_scale=facts.sm_scale)
         return out.flatten(1)
 
     def _scales(self, layer: Any) -> tuple[float, float]:
@@ -148,7 +150,15 @@ class Engines:
         if sinks is not None and sinks.dtype != q.dtype:  # SGLang has them in bfloat16 under a model in float16, too
             sinks = sinks.float()
         scores = {"sm_scale": layer.sm_scale, "logit_soft_cap": layer.logit_soft_cap, "sinks": sinks}
-        engine.run(q, k, v, out=out, **scores, k_scale=kv_scales[0], v_scale=kv_scales[1])
+        _launch(engine, layer_id, q, k, v, out=out, **scores, k_scale=kv_scales[0], v_scale=kv_scales[1])
+
+
+def _launch(engine: Any, layer_id: int, *tensors: torch.Tensor, **scores: Any) -> None:
+    """Run the kernel for a layer; where it fails the server ends, as another kernel may find memory damaged."""
+    try:
+        engine.run(*tensors, **scores)
+    except (RuntimeError, ValueError) as error:
+        end_server(f"the pat backend's kernel failed in layer {layer_id}", error)
 
 
 def _engine(packed: PackedLayers, layer: LayerFacts, max_rows: int, levels: int) -> Any:

@@ -26,6 +26,7 @@ from feather_sglang.adapter.attention.metrics import PatMetrics
 from feather_sglang.adapter.attention.record import PlanRecorder
 from feather_sglang.adapter.attention.row_snapshot import RowSnapshot
 from feather_sglang.adapter.attention.rows import Rows, RowSharing
+from feather_sglang.adapter.failures import end_server
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,10 @@ class StepPlanner:
             if not self._warned:
                 self._warned = True
                 logger.warning("feather: pat decodes a batch without sharing, as its plan does not fit: %r", error)
-            self.engines.plan(_unshared(forest.seq_len, forest.row_offset), slots, lens)
+            try:
+                self.engines.plan(_unshared(forest.seq_len, forest.row_offset), slots, lens)
+            except (PlanError, MemoryError) as again:
+                end_server(f"the pat backend cannot plan {forest.n_requests} rows without sharing either", again)
         self._planned, self._read = int(forest.seq_len.sum()), self.engines.plans[0].tokens_read
 
 
