@@ -1,11 +1,13 @@
 """The packs of each strategy, against the definitions in ``oracles.packing``."""
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plan_checks import GROUP, HEADS, ONE_TILE, forests, packs_in, plan_of, without_tokens
 
 from effort import samples
+from feather_kernels.forest import Forest
 from feather_kernels.pack import MERGES, STRATEGIES
 from feather_kernels.trees import PAT_TREES, parse_tree, tree_forest
 from oracles.packing import Node, algorithm_1, cheapest, packs_of, prefix_forest, traffic
@@ -92,6 +94,35 @@ def test_optimal_is_the_exhaustive_optimum(forest, grow, overhead, merge):
     per_head = plan.traffic.total // HEADS["num_kv_heads"]
     packs = int((~without_tokens(plan)).sum())
     assert per_head + overhead * packs == cheapest(forest, DIM, GROUP, grow, overhead, merge)
+
+
+def chain_optimum(lengths, part, overhead, merge):
+    """Bytes of the best packs of a chain, one request of which ends at each node and two at the last, without tails."""
+    n, begin, token = len(lengths), np.cumsum([0, *lengths]), 2 * DIM * 2
+    least = np.zeros(n + 1, int)  # of all below a node, by where the range starts that is carried there
+    for node in reversed(range(n)):
+        carried, leaves = begin[node + 1] - begin[: node + 1], 1 if node < n - 1 else 2
+        within, apart = least[: node + 1], least[node + 1] + (n - node if node < n - 1 else 0) * part
+        tail = token * carried + (part * (begin[: node + 1] > 0) if merge == "kernel" else 0)
+        split = part if merge == "fused" else 2 * part
+        packed = token * carried + overhead + np.minimum(within, apart) + leaves * np.minimum(tail, split)
+        least = np.minimum(within + leaves * tail, packed)
+    return int(least[0])
+
+
+@pytest.mark.parametrize("merge", MERGES)
+@pytest.mark.parametrize("overhead", [0, 100_000_000, 1_000_000_000])
+def test_optimal_is_the_optimum_of_a_deep_chain(overhead, merge):
+    """Of more levels than are looked at first; nothing is packed at the highest price of a pack, and much at none."""
+    n, rng = 1500, np.random.default_rng(0)
+    lengths, node = rng.integers(1, 4, n), [*range(n), n - 1]
+    forest = Forest(np.arange(-1, n - 1), lengths, node, np.cumsum(lengths)[node] + 5, np.arange(n + 1) * 10_000)
+    plan = plan_of(forest, strategy="optimal", item_overhead=overhead, merge=merge, fan_in=0, **ONE_TILE)
+    packs = int((~without_tokens(plan)).sum()) - (n + 1)
+    bytes_moved = plan.traffic.total // HEADS["num_kv_heads"] - (n + 1) * 5 * 2 * DIM * 2
+    part = GROUP * (DIM + 4) * 2 * 2
+    assert bytes_moved + overhead * packs == chain_optimum(lengths, part, overhead, merge)
+    assert (packs > 20) if overhead == 0 else (packs > 0) == (overhead < 1_000_000_000)
 
 
 @pytest.mark.parametrize("name", PAT_TREES)

@@ -182,7 +182,7 @@ def test_a_failed_plan_leaves_the_last_one():
 
 @pytest.mark.parametrize("strategy", ["optimal", "time"])
 def test_a_table_beyond_memory_is_refused(strategy):
-    n = 9000
+    n = 70_000
     chain = Forest(np.arange(-1, n - 1), np.ones(n, int), np.arange(n), np.arange(n) + 1, np.zeros(n, int))
     with pytest.raises(PlanError, match=rf"strategy {strategy} needs .* states"):
         plan_of(chain, strategy=strategy)

@@ -9,12 +9,14 @@
 
 #include <numeric>
 
+#include "heuristics.h"
 #include "planner/plan.h"
 
 namespace feather {
 
 enum Choice : char { kNoPack, kEndedOnly, kCheaperSides, kAllSplit };
-constexpr char kMergedSide = 4;  // besides a choice
+constexpr char kMergedSide = 4;    // besides a choice
+constexpr char kMergedBeyond = 8;  // the same for the one of the parent's states that a node lacks
 constexpr int64_t kNoEntries = -1;
 
 struct PackScratch {
@@ -26,8 +28,8 @@ struct PackScratch {
     std::vector<int32_t> place, cursor, order, pack_of, left;
   } lists;
   struct Table {
-    std::vector<int64_t> offset;         // of each node: its first state
-    std::vector<char> choice;            // of each state; with kMergedSide, what is cheaper for the node's parent
+    std::vector<int64_t> offset;         // of each node: its first state, of the highest ancestor that it has one for
+    std::vector<char> choice;            // of each state; with what is cheaper for the node's parent
     std::vector<int32_t> depth;          // of each node
     std::vector<int32_t> leaves, ended;  // of each node: requests with a tail, and requests that end there
     std::vector<int64_t> state;          // of each node: as decided
@@ -138,6 +140,7 @@ struct TrafficCosts {
   explicit TrafficCosts(const Config& config)
       : token(config.token_bytes()), overhead(config.item_overhead), part(config.part_bytes()) {}
 
+  bool grow_with_range() const { return true; }
   int pack_of(int32_t) const { return 0; }  // however many requests
   double pack(int, int32_t length) const { return token * length + overhead; }
   double tail(int32_t length) const { return token * length; }  // merged into a tail
@@ -158,6 +161,16 @@ struct TimeCosts {
     part = c.part_ns + static_cast<double>(c.group_size) * c.part_row_ns;
   }
 
+  // Whether to carry a longer range, or a range to more requests, never costs less: a larger tile is not the cheaper one.
+  bool grow_with_range() const {
+    for (int32_t t = 1; t < config.n_tiles; ++t) {
+      const int64_t steps = config.tile_n[t] / config.tile_n[t - 1];
+      if (config.tile_n[t] % config.tile_n[t - 1] || config.unit_ns[t] < config.unit_ns[t - 1]) return false;
+      if (config.step_ns[t] < static_cast<double>(steps) * config.step_ns[t - 1]) return false;
+    }
+    return true;
+  }
+
   double row_tile(int32_t t, int32_t length) const {
     const uint32_t n = static_cast<uint32_t>(config.tile(t).n);
     return config.unit_ns[t] + config.step_ns[t] * ((static_cast<uint32_t>(length) + n - 1) / n);
@@ -171,8 +184,12 @@ struct TimeCosts {
   double alone(int32_t length) const { return tail_unit + tail_token * length; }
 };
 
-// A state is a node and where its carried range starts: at an ancestor, or at itself, the last of its states.
-inline void list_states(const Forest& forest, const Tree& tree, bool grow, const char* strategy,
+constexpr int64_t kMostStates = int64_t{1} << 25;
+constexpr int32_t kAllLevels = INT32_MAX;
+
+// A state is a node and where its carried range starts: at itself, the last of its states, or at one of its nearest
+// ancestors, so many levels in all.
+inline void list_states(const Forest& forest, const Tree& tree, bool grow, const char* strategy, int32_t levels,
                         PackScratch::Table& table) {
   const int32_t n = tree.n_nodes();
   auto& [offset, choice, depth, leaves, ended, state, split, order, below, path, start, cost, row, best, merged, stay] =
@@ -185,11 +202,11 @@ inline void list_states(const Forest& forest, const Tree& tree, bool grow, const
   for (int32_t u = 0; u < n; ++u) {
     depth[u] = tree.parent[u] < 0 ? 0 : depth[tree.parent[u]] + 1;
     deepest = std::max(deepest, depth[u]);
-    offset[u + 1] = offset[u] + depth[u] + 1;
-    state[u] = offset[u] + depth[u];
+    offset[u + 1] = offset[u] + std::min(depth[u] + 1, levels);
+    state[u] = offset[u + 1] - 1;
   }
   const int64_t states = offset[n];
-  FEATHER_REQUIRE(states <= (int64_t{1} << 25), "strategy " << strategy << " needs " << states
+  FEATHER_REQUIRE(states <= kMostStates, "strategy " << strategy << " needs " << states
                                                 << " states for this forest of " << n << " nodes: use profit");
   leaves.assign(n, 0);
   ended.assign(n, 0);
@@ -212,15 +229,15 @@ inline void list_states(const Forest& forest, const Tree& tree, bool grow, const
   }
   path.assign(deepest + 1, -1);
   start.resize(deepest + 1);
-  cost.resize(deepest + 1);
+  cost.resize(std::min(deepest + 1, levels));
   choice.resize(states);
   row.assign(n, kNoEntries);
   split.assign(n, 0);
   best.clear(), merged.clear(), stay.clear();
 }
 
-// Dynamic programming over a node u and the ancestor a at which its carried range starts; O(nodes * depth). cost(u, a)
-// is the least of
+// Dynamic programming over a node u and the ancestor a at which its carried range starts; O(nodes * levels).
+// cost(u, a) is the least of
 //
 //   no pack at u:   sum over children of cost(c, a)
 //   cheaper sides:  sum over children of min(cost(c, a), cost(c, c) + its requests' parts at u)
@@ -235,27 +252,34 @@ inline void list_states(const Forest& forest, const Tree& tree, bool grow, const
 // All tails of a node decide alike: their lengths cancel. Requests that end there are in the node's pack if it has one,
 // else each has its own. In the traffic model only the fused merge makes that cheaper, and where it does, merging all
 // else pays as well.
+//
+// A range that would be carried over more levels is taken to cost what it does over as many as there are, or less: no
+// cost is then more than with all levels. Where no such range is chosen, the choices are those with all levels; returns
+// whether that is so.
 template <typename Costs>
-void decide_cheapest(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch,
-                     const Costs& costs, const char* strategy) {
+bool decide_within(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch,
+                   const Costs& costs, const char* strategy, int32_t levels) {
   const bool grow = config.grow, fused = config.fused();
-  list_states(forest, tree, grow, strategy, scratch.table);
+  list_states(forest, tree, grow, strategy, levels, scratch.table);
   auto& [offset, choice, depth, leaves, ended, state, split, order, below, path, start, cost, row, best, merged, stay] =
       scratch.table;
   const double part = costs.part, tail_split = fused ? part : 2 * part;
   auto closes = [&](int32_t from) { return fused || from == 0 ? 0 : part; };  // of a request's own pack
   auto tail_merged = [&](int32_t carried, int32_t from) { return costs.tail(carried) + closes(from); };
+  auto beyond = [&](int32_t u) { return depth[u] >= levels; };  // the first of the parent's states is none of its own
+  bool settled = true;
   // The first entry of a node. A node's children come in turn, so who has entries last is the first to be done.
   auto entries_of = [&](int32_t u) {
     if (row[u] == kNoEntries) {
       row[u] = static_cast<int64_t>(best.size());
-      const size_t size = best.size() + depth[u] + 1;
+      const size_t size = best.size() + (offset[u + 1] - offset[u]);
       best.resize(size), merged.resize(size), stay.resize(size);
     }
     return row[u];
   };
   for (int32_t i = tree.n_nodes() - 1; i >= 0; --i) {  // nodes below one before it, the last child first
-    const int32_t u = order[i], p = tree.parent[u], size = tree.size[u], last = depth[u];
+    const int32_t u = order[i], p = tree.parent[u], size = tree.size[u];
+    const int32_t last = static_cast<int32_t>(offset[u + 1] - offset[u]) - 1, highest = depth[u] - last;
     for (int32_t v = u; v >= 0 && path[depth[v]] != v; v = tree.parent[v]) {
       path[depth[v]] = v;
       start[depth[v]] = tree.begin[v];
@@ -269,7 +293,7 @@ void decide_cheapest(const Config& config, const Forest& forest, const Tree& tre
     auto of_staying = of_all;
     int32_t counted = size;  // in it
     for (int32_t j = 0; j <= last; ++j) {
-      const int32_t from = start[j], carried = tree.end[u] - from;
+      const int32_t from = start[highest + j], carried = tree.end[u] - from;
       const double tail = tail_merged(carried, from), ends = ended[u] * (from == 0 ? 0 : part);
       const int32_t staying = own_stay[j] + ended[u] + (tail_split < tail ? leaves[u] : 0);
       const double all_merged = own_merged[j] + leaves[u] * tail;
@@ -298,27 +322,40 @@ void decide_cheapest(const Config& config, const Forest& forest, const Tree& tre
     if (p < 0) continue;
     const double apart = cost[last] + size * part;
     split[p] += apart;
-    const int64_t above = entries_of(p);
-    for (int32_t j = 0; j < last; ++j) {
-      const double within = cost[j];
-      best[above + j] += std::min(within, apart);
-      stay[above + j] += apart < within ? size : 0;
-      merged[above + j] += within;
-      if (within <= apart) choices[j] |= kMergedSide;
-    }
+    int64_t above = entries_of(p);
+    auto offer = [&](double within, char& chosen, char side) {
+      best[above] += std::min(within, apart);
+      stay[above] += apart < within ? size : 0;
+      merged[above++] += within;
+      if (within <= apart) chosen |= side;
+    };
+    // From position 0 on, each request may save a part.
+    if (beyond(u)) offer(cost[0] - (highest == 1 ? size * part : 0), choices[0], kMergedBeyond);
+    for (int32_t j = 0; j < last; ++j) offer(cost[j], choices[j], kMergedSide);
   }
   decide(forest, tree, scratch, [&](const Edge& edge, int32_t u) {
     const int32_t p = edge.parent;
-    const char chosen = choice[state[p]] & ~kMergedSide;
+    const char chosen = choice[state[p]] & ~(kMergedSide | kMergedBeyond);
     if (edge.ends(grow)) return chosen == kNoPack;
     if (edge.leaf >= 0 && chosen == kCheaperSides) return tail_merged(edge.carried, edge.from) <= tail_split;
     if (edge.leaf >= 0) return chosen != kAllSplit;
-    const int64_t within = offset[u] + (state[p] - offset[p]);
+    const bool lacks = beyond(u) && state[p] == offset[p];
+    const int64_t within = lacks ? offset[u] : offset[u] + (state[p] - offset[p]) - beyond(u);
     bool merged_here = chosen != kAllSplit;
-    if (chosen == kCheaperSides) merged_here = choice[within] & kMergedSide;
+    if (chosen == kCheaperSides) merged_here = choice[within] & (lacks ? kMergedBeyond : kMergedSide);
     if (merged_here) state[u] = within;
+    settled &= !(merged_here && lacks);
     return merged_here;
   });
+  return settled;
+}
+
+// As in a deep forest ranges are carried over few of its levels, not all states are looked at, unless they have to be.
+template <typename Costs>
+void decide_cheapest(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch,
+                     const Costs& costs, const char* strategy) {
+  int32_t levels = costs.grow_with_range() ? kFirstLevels : kAllLevels;
+  while (!decide_within(config, forest, tree, scratch, costs, strategy, levels)) levels *= kMoreLevels;
 }
 
 inline void decide_by_strategy(const Config& config, const Forest& forest, const Tree& tree, PackScratch& scratch) {
