@@ -15,7 +15,6 @@ from sglang.srt.managers.io_struct import (
     GetInternalStateReq,
     PauseGenerationReqInput,
     SetInternalStateReq,
-    UpdateWeightFromDiskReqInput,
 )
 
 from feather_sglang.adapter.attention import engines
@@ -71,18 +70,10 @@ def test_a_storm_of_retractions(server, monkeypatch):
     assert_answered_once(one)
 
 
-def test_pauses_flushes_and_new_weights_under_load(server, monkeypatch):
+def test_pauses_and_flushes_under_load(server):
     """SGLang refuses to flush while requests run: after a pause that retracts them all it may."""
     one = server(max_running_requests=8)
     scheduler = one.scheduler
-    loaded = []
-
-    def update_weights_from_disk(path, *args, **kwargs):
-        loaded.append(path)
-        return True, ""
-
-    runner = SimpleNamespace(weight_updater=SimpleNamespace(update_weights_from_disk=update_weights_from_disk))
-    monkeypatch.setattr(type(scheduler.weight_updater), "_select_runners", lambda *_: [("target", runner)])
     for turn in range(6):
         submit(one, range(turn * 20, turn * 20 + 20), most=6)
         for _ in range(3):
@@ -91,15 +82,9 @@ def test_pauses_flushes_and_new_weights_under_load(server, monkeypatch):
         scheduler.pause_generation(PauseGenerationReqInput(mode=mode if mode != "abort" else "in_place"))
         if mode == "abort":  # as the tokenizer does it
             scheduler.abort_request(AbortReq(abort_all=True))
-        if mode == "retract":
-            assert scheduler.flush_cache()
-            order = UpdateWeightFromDiskReqInput(model_path="new")
-            assert scheduler.weight_updater.update_weights_from_disk(order).success
-        else:
-            assert not scheduler.flush_cache()
+        assert scheduler.flush_cache() == (mode == "retract")
         scheduler.continue_generation(ContinueGenerationReqInput())
     one.drain()
-    assert loaded == ["new"] * 2
     assert_answered_once(one, complete=False)
 
 

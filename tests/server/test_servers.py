@@ -26,6 +26,7 @@ from operations import queried_metrics
 from preloaded import Preloaded
 from server.cases import KEY, LOSES_FIRST_LOGPROB, REFERENCE, ROOMY, FeatherServer
 from server.sglang_server import SGLangServer, server_environment
+from server.tiny_model import write_model
 from server.workload import Answer, Request, stream_all
 
 pytestmark = pytest.mark.timeout(600)
@@ -168,6 +169,41 @@ def test_pause_and_resume(
     assert {name: answer.text for name, answer in answers.items()} == {
         request.name: fcfs[0][request.name].text for request in requests[:50]
     }
+
+
+@pytest.mark.of_cases("switches")
+def test_new_weights_under_load(
+    feather_server: FeatherServer, fcfs: list[dict[str, Answer]], requests: list[Request], model: Path, tmp_path: Path
+) -> None:
+    """SGLang serves whom it has accepted and then loads; paused, it loads at once, and they go on with the new ones."""
+    server, chosen = feather_server.server, requests[:40]
+    old, other = {request.name: fcfs[0][request.name].text for request in chosen}, write_model(tmp_path / "new", seed=1)
+
+    def load(weights: Path, paused: bool) -> dict[str, str]:
+        answers: dict[str, Answer] = {}
+        thread = threading.Thread(target=lambda: answers.update(feather_server.answers(chosen)))
+        thread.start()
+        server.wait_until_busy()
+        if paused:
+            server.post("/pause_generation", {"mode": "retract"})
+        server.post("/update_weights_from_disk", {"model_path": str(weights)})
+        if paused:
+            server.post("/continue_generation", {})
+        thread.join(120)
+        server.wait_until_idle()
+        assert server.load() == (0, 0, 0)
+        return {name: answer.text for name, answer in answers.items()}
+
+    def now() -> dict[str, str]:
+        return {name: answer.text for name, answer in feather_server.answers(chosen).items()}
+
+    during = load(other, paused=False)
+    new = now()
+    assert all(new[name] != text for name, text in old.items())
+    assert all(text in (old[name], new[name]) for name, text in during.items()) and set(during) == set(old)
+    during = load(model, paused=True)
+    assert set(during) == set(old) and all(during.values())
+    assert now() == old
 
 
 @pytest.mark.of_cases("switches")
