@@ -257,12 +257,13 @@ def test_a_policy_is_switched_under_the_admin_key_alone(
     assert status == 400 and answer["error"].startswith("unknown schedule policy 'fifo'")
 
 
-def test_the_log_tells_of_no_failure(feather_server: FeatherServer) -> None:
-    """Runs last on each server: the debug check has seen all of the above."""
+def test_the_log_tells_of_no_failure(feather_server: FeatherServer, compiled: dict[str, str]) -> None:
+    """Runs last on each server: the debug check has seen all of the above, and feather compiled nothing."""
     server, log = feather_server.server, feather_server.server.text()
     assert server.alive()
     assert f"{feather_server.case.policy} is active" in log
     assert "Traceback" not in log and "goes on as fcfs" not in log
+    assert not Path(compiled["FEATHER_KERNELS_CACHE"]).exists()
     assert ("Retract requests" in log) == feather_server.case.retracts or not feather_server.case.retracts
 
 
