@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 from types import SimpleNamespace
@@ -58,6 +59,36 @@ def test_half_of_two_thousand_requests_are_aborted(server):
     one.scheduler.abort_request(AbortReq(abort_all=True))
     one.drain()
     assert_answered_once(one, complete=False)
+
+
+def test_requests_leave_nothing_to_pythons_collector(server):
+    """It collects the old ones rarely: what is left to it looks like a leak for hours."""
+    one = server(max_running_requests=8)
+
+    def serve(name):
+        submit(one, range(60), name=name)
+        for number in range(0, 60, 3):
+            one.abort(f"{name}{number:05}")
+            one.step()
+        one.drain()
+        one.step()
+        one.requests.clear()
+
+    serve("first")
+    gc.collect()
+    gc.freeze()  # what is there already is not looked at again
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        serve("second")
+        gc.collect()
+        found = {type(one) for one in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+        gc.unfreeze()
+    assert not {kind for kind in found if kind.__module__.startswith(("feather_sglang", "sglang"))}
 
 
 def test_a_storm_of_retractions(server, monkeypatch):
