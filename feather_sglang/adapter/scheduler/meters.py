@@ -9,13 +9,12 @@ from typing import Any
 from feather_sglang.adapter.refusals import resolved
 from feather_sglang.adapter.scheduler.agreement import Agreement
 from feather_sglang.adapter.scheduler.guard import Guard, guarded
-from feather_sglang.scheduling.meters.decode import DecodeMeter
-from feather_sglang.scheduling.meters.prefill import PrefillMeter
 from feather_sglang.scheduling.meters.readings import Readings
+from feather_sglang.scheduling.meters.steps import StepMeters
 from feather_sglang.scheduling.prefill_bound.prefill_bound import OwnTime
 
 
-class Meters:
+class Meters(StepMeters):
     """The meters of one scheduler, read by the time between results.
 
     Parameters
@@ -25,12 +24,11 @@ class Meters:
     """
 
     def __init__(self, scheduler: Any, agreement: Agreement, guard: Guard, clock: Callable[[], float]) -> None:
+        super().__init__(scheduler.chunked_prefill_size)
         self.scheduler = scheduler
         self.agreement = agreement
         self.guard = guard
         self.clock = clock
-        self.decode = DecodeMeter()
-        self.prefill = PrefillMeter(scheduler.chunked_prefill_size)
         self.own = OwnTime()
         self._drafts = resolved(scheduler.server_args, "speculative_algorithm") is not None
         self._step = False, 0  # whether the step that ends decodes, and its tokens; with drafts, those before it
@@ -46,19 +44,14 @@ class Meters:
     @guarded("a step could not be measured")
     def step_ended(self, batch: Any) -> None:
         """SGLang has processed a step's result."""
-        now, prefill = self.clock(), self.prefill
+        prefill = self.prefill
         is_decode, tokens = self._step
         if is_decode and self._drafts:
             tokens = _made(batch) - tokens
-        self.decode.step(now, tokens, is_decode)
-        lens = () if is_decode else batch.extend_lens or ()
-        pairs = sum([new * (old + new / 2) for new, old in zip(lens, batch.prefix_lens or (), strict=False)])
-        if is_decode or lens:
-            gap = prefill.step(now, sum(lens), pairs, self.decode.step_seconds)
-            if gap is not None:
-                self.own.note(gap, prefill.bare_seconds, prefill.pair_seconds, prefill.fixed_seconds or 0.0)
-        else:  # an empty step: others of its data-parallel group work
-            prefill.idle()
+        new = () if is_decode else batch.extend_lens or ()
+        gap = self.ended(self.clock(), tokens, is_decode, new, batch.prefix_lens or ())
+        if gap is not None:
+            self.own.note(gap, prefill.bare_seconds, prefill.pair_seconds, prefill.fixed_seconds or 0.0)
         # SGLang drops what has finished from the running batch when it forms the next one.
         if all(req.finished() for req in chain(batch.reqs, self.scheduler.running_batch.reqs)):
             prefill.idle()
@@ -66,8 +59,7 @@ class Meters:
     @guarded("a step could not be measured")
     def step_launched(self) -> None:
         """A prefill step is launched: a decode step still in flight belongs to the batch before it."""
-        self.decode.restart(in_flight=int(self.scheduler.enable_overlap))
-        self.prefill.begin(self.clock())
+        self.launched(self.clock(), in_flight=int(self.scheduler.enable_overlap))
 
     @guarded("a pause could not be left out")
     def resumed(self) -> None:
@@ -75,30 +67,13 @@ class Meters:
         self.decode.restart()
         self.prefill.idle()
 
-    def reward_paid(self) -> None:
-        """The reward was credited: the next one begins."""
-        self.decode.take()
-
     def warmed_up(self, decode_seconds: float) -> None:
         """A replayed server has served its warm-up request, whose decode steps took so long."""
         self.decode.least_seconds = decode_seconds
 
     def readings(self) -> Readings:
         """Rank 0's, on every rank."""
-        prefill, bare, step = self.prefill, self.prefill.bare_seconds, self.decode.step_seconds
-        return self.agreement.readings(
-            Readings(
-                now=self.clock(),
-                reward=self.decode.rate,
-                prefill_seconds=prefill.seconds_per_token,
-                fixed_seconds=prefill.fixed_seconds,
-                bare_seconds=bare,
-                pair_tokens=prefill.pair_seconds / bare if bare else None,
-                step_tokens=step / bare if bare and step is not None else None,
-                own_seconds=self.own.seconds,
-                least_decode_seconds=self.decode.least_seconds,
-            )
-        )
+        return self.agreement.readings(self.measured(self.clock(), self.own.seconds))
 
 
 def _made(batch: Any) -> int:
