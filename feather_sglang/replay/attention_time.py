@@ -121,7 +121,10 @@ class CommonPrefix:
 
     def seconds(self, lengths: np.ndarray, sharing: BatchSharing, kv_heads: int, head_bytes: int, group: int) -> float:
         """Time of one layer's decode attention; see ``AttentionTime``."""
-        total = float(lengths.sum())
+        return self.of_total(float(lengths.sum()), sharing, kv_heads, head_bytes)
+
+    def of_total(self, total: float, sharing: BatchSharing, kv_heads: int, head_bytes: int) -> float:
+        """The same from the sum of the lengths; the order of the rows does not matter."""
         token_bytes = kv_heads * head_bytes
         growth = total - sharing.total_tokens
         alone = sharing.rows == 1

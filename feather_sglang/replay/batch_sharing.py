@@ -119,3 +119,60 @@ def _common(paths: Sequence[tuple[int, ...]], block_size: int, lengths: Sequence
     pairs = zip(min(paths), max(paths), strict=False)
     blocks = next((i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, paths)))
     return min(blocks * block_size, *lengths)
+
+
+class CommonSharing:
+    """What rows share that join and leave one by one, without what depends on their order: O(ids of the one row).
+
+    Parameters
+    ----------
+    block_size : tokens in a block.
+
+    Attributes
+    ----------
+    rows, total_tokens : as in ``BatchSharing``; whoever lets the rows grow counts their tokens.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.rows = self.total_tokens = 0
+        self._rows_of: dict[int, int] = {}  # node -> rows that fill it
+        self._blocks = 0  # of all rows together
+        self._ends: dict[int, int] = {}  # node that a prompt ends within -> rows of such prompts
+        self._cut = 0  # nodes that one row fills in part and another one has, too
+
+    def change(self, nodes: Sequence[int], prompt_tokens: int, length: int, joins: bool) -> None:
+        """Let a row of so many tokens join or leave."""
+        step = 1 if joins else -1
+        full = prompt_tokens // self.block_size
+        self.rows += step
+        self.total_tokens += step * length
+        self._blocks += step * full
+        for place, node in enumerate(nodes):
+            filled, ended = self._rows_of.get(node, 0), self._ends.get(node, 0)
+            self._cut -= 0 < ended < filled + ended or ended > 1
+            if place < full:
+                filled += step
+            else:
+                ended += step
+            self._cut += 0 < ended < filled + ended or ended > 1
+            for counts, rows in ((self._rows_of, filled), (self._ends, ended)):
+                if rows:
+                    counts[node] = rows
+                else:
+                    counts.pop(node, None)
+
+    def of(self, nodes: Sequence[int]) -> BatchSharing | None:
+        """The sharing of the batch, of which a row has these nodes; None where a prompt ends within another's block."""
+        if self._cut:
+            return None
+        size, rows, common = self.block_size, self.rows, 0
+        if rows == 1:
+            common = self.total_tokens
+        else:
+            for node in nodes:
+                if self._rows_of.get(node) != rows:
+                    break
+                common += size
+        unique = self.total_tokens - size * (self._blocks - len(self._rows_of))
+        return BatchSharing(rows, self.total_tokens, unique, common, (), (), 0)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay.attention_time import Packed
+from feather_sglang.replay.attention_time import CommonPrefix, Packed
 from feather_sglang.replay.batch_sharing import BatchSharing
 from feather_sglang.replay.model_shape import ModelShape
 from feather_sglang.replay.packed_prefill import PackedPrefill
@@ -102,6 +102,18 @@ class StepTimeModel:
             return 0.0
         model = self.model
         layer = self._attention.seconds(lengths, sharing, model.kv_heads, model.head_bytes, model.group)
+        return self.profile.step_overhead_s + self._products(rows, rows) + model.layers * layer
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether the time of a decode step depends on each row; else on ``CommonSharing`` alone (``decode_total``)."""
+        return not isinstance(self._attention, CommonPrefix)
+
+    def decode_total(self, tokens: int, sharing: BatchSharing) -> float:
+        """Return what ``decode`` does, from the tokens of all rows together."""
+        assert isinstance(self._attention, CommonPrefix)
+        rows, model = sharing.rows, self.model
+        layer = self._attention.of_total(float(tokens), sharing, model.kv_heads, model.head_bytes)
         return self.profile.step_overhead_s + self._products(rows, rows) + model.layers * layer
 
     def _products(self, tokens: float, sampled: int) -> float:

@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from operator import attrgetter, index
 from typing import NamedTuple
 
-from feather_sglang.scheduling.tree.chunk_hash import DIGEST, PROCESS_SEED, TokenIds, hash_vector
+from feather_sglang.scheduling.tree.chunk_hash import DIGEST, PROCESS_SEED, HashedPrompt, TokenIds, hash_vector
 from feather_sglang.scheduling.tree.prefix_trie import (
     SLACK,
     Member,
@@ -114,7 +114,13 @@ class ChunkedHashTree:
 
     # -- changes -----------------------------------------------------------------------------------------------
 
-    def insert(self, request_id: Hashable, token_ids: TokenIds, extra_key: object = None, priority: int = 0) -> None:
+    def insert(
+        self,
+        request_id: Hashable,
+        token_ids: TokenIds | HashedPrompt,
+        extra_key: object = None,
+        priority: int = 0,
+    ) -> None:
         """Let a new request wait.
 
         Parameters

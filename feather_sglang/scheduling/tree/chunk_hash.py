@@ -16,13 +16,27 @@ TokenIds = Sequence[int] | np.ndarray  # or any other buffer of integers
 _INT64 = ("q", "l") if array("l").itemsize == 8 else ("q",)  # buffer formats of a native int64
 
 
-def hash_vector(token_ids: TokenIds, chunk_size: int, seed: int, extra_key: object = None) -> bytes:
+class HashedPrompt:
+    """A prompt that has been hashed: whoever serves it again and again need not hash it again."""
+
+    __slots__ = ("tokens", "vector")
+
+    def __init__(self, token_ids: TokenIds, chunk_size: int, seed: int) -> None:
+        self.tokens = len(token_ids)
+        self.vector = hash_vector(token_ids, chunk_size, seed)
+
+    def __len__(self) -> int:
+        return self.tokens
+
+
+def hash_vector(token_ids: TokenIds | HashedPrompt, chunk_size: int, seed: int, extra_key: object = None) -> bytes:
     """Return the XXH3-64 digests of all prefixes of 1, 2, ... chunks and of the whole prompt, packed.
 
     Parameters
     ----------
     token_ids : sequence of int, shape (tokens,)
-        An int64 buffer is read in place; anything else is converted, equal tokens to equal hashes.
+        An int64 buffer is read in place; anything else is converted, equal tokens to equal hashes. A ``HashedPrompt``
+        has been hashed, by the same seed and into the same chunks.
     extra_key : str, bytes, tuple of these, or None
         Part of the hash function, by its ``repr``: nothing is shared across different keys.
 
@@ -30,6 +44,8 @@ def hash_vector(token_ids: TokenIds, chunk_size: int, seed: int, extra_key: obje
     -------
     bytes, ``DIGEST * ceil(tokens / chunk_size)`` long
     """
+    if isinstance(token_ids, HashedPrompt):
+        return token_ids.vector
     tokens = _int64_bytes(token_ids)
     if extra_key is not None:
         seed = xxh3_64_intdigest(repr(extra_key).encode(), seed)
