@@ -9,7 +9,7 @@ comes out behaves like the best rule, of those that stand on firm ground (``firm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from feather_sglang.scheduling.policies import discretiser
@@ -93,3 +93,12 @@ def teach(learner: Learner, returns: Mapping[StopRule, float]) -> None:
             cell = learner.table.setdefault(key, list(NEW_CELL))
             mean, count = (2, 3) if rule.action(state) is STOP else (0, 1)
             cell[mean], cell[count] = max(cell[mean], value), WEIGHT
+
+
+def imitate(learner: Learner, answer: Callable[[PolicyState], Action]) -> None:
+    """Replace what a learner knows by what somebody answers: in each state that action counts for twice the other."""
+    learner.table.clear()
+    for key, state in discretiser.corners():
+        if state.tip_loss > 0 and state.batch_size > 0:
+            stop = answer(state) is STOP
+            learner.table[key] = [1.0 + (not stop), WEIGHT, 1.0 + stop, WEIGHT, 0.0]
