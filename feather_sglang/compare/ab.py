@@ -29,9 +29,10 @@ from feather_sglang.replay.arguments import (
 )
 from feather_sglang.replay.given import check_positive, flag, given
 from feather_sglang.replay.jobs import Job
+from feather_sglang.replay.on_ray import add_ray, executor_of
 from feather_sglang.replay.processes import run_jobs
 
-REPLAY_ONLY = ("profile", "prefill_graphs", "feather_pat_prefill", "scheduler_cost", "jobs")
+REPLAY_ONLY = ("profile", "prefill_graphs", "feather_pat_prefill", "scheduler_cost", "jobs", "ray")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policies", help=f"names with commas ({DEFAULT_POLICIES}, as far as SGLang has them)")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="policies replayed at a time (%(default)s)")
+    add_ray(parser)
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the results, plots and logs of an earlier run in --out"
     )
@@ -84,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         return on_servers.run(args)
     policies = chosen_policies(args)
     check_positive(args, "jobs")
+    executor = executor_of(args.ray)
     version = check_sglang(policies)
     traces = sweep(args)
     rates = Rates(policies, traces, args.slo)
@@ -105,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         for (scale, policy), label in rates.labels.items()
     ]
     failed: dict[str, str] = {}
-    results = run_jobs(jobs, args.jobs, out, console, failed=failed)
+    results = run_jobs(jobs, args.jobs, out, console, failed=failed, executor=executor)
     if not results:
         raise FeatherError(f"nothing was measured: {next(iter(failed.values()))}")
     columns = {label: result.summary for label, result in results.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -90,7 +90,7 @@ class BatchFormationEnv(gymnasium.Env[np.ndarray, np.int64]):
     options : ``FEATHER_OPTIONS`` of the server, by name.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  as gymnasium declares it
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Work in child processes, one a job: each has SGLang's global state for itself."""
+"""Work in child processes, one a job: each has SGLang's global state for itself. ``on_ray`` has them on a cluster."""
 
 from __future__ import annotations
 
@@ -34,7 +34,13 @@ class Event(NamedTuple):
     value: Any = None
 
 
-def _child(work: Callable[[Any, Any], Any], job: Any, log: Path, scratch: str, queue: Any) -> None:
+Work = Callable[[Any, Any], Any]  # of a job and of what hears of its progress; what it gives
+# Runs the work on the jobs, by name, so many at a time, their logs in a folder; whoever stops listening ends those that
+# run.
+Executor = Callable[[Sequence[Any], int, Path, Work], Generator[Event, None, None]]
+
+
+def _child(work: Work, job: Any, log: Path, scratch: str, queue: Any) -> None:
     """Entry point of a child process; everything it prints goes to its log, temporary files into a folder."""
     tempfile.tempdir = scratch
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -82,10 +88,8 @@ def _start_fork_server() -> None:
             time.sleep(0.02)
 
 
-def events(
-    jobs: Sequence[Any], at_a_time: int, logs: Path, work: Callable[[Any, Any], Any]
-) -> Generator[Event, None, None]:
-    """Run ``work`` on the jobs, by name, in child processes; whoever stops listening ends those that run."""
+def events(jobs: Sequence[Any], at_a_time: int, logs: Path, work: Work) -> Generator[Event, None, None]:
+    """Run the jobs in child processes: an ``Executor``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["feather_sglang.adapter.preload"])
     _start_fork_server()
@@ -127,20 +131,20 @@ def run_jobs(
     at_a_time: int,
     logs: Path,
     console: Console,
-    work: Callable[[Any, Any], Any] = replay,
-    passes: int = 1,
+    work: Work = replay,
     failed: dict[str, str] | None = None,
+    executor: Executor = events,
+    keep: Callable[[str, Any], None] = lambda name, result: None,
 ) -> dict[str, Any]:
-    """Run ``work`` on the jobs in child processes, with a progress bar each; what it gave, by name.
+    """Run ``work`` on the jobs, with a progress bar each; what it gave, by name.
 
-    `failed` is told why a job failed, by name; without it the first failure ends all jobs.
+    `failed` is told why a job failed, by name; without it the first failure ends all jobs. `keep` hears each result as
+    soon as it is there.
     """
     results: dict[str, Any] = {}
     columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, closing(events(jobs, at_a_time, logs, work)) as heard:
-        bars = {
-            job.name: progress.add_task(job.name, total=passes * len(job.trace.requests), start=False) for job in jobs
-        }
+    with Progress(*columns, console=console) as progress, closing(executor(jobs, at_a_time, logs, work)) as heard:
+        bars = {job.name: progress.add_task(job.name, total=len(job.trace.requests), start=False) for job in jobs}
         for name, kind, value in heard:
             if kind == "start":
                 progress.start_task(bars[name])
@@ -148,6 +152,7 @@ def run_jobs(
                 progress.update(bars[name], completed=value)
             elif kind == "done":
                 results[name] = value
+                keep(name, value)
                 progress.update(bars[name], completed=progress.tasks[bars[name]].total)
                 progress.stop_task(bars[name])
             else:

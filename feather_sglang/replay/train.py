@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from feather_sglang import __version__
 from feather_sglang.adapter.environment import sglang_variables
+from feather_sglang.adapter.hooks import installed_version
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import check_target, make_folder, write_json
 from feather_sglang.replay import server_flags
@@ -25,11 +29,16 @@ from feather_sglang.replay.arguments import (
     suited,
     workload,
 )
+from feather_sglang.replay.digests import code_digest, trace_digest
+from feather_sglang.replay.given import check_positive
 from feather_sglang.replay.jobs import Job, engine_of
-from feather_sglang.replay.processes import run_jobs
+from feather_sglang.replay.on_ray import add_ray, executor_of
+from feather_sglang.replay.processes import Work, run_jobs
 from feather_sglang.report import plots
 from feather_sglang.report.summary import RESULTS_VERSION
 from feather_sglang.report.tables import comparison
+from feather_sglang.scheduling.policies import make_policy
+from feather_sglang.scheduling.policies.policy_file import read_document, write_document
 from feather_sglang.scheduling.policies.rehearsal import FIRST_RULES, NEVER, Rehearsal, StopRule, neighbours
 from feather_sglang.scheduling.policies.rehearsal import teach as credit
 
@@ -44,12 +53,48 @@ class Pass(NamedTuple):
     stops: int
 
 
+class Passes:
+    """The passes of a training, each kept in a file as soon as it is done.
+
+    Parameters
+    ----------
+    provenance : what they depend on.
+    """
+
+    def __init__(self, file: Path, provenance: dict[str, Any]) -> None:
+        self.file, self.provenance = file, provenance
+        self.done: dict[str, Pass] = {}  # by the names of their jobs, in order
+
+    def resume(self) -> None:
+        """Take over what an interrupted training with the same provenance has kept."""
+        try:
+            content = json.loads(self.file.read_bytes())
+            if content["provenance"] != self.provenance:
+                return
+            for name, (rule, rate, stops) in content["passes"].items():
+                self.done[name] = Pass(None if rule is None else StopRule(*rule), float(rate), int(stops))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            self.done.clear()  # nothing whole is there
+
+    def add(self, name: str, one: Pass) -> None:
+        """Keep one more."""
+        self.done[name] = one
+        write_json(self.file, {"provenance": self.provenance, "passes": self.done})
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``feather train``."""
     add_workload_arguments(parser, without=("policy_file", "explore"))
     parser.set_defaults(out=Path("policy.json"))
     parser.add_argument("--policy", required=True, choices=("bandit", "qlearning"), help="learner to train")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="limit of passes over the training part (4)")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="passes replayed at a time (%(default)s)")
+    add_ray(parser)
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the passes that an interrupted training of these flags has kept",
+    )
     parser.add_argument("--split", type=float, default=0.5, metavar="SHARE", help="share of requests to train on (0.5)")
 
 
@@ -59,39 +104,66 @@ def settled(passes: list[Pass]) -> bool:
     return len(own) >= 2 and abs(own[-1] - own[-2]) <= SETTLED * own[-2]
 
 
-def teach(rounds: int, out: str, job: Job, tell: Any) -> list[Pass]:
-    """Train in this process and write the policy file.
-
-    A round replays the training part under each rule that is new, the first the same few, then the neighbours of the
-    best so far, and then under the policy that has learnt from them.
-    """
-    passes: list[Pass] = []
+def rehearse(rules: Mapping[str, StopRule], job: Job, tell: Any) -> Pass:
+    """One pass, under the rule that goes with the job's name, or else under the policy of its options."""
+    rule = rules.get(job.name)
     with engine_of(job) as engine:
         admission: Any = engine.feather.admission
-        learner = admission.policy
-        learner.explore = False
+        if rule is not None:
+            admission.policy = Rehearsal(rule)
+        outcome = engine.run(job.trace, tell)
+        rate = sum(s.request.output_length for s in outcome.served) / outcome.makespan
+        return Pass(rule, rate, admission.stops)
 
-        def replay(policy: Any, rule: StopRule | None) -> float:
-            admission.policy = policy
-            stops = admission.stops
-            done = len(passes) * len(job.trace.requests)
-            outcome = engine.run(job.trace, lambda n: tell(done + n))
-            rate = sum(s.request.output_length for s in outcome.served) / outcome.makespan
-            passes.append(Pass(rule, rate, admission.stops - stops))
-            return rate
 
-        rates: dict[StopRule, float] = {}
-        for _ in range(rounds):
-            for rule in neighbours(max(rates, key=rates.__getitem__)) if rates else FIRST_RULES:
-                if rule not in rates:
-                    rates[rule] = replay(Rehearsal(rule), rule)
-            credit(learner, rates)
-            replay(learner, None)
-            if settled(passes):
-                break
-        learner.explore = True
+def train(
+    rounds: int, learner: Any, out: Path, job: Job, passes: Passes, run_passes: Callable[..., None]
+) -> list[Pass]:
+    """Train, and write the policy file.
+
+    A round replays the training part under each rule that is new, the first the same few, then the neighbours of the
+    best so far, and then under the policy that has learnt from them. It ends early once that one has settled.
+    """
+
+    def replayed(jobs: Sequence[Job], rules: Mapping[str, StopRule]) -> list[Pass]:
+        missing = [one for one in jobs if one.name not in passes.done]
+        if missing:
+            run_passes(missing, partial(rehearse, rules))
+        return [passes.done[one.name] for one in jobs]
+
+    found: list[Pass] = []
+    rates: dict[StopRule, float] = {}
+    for number in range(1, rounds + 1):
+        tried = neighbours(max(rates, key=rates.__getitem__)) if rates else FIRST_RULES
+        rules = {str(rule): rule for rule in tried if rule not in rates}
+        one_each = replayed([replace(job, label=name) for name in rules], rules)
+        rates |= {rule: one.rate for rule, one in zip(rules.values(), one_each, strict=True)}
+        credit(learner, rates)
         learner.save(out)
-    return passes
+        frozen = {**job.options, "policy_file": str(out.absolute()), "explore": False}
+        found += one_each + replayed([replace(job, label=f"the policy, round {number}", options=frozen)], {})
+        if settled(found):
+            break
+    write_document(out, learner.name, {**read_document(out), "trained": passes.provenance})
+    return found
+
+
+def provenance(job: Job, seed: int) -> dict[str, Any]:
+    """What a training depends on: for its passes, and for whoever finds its policy file."""
+    model = job.model
+    return {
+        "feather": __version__,
+        "code": code_digest(),
+        "sglang": installed_version(),
+        "profile": model.profile.name,
+        "model": model.model.name,
+        "attention": model.attention_name,
+        "workload": {"name": job.trace.name, "requests": len(job.trace.requests), "digest": trace_digest(job.trace)},
+        "settings": job.settings,
+        "options": job.options,
+        "seed": seed,
+        "environment": sglang_variables(),
+    }
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,6 +174,7 @@ def run(args: argparse.Namespace) -> int:
         raise FeatherError(f"--rounds {args.rounds}: must be at least 2, to see whether the policy settles")
     if args.out.suffix != ".json":
         raise FeatherError(f"--out {args.out}: must be a .json file, the policy file to write")
+    check_positive(args, "jobs")
     check_target(args.out, "policy file")
     check_sglang()
     first, rest = workload(args).split(args.split)
@@ -113,6 +186,7 @@ def run(args: argparse.Namespace) -> int:
     for part in (first, rest):
         check_fits(part, settings["kv_tokens"], args.page_size)
     options, out = common_options(args), str(args.out.absolute())
+    executor = executor_of(args.ray)
     folder = make_folder(args.out.parent / f"{args.out.stem}-training", "results.json", "learning_curve.png")
     name = f"feather-{args.policy}"
     console = Console()
@@ -120,18 +194,24 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"[yellow]notice:[/yellow] {escape(notice)}")
     console.print(f"training {name} on {len(first.requests):,} requests of {escape(f'{first.name}, {args.profile}')}")
     job = Job(name, first, model, settings, options, "training")
-    most = len(FIRST_RULES) + 1 + (args.rounds - 1) * (len(neighbours(FIRST_RULES[-1])) + 1)
-    passes: list[Pass] = run_jobs([job], 1, folder, console, partial(teach, args.rounds, out), passes=most)["training"]
+    passes = Passes(folder / "passes.json", json.loads(json.dumps(provenance(job, args.seed))))
+    if args.resume:
+        passes.resume()
+        console.print(f"{len(passes.done)} passes are kept from before")
 
-    never = next(one.rate for one in passes if one.rule == NEVER)
-    own = [one.rate for one in passes if one.rule is None]
+    def run_passes(jobs: Sequence[Job], work: Work) -> None:
+        run_jobs(jobs, args.jobs, folder, console, work, executor=executor, keep=passes.add)
+
+    taken = train(args.rounds, make_policy(args.policy, seed=args.seed), args.out, job, passes, run_passes)
+    never = next(one.rate for one in taken if one.rule == NEVER)
+    own = [one.rate for one in taken if one.rule is None]
     curve = Table("pass", "rule", "output tok/s", "to never", "stops", title="learning curve", title_justify="left")
-    for number, one in enumerate(passes, 1):
+    for number, one in enumerate(taken, 1):
         rule = "[bold]the policy[/bold]" if one.rule is None else str(one.rule)
         curve.add_row(str(number), rule, f"{one.rate:,.0f}", f"{one.rate / never:.3f}x", f"{one.stops:,d}")
     console.print(curve)
     plots.learning_curve(own, never, folder / "learning_curve.png")
-    if not settled(passes):
+    if not settled(taken):
         console.print(f"[yellow]notice:[/yellow] not settled after {len(own)} rounds; raise --rounds")
     if own[-1] < (1 - SETTLED) * never:
         console.print("[yellow]notice:[/yellow] the policy loses to never stopping on this trace: do not serve with it")
@@ -144,7 +224,7 @@ def run(args: argparse.Namespace) -> int:
         replace(base, policy=name, label=f"{name} untrained"),
         replace(base, policy=name, label=f"{name} trained", options=frozen),
     ]
-    results = run_jobs(jobs, 2, folder, console)
+    results = run_jobs(jobs, args.jobs, folder, console, executor=executor)
     title = f"held out: {len(rest.requests):,} requests of {rest.name}, {args.profile}"
     console.print(comparison([r.summary for r in results.values()], title))
     write_json(
@@ -152,9 +232,8 @@ def run(args: argparse.Namespace) -> int:
         {
             "version": RESULTS_VERSION,
             **({"slo": args.slo.text} if args.slo is not None else {}),
-            "environment": sglang_variables(),
-            "settings": settings,
-            "training": [one._asdict() for one in passes],
+            **passes.provenance,
+            "training": [one._asdict() for one in taken],
             "held_out": {label: asdict(r.summary) for label, r in results.items()},
         },
     )

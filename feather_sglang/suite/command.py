@@ -25,6 +25,7 @@ from feather_sglang.replay.arguments import (
 )
 from feather_sglang.replay.given import check_positive
 from feather_sglang.replay.model_shape import load_model
+from feather_sglang.replay.on_ray import add_ray, executor_of
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.scheduling.policy_names import FEATHER, REPLAYED, STOCK
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the generated workload and of exploration")
     add_scheduler_cost(parser)
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="policies replayed at a time (%(default)s)")
+    add_ray(parser)
     parser.add_argument(
         "--out", type=Path, default=Path("feather-suite"), help="folder of results; those up to date are kept"
     )
@@ -75,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run the suite that the flags ask for."""
     check_positive(args, "jobs")
+    executor = executor_of(args.ray)
     if args.traces is not None and not args.traces.is_dir():
         raise FeatherError(f"--traces {args.traces}: no such folder")
     names = patterns(args.cases)
@@ -110,7 +113,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
     for notice in flags.notices():
         say(notice)
-    results = Suite(cases, policies, terms, out, say).run(args.jobs, console)
+    results = Suite(cases, policies, terms, out, say).run(args.jobs, console, executor)
     replace_text(out / "suite.json", json.dumps(results, separators=(",", ":")) + "\n", "results")
     say(f"results are in {out / 'suite.json'}")
     return results

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,9 @@ from feather_sglang import __version__
 from feather_sglang.adapter.environment import sglang_variables
 from feather_sglang.file_writing import replace_text
 from feather_sglang.replay.arguments import check_fits, suited
+from feather_sglang.replay.digests import code_digest, trace_digest
 from feather_sglang.replay.jobs import Job, ReplayResult, replay
-from feather_sglang.replay.processes import events
+from feather_sglang.replay.processes import Executor, events
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace
 from feather_sglang.scheduling.policy_names import FEATHER, ORACLE
@@ -35,9 +34,6 @@ FIGURES = (
     "output_tok_s", "ttft_mean", "ttft_p99", "tbt_p99_ms", "slo_share", "goodput",
     "slowdown_p50", "slowdown_p99", "max_wait", "cache_hit", "makespan",
 )  # fmt: skip
-# The code that a cell's figures come from: these, but for modules of the command line.
-DECIDES = ("adapter", "attention", "replay", "slo.py", "report/summary.py", "scheduling", "simulation")
-DECIDES_NOT = ("arguments.py", "doctor.py", "trace_cli.py", "train.py")
 
 
 @dataclass(frozen=True)
@@ -117,23 +113,6 @@ class Cell:
         replace_text(self.path, json.dumps({"provenance": self.provenance, "figures": figures}, indent=1), "results")
 
 
-@cache
-def code_digest() -> str:
-    """Of the code that decides what a replay's figures are."""
-    root, digest = Path(__file__).parents[1], hashlib.sha256()
-    for place in DECIDES:
-        path = root / place
-        files = sorted(file for file in path.rglob("*") if file.suffix in (".py", ".json")) if path.is_dir() else [path]
-        for file in (file for file in files if file.name not in DECIDES_NOT):
-            digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def trace_digest(trace: Trace) -> str:
-    """Of the requests as they are replayed."""
-    return hashlib.sha256(repr((trace.block_size, trace.requests)).encode()).hexdigest()[:12]
-
-
 def figures_of(result: ReplayResult) -> dict[str, Any]:
     """What a cell keeps of a run, to five digits."""
     summary = asdict(result.summary)
@@ -167,8 +146,9 @@ class Suite:
         for place in (self.folder, self.logs):
             place.mkdir(parents=True, exist_ok=True)
 
-    def run(self, at_a_time: int, console: Console) -> dict[str, Any]:
-        """Run what no earlier run has; all results."""
+    def run(self, at_a_time: int, console: Console, executor: Executor | None = None) -> dict[str, Any]:
+        """Run what no earlier run has, in child processes if nothing else is said; all results."""
+        self.executor = executor or events
         scales = self.scales(at_a_time, console)
         cells = [
             self.cell(case, policy, scales[case.name])
@@ -208,7 +188,7 @@ class Suite:
         jobs = [cell.job for cell in missing.values()]
         with (
             Progress(*columns, console=console) as progress,
-            closing(events(jobs, at_a_time, self.logs, replay)) as heard,
+            closing(self.executor(jobs, at_a_time, self.logs, replay)) as heard,
         ):
             bar = progress.add_task(what, total=len(cells), completed=len(cells) - len(missing))
             for name, kind, value in heard:

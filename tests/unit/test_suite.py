@@ -14,7 +14,7 @@ from rich.console import Console
 from feather_sglang.adapter.environment import sglang_variables
 from feather_sglang.cli import main
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay import server_flags
+from feather_sglang.replay import on_ray, server_flags
 from feather_sglang.replay.model_shape import load_model
 from feather_sglang.replay.processes import Event
 from feather_sglang.replay.profiles import load_profile
@@ -59,7 +59,8 @@ class Replays:
 
     def __init__(self, monkeypatch, ends_after=None, fails=()):
         self.ran, self.ends_after, self.fails = [], ends_after, fails
-        monkeypatch.setattr(runner, "events", self.events)
+        for module in (runner, on_ray):
+            monkeypatch.setattr(module, "events", self.events)
 
     def events(self, jobs, at_a_time, logs, work):
         for job in jobs:
