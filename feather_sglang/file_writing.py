@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,12 @@ def check_target(path: str | os.PathLike[str], what: str) -> None:
     """Raise ``FeatherError`` where a device, a pipe or a folder would have to give way to the file."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise FeatherError(f"cannot write {what} {path}: it exists and is no regular file; name another")
+
+
+def check_new(path: Path, overwrite: bool) -> None:
+    """Raise ``FeatherError`` where a file of an earlier run would give way, which nobody asked for."""
+    if not overwrite and path.exists():
+        raise FeatherError(f"{path} is there already: give --overwrite, or another name by --out")
 
 
 def read_text(path: str | os.PathLike[str], most: int) -> str:
@@ -48,13 +55,18 @@ def replace_text(path: str | os.PathLike[str], text: str, what: str) -> None:
 
 def replace_bytes(path: str | os.PathLike[str], content: bytes, what: str) -> None:
     """Write a file by renaming; a link stays, and leads to it."""
+    replace_chunks(path, [content], what)
+
+
+def replace_chunks(path: str | os.PathLike[str], chunks: Iterable[bytes], what: str) -> None:
+    """The same piece by piece."""
     check_target(path, what)
     target = Path(os.path.realpath(path))
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         try:
             with scratch.open("wb") as stream:
-                stream.write(content)
+                stream.writelines(chunks)
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(scratch, target)

@@ -143,8 +143,7 @@ def _unscaled(args: argparse.Namespace) -> Trace:
     if ignored := given(args, workloads.add_arguments):
         instead = "; with a trace use --rate-scale" if ignored == ["rate"] else ", not with a trace"
         raise FeatherError(f"{' and '.join(map(flag, ignored))}: for a generated workload{instead}")
-    trace = load_trace(args.trace, args.block_size)
-    return trace.head(args.requests) if args.requests else trace
+    return load_trace(args.trace, args.block_size, args.requests)
 
 
 def step_model(args: argparse.Namespace) -> tuple[StepTimeModel, dict[str, Any]]:

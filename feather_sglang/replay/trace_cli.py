@@ -1,4 +1,4 @@
-"""``feather trace``: make a request trace, or say what one is like."""
+"""``feather trace``: make a request trace, import one, or say what one is like."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay import workloads
-from feather_sglang.replay.given import flag, given
+from feather_sglang.file_writing import check_new
+from feather_sglang.replay import trace_import, workloads
+from feather_sglang.replay.given import check_positive, flag, given
 from feather_sglang.replay.trace_facts import Lengths, TraceFacts, describe
 from feather_sglang.replay.traces import MOONCAKE_BLOCK, Trace, load_trace, save_trace
 from feather_sglang.replay.traffic import TRAFFIC
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``make`` and ``inspect``."""
+    """Add ``make``, ``import`` and ``inspect``."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     make = actions.add_parser(
         "make",
@@ -29,10 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     _add_make(make)
+    importing = actions.add_parser(
+        "import",
+        help="make a trace of another's trace or log",
+        description="Write a trace of what a published trace, a benchmark or a log tells. What the "
+        "file lacks is made up, and the output says so.",
+    )
+    trace_import.add_arguments(importing)
     inspect = actions.add_parser(
         "inspect", help="describe a trace", description="Describe a trace: load, lengths, sharing."
     )
     inspect.add_argument("file", type=Path, help="trace in Mooncake's JSON lines")
+    inspect.add_argument("--requests", type=int, metavar="N", help="only the first N requests")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.add_argument(
         "--block-size", type=int, default=MOONCAKE_BLOCK, help="tokens per hash id where the file does not say (512)"
@@ -51,7 +60,7 @@ def _add_make(make: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ``feather trace make`` or ``feather trace inspect``."""
+    """Run ``feather trace make``, ``import`` or ``inspect``."""
     console = Console()
     if args.action == "make":
         trace = make(args)
@@ -59,15 +68,30 @@ def run(args: argparse.Namespace) -> int:
         made = f"{args.out}: {trace.name}, {len(trace.requests):,} requests"
         console.print(made, markup=False, highlight=False, soft_wrap=True)
         return 0
-    trace = load_trace(args.file, args.block_size)
-    for notice in trace.notices:
-        Console(stderr=True).print(f"notice: {notice}", markup=False, highlight=False, soft_wrap=True)
+    if args.action == "import":
+        check_new(args.out, args.overwrite)
+        imported = trace_import.import_trace(args)
+        trace = imported.trace
+        _tell(trace.notices)
+        save_trace(trace, args.out)
+        rate = f", {trace.rate:,.4g} a second" if trace.rate else ""
+        for line in (f"{args.out}: {imported.format}, {len(trace.requests):,} requests{rate}", *imported.made_up):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        return 0
+    check_positive(args, "requests")
+    trace = load_trace(args.file, args.block_size, args.requests)
+    _tell(trace.notices)
     facts = describe(trace)
     if args.json:
         print(json.dumps({**asdict(facts), "notices": trace.notices}, indent=1))
     else:
         console.print(table(facts))
     return 0
+
+
+def _tell(notices: list[str]) -> None:
+    for notice in notices:
+        Console(stderr=True).print(f"notice: {notice}", markup=False, highlight=False, soft_wrap=True)
 
 
 def make(args: argparse.Namespace) -> Trace:

@@ -15,15 +15,17 @@ import os
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from feather_sglang.errors import FeatherError
-from feather_sglang.file_writing import replace_text
+from feather_sglang.file_writing import replace_chunks
 from feather_sglang.replay.arrivals import Arrivals
+from feather_sglang.replay.compression import bare, packed
+from feather_sglang.replay.lines import json_rows
 
 MOONCAKE_BLOCK = 512  # tokens in a block of the published traces
 VOCABULARY = 32_000  # made tokens are below this,
@@ -33,7 +35,8 @@ LONGEST = 10_000_000  # tokens; a longer prompt or output is a mistake
 _KINDS = VOCABULARY - FIRST_TOKEN
 _LEAD = 5  # a block opens with its id in base _KINDS: five digits hold any id below 2**63
 _PLACES = np.array([_KINDS**digit for digit in range(_LEAD)], dtype=np.uint64)
-_LONGEST_LINE = 1 << 28  # bytes: of a prompt of `LONGEST` tokens in blocks of one
+# Of a trace of at least so many requests, those a second beyond which its times are likely in another unit.
+FEW_REQUESTS, LOW_RATE, HIGH_RATE = 20, 0.01, 500.0
 _LATEST_MS = 1e13  # ms from the first request, 300 years
 
 
@@ -136,47 +139,55 @@ class Trace:
         return Trace(self.name, self.block_size, requests, self.notices)
 
 
-def load_trace(path: str | os.PathLike[str], block_size: int = MOONCAKE_BLOCK) -> Trace:
+def load_trace(path: str | os.PathLike[str], block_size: int = MOONCAKE_BLOCK, requests: int | None = None) -> Trace:
     """Read a trace in Mooncake's format.
 
     Parameters
     ----------
     block_size : tokens in a block where the file does not say (traces made by ``feather trace make`` do).
+    requests : read only so many lines, and look at none behind them.
 
     Times are counted from the first request, to the microsecond. A bad line raises ``file:line: field: reason``;
     lines out of order are sorted, with a notice.
     """
     if block_size < 1:
         raise FeatherError(f"block size {block_size}: must be at least 1 token")
-    source = Path(path)
-    try:
-        with source.open("rb") as stream:
-            rows = _rows(source, stream)
-    except IsADirectoryError:
-        raise FeatherError(f"{source}: is a directory, not a trace file") from None
-    except FileNotFoundError:
-        raise FeatherError(f"{source}: no such trace file") from None
-    except OSError as error:
-        raise FeatherError(f"{source}: cannot read: {error.strerror or error}") from error
-    if not rows:
+    source, notices = Path(path), list[str]()
+    own: int | None = None
+    made: list[TraceRequest] = []
+    for index, (where, row) in enumerate(islice(json_rows(source, notices), requests)):
+        size = _whole(row, "block_size", where, 1) if "block_size" in row else block_size
+        if own not in (None, size):
+            raise FeatherError(f"{where}: block_size: {size} differs from the lines before ({own})")
+        own = size
+        request = _request(index, where, row, size)
+        _check_turn(where, request, made)
+        made.append(request)
+    if own is None:
         raise FeatherError(f"{source}: the trace is empty: expected one JSON object per line")
-    block_size = _block_size(source, rows, block_size)
-    requests = [_request(index, f"{source}:{number}", row, block_size) for index, (number, row) in enumerate(rows)]
-    for (number, _), request in zip(rows, requests, strict=True):
-        _check_turn(f"{source}:{number}", request, requests)
+    return ordered(bare(source).stem, own, made, f"{source}", notices)
+
+
+def ordered(name: str, block_size: int, requests: list[TraceRequest], where: str, notices: list[str]) -> Trace:
+    """The trace of requests as a file has them: sorted, from time 0, with notices of what was mended or looks wrong."""
     late = sum(b.arrival_s < a.arrival_s for a, b in pairwise(requests))
-    notices = []
     if late:
-        notices.append(f"{source}: {late} of {len(requests)} requests were out of order: sorted by timestamp")
+        notices.append(f"{where}: {late} of {len(requests)} requests were out of order: sorted by timestamp")
         requests.sort(key=lambda request: request.arrival_s)
     start = requests[0].arrival_s
-    requests = [r._replace(arrival_s=round(r.arrival_s - start, 6)) for r in requests]
-    return Trace(source.stem, block_size, requests, notices)
+    trace = Trace(name, block_size, [r._replace(arrival_s=round(r.arrival_s - start, 6)) for r in requests], notices)
+    if len(requests) >= FEW_REQUESTS and not LOW_RATE <= trace.rate <= HIGH_RATE:
+        unit = "s" if trace.rate > HIGH_RATE else "ms"
+        notices.append(
+            f"{where}: {trace.rate:,.4g} requests a second: if this is not so, its times are in another unit: "
+            f"feather trace import --time-unit {unit}"
+        )
+    return trace
 
 
 def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write a trace in Mooncake's format; a reader sees the old file or the new one, never a part of one."""
-    replace_text(path, "".join(f"{line}\n" for line in _lines(trace)), "trace")
+    replace_chunks(path, packed((f"{line}\n".encode() for line in _lines(trace)), path), "trace")
 
 
 def _lines(trace: Trace) -> Iterable[str]:
@@ -199,39 +210,6 @@ def _lines(trace: Trace) -> Iterable[str]:
         yield json.dumps(row, allow_nan=False)
 
 
-def _rows(source: Path, stream: BinaryIO) -> list[tuple[int, dict[str, Any]]]:
-    rows = []
-    for number, raw in enumerate(iter(lambda: stream.readline(_LONGEST_LINE), b""), start=1):
-        where = f"{source}:{number}"
-        if len(raw) == _LONGEST_LINE:
-            raise FeatherError(f"{where}: line: longer than {_LONGEST_LINE} bytes")
-        try:
-            line = raw.decode("utf-8-sig").strip()
-        except UnicodeDecodeError as error:
-            raise FeatherError(f"{where}: line: not UTF-8 (byte {error.start + 1})") from None
-        if not line:
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise FeatherError(f"{where}: line: not JSON: {error.msg} at column {error.colno}") from None
-        except (ValueError, RecursionError) as error:
-            raise FeatherError(f"{where}: line: not usable JSON: {str(error).splitlines()[0]}") from None
-        if not isinstance(row, dict):
-            raise FeatherError(f"{where}: line: not a JSON object")
-        rows.append((number, row))
-    return rows
-
-
-def _block_size(source: Path, rows: list[tuple[int, dict[str, Any]]], default: int) -> int:
-    sizes = set()
-    for number, row in rows:
-        sizes.add(_whole(row, "block_size", f"{source}:{number}", 1) if "block_size" in row else default)
-        if len(sizes) > 1:
-            raise FeatherError(f"{source}:{number}: block_size: differs from the lines before ({sorted(sizes)})")
-    return sizes.pop()
-
-
 def _request(index: int, where: str, row: dict[str, Any], block_size: int) -> TraceRequest:
     arrival_s = _seconds(row, "timestamp", where)
     input_length = _whole(row, "input_length", where, 1)
@@ -246,13 +224,22 @@ def _request(index: int, where: str, row: dict[str, Any], block_size: int) -> Tr
     if len(hash_ids) != blocks:
         raise FeatherError(
             f"{where}: hash_ids: {len(hash_ids)} ids, but input_length {input_length} has {blocks} blocks of "
-            f"{block_size} tokens"
+            f"{block_size} tokens{fitting(input_length, len(hash_ids))}"
         )
     after = _whole(row, "after", where, 0) if "after" in row else None
     think_s = round(_seconds(row, "think", where), 6) if "think" in row else 0.0
     if after is None and think_s:
         raise FeatherError(f"{where}: think: goes with after, the line of the request that this one answers")
     return TraceRequest(index, arrival_s, input_length, output_length, tuple(hash_ids), after, think_s)
+
+
+def fitting(tokens: int, ids: int) -> str:
+    """What to do where so many ids do not fit a prompt in blocks of the size assumed."""
+    if ids < 2:
+        return ""
+    least, most = -(-tokens // ids), (tokens - 1) // (ids - 1)
+    likely = [size for size in (1 << power for power in range(14)) if least <= size <= most]
+    return f"; blocks of {likely[0] if likely else least} would fit: --block-size" if least <= most else ""
 
 
 def _check_turn(where: str, request: TraceRequest, requests: list[TraceRequest]) -> None:

@@ -56,7 +56,7 @@ class Case:
         elif folder is None or not (folder / self.file).is_file():
             return None
         else:
-            trace = load_trace(folder / self.file).part(self.first, self.count)
+            trace = load_trace(folder / self.file, requests=self.first + self.count).part(self.first, self.count)
             if len(trace.requests) < self.count:
                 raise FeatherError(f"{folder / self.file}: ends before request {self.first + self.count} ({self.name})")
         if most := self.short if short else self.count:

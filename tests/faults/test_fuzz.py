@@ -14,7 +14,7 @@ from faults import fuzz
 from feather_kernels.errors import PlanError
 from feather_kernels.plans import batch_file
 from feather_sglang.errors import FeatherError
-from feather_sglang.replay import traces
+from feather_sglang.replay import lines, traces
 from feather_sglang.scheduling.policies import load_policy, policy_file
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def test_a_fault_is_found(readers):
     [
         (policy_file, "LARGEST_FILE", load_policy),
         (batch_file, "LARGEST_FILE", batch_file.load_batch),
-        (traces, "_LONGEST_LINE", traces.load_trace),
+        (lines, "LONGEST_LINE", traces.load_trace),
     ],
     ids=["policy file", "batch file", "trace"],
 )

@@ -145,6 +145,33 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path):
         load_trace(tmp_path)
 
 
+def test_a_last_line_whose_writer_was_killed_is_left_out_with_a_notice(tmp_path):
+    path = write(tmp_path / "t.jsonl", GOOD)
+    with path.open("a") as stream:
+        stream.write(json.dumps(GOOD)[:20])
+    trace = load_trace(path)
+    assert len(trace.requests) == 1 and len(trace.notices) == 1 and f"{path}:2: " in trace.notices[0]
+
+
+def test_lines_behind_those_asked_for_are_not_read(tmp_path):
+    path = write(tmp_path / "t.jsonl", GOOD, {**GOOD, "timestamp": 5})
+    with path.open("a") as stream:
+        stream.write("no JSON\n")
+    assert [r.arrival_s for r in load_trace(path, requests=2).requests] == [0.0, 0.005]
+
+
+@pytest.mark.parametrize("cut", [1, 12])
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_packed_trace_that_is_cut_is_refused_in_one_line(tmp_path, suffix, cut):
+    path = tmp_path / f"t.jsonl{suffix}"
+    save_trace(Trace("t", 512, [TraceRequest(n, n, 700, 5, (n, n + 1)) for n in range(50)]), path)
+    assert len(load_trace(path).requests) == 50
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(FeatherError) as caught:
+        load_trace(path)
+    assert "damaged" in str(caught.value) and "\n" not in str(caught.value)
+
+
 @given(st.binary(max_size=300))
 def test_no_bytes_whatever_raise_anything_else(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "bytes"
