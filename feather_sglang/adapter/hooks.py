@@ -12,7 +12,8 @@ admits from others that read the queue (``AdmissionQueue``). Six kinds:
     Wrapped in the process that starts a server, where a policy, switching or pat is asked for.
 ``scheduler``
     Wrapped on the one scheduler object, and on the adder and batch it makes for a step, and only when it was started
-    with a feather policy: under any other policy the methods that SGLang calls per step are its own, untouched.
+    with a feather policy: under any other policy the methods that SGLang calls per step are its own, untouched, but
+    for ``process_batch_result`` where ``--feather-record-trace`` is given.
 ``switch``
     Wrapped on the one scheduler object, under any policy, where ``--feather-allow-switch`` is given.
 ``pat``
@@ -132,7 +133,7 @@ _POLICY_HOOKS = (
         "can_run_list",
     ),
     _hook(_SCHEDULER + "update_running_batch(self, batch)", "scheduler", "prefix row order before a decode step"),
-    _hook(_SCHEDULER + "process_batch_result(self, batch, result)", "scheduler", "decode throughput, the reward"),
+    _hook(_SCHEDULER + "process_batch_result(self, batch, result)", "scheduler", "the reward; a recording"),
     _hook(_SCHEDULER + "continue_generation(self, recv_req)", "scheduler", "a pause is over: nothing was measured"),
     _hook(
         _SCHEDULER + "get_next_batch_to_run(self, running_batch, last_batch)",

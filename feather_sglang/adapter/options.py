@@ -199,6 +199,30 @@ class FeatherOptions:
         at_start=True,
         flag=False,
     )
+    record_trace: str | None = _option(
+        None,
+        _writable_folder,
+        "DIR",
+        "Folder in which the server records its requests as a trace for `feather ab`: times, lengths and hashes of "
+        "prompts, but no tokens and no text. It works under any schedule policy.",
+        at_start=True,
+    )
+    record_trace_mb: float = _option(
+        1000.0,
+        _number("megabytes, at least 1", lambda value: 1 <= value < math.inf),
+        "MB",
+        "Size of a recording, in megabytes: its oldest requests go when it is reached.",
+        at_start=True,
+        flag=False,
+    )
+    record_trace_hours: float = _option(
+        24.0,
+        _number("hours, more than 0", lambda value: 0 < value < math.inf),
+        "HOURS",
+        "Time after which a recording ends.",
+        at_start=True,
+        flag=False,
+    )
     pat_beside: str | None = _option(
         None,
         _name,
@@ -328,6 +352,12 @@ def switch_allowed(environment: Any = os.environ) -> bool:
     """Whether FEATHER_OPTIONS allows to switch policies; only one that names the option is read."""
     named = "allow_switch" in environment.get(VARIABLE, "") and not disabled()
     return named and FeatherOptions.from_environment(environment).allow_switch
+
+
+def records_trace(environment: Any = os.environ) -> bool:
+    """The same of whether requests are recorded."""
+    named = "record_trace" in environment.get(VARIABLE, "") and not disabled()
+    return named and FeatherOptions.from_environment(environment).record_trace is not None
 
 
 def packs_prefill(environment: Any = os.environ) -> bool:

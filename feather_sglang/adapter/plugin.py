@@ -17,8 +17,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from feather_sglang.adapter.attention.registration import construct, register_backend, resolve
 from feather_sglang.adapter.failures import refusals_end_start_up
 from feather_sglang.adapter.hooks import HOOKS, INIT, exists, extension_points, is_needed
-from feather_sglang.adapter.options import switch_allowed
-from feather_sglang.adapter.start_up import offer, refuse_arguments, start_policy, start_switch
+from feather_sglang.adapter.options import records_trace, switch_allowed
+from feather_sglang.adapter.start_up import offer, refuse_arguments, start_policy, start_record, start_switch
 from feather_sglang.adapter.step_log import start_step_log
 from feather_sglang.adapter.wrapping import Wrappings
 from feather_sglang.errors import FeatherError
@@ -61,6 +61,8 @@ def accept_policy(original: Any, policy: Any, name: str, tree_cache: Any) -> Any
 def start(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Set up a scheduler for a feather policy and for switching, or end its start-up with one clear line."""
     result = original(scheduler, *args, **kwargs)
+    if records_trace():
+        start_record(scheduler)  # first, as whoever wraps a method later lets it go earlier
     extended = extension_points() is not None  # then the policy has started itself, and hears of pauses
     if scheduler.schedule_policy in FEATHER and not extended:
         start_policy(scheduler)
@@ -108,7 +110,7 @@ def register() -> None:
         register_policies()
     parts = ["policy", "pat", *(["switch"] if switch_allowed() else [])]
     for hook in HOOKS:
-        needed = any(is_needed(hook, part) for part in parts)
+        needed = any(is_needed(hook, part) for part in parts) or (hook.target == INIT and records_trace())
         if hook.kind == "start" and needed and (exists(hook) or not hook.optional):
             handler, kind = HANDLERS[hook.target.rpartition(".")[2]]
             HookRegistry.register(hook.target, handler, kind)

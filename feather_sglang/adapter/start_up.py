@@ -12,7 +12,7 @@ from typing import Any
 from feather_sglang.adapter.attention.registration import PAT, offer_backend
 from feather_sglang.adapter.failures import begin_command_line, expect_refusals, refusals_end_start_up
 from feather_sglang.adapter.hooks import installed_version, require_fit, untested
-from feather_sglang.adapter.options import FeatherOptions, add_flags, packs_prefill, switch_allowed
+from feather_sglang.adapter.options import FeatherOptions, add_flags, packs_prefill, records_trace, switch_allowed
 from feather_sglang.adapter.refusals import refuse_pat_flags, refuse_policy_flags
 from feather_sglang.errors import FeatherError
 from feather_sglang.scheduling.policy_names import FEATHER
@@ -46,7 +46,9 @@ def refuse_arguments(args: Any) -> None:
             refuse_pat_flags(args)
         elif packs_prefill():
             raise FeatherError("--feather-pat-prefill is for the pat backend: give --decode-attention-backend pat, too")
-        if args.schedule_policy in FEATHER or switch_allowed() or PAT in _backends(args):
+        if records_trace():
+            require_fit("--feather-record-trace")
+        if args.schedule_policy in FEATHER or switch_allowed() or records_trace() or PAT in _backends(args):
             expect_refusals()
 
 
@@ -69,6 +71,14 @@ def start_policy(scheduler: Any) -> None:
         refuse_unsupported(scheduler, name, options)
         take_over(scheduler, name, options, make_stop_policy(name, options))
     logger.info("feather: %s is active (sglang %s)", name, installed_version())
+
+
+def start_record(scheduler: Any) -> None:
+    """Record the scheduler's requests, or end its start-up with one clear line."""
+    with refusals_end_start_up():
+        from feather_sglang.adapter.recording.recorder import start_recording
+
+        start_recording(scheduler)
 
 
 def start_switch(scheduler: Any, initialise: Callable[[], Any]) -> None:

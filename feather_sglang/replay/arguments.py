@@ -31,7 +31,12 @@ from feather_sglang.simulation.clients import STREAM_INTERVAL
 from feather_sglang.slo import NAMED, parse
 
 DEFAULT_OUT = Path("feather-ab-results")
-ONLY_ON_SERVERS = ("pat_beside", "unproven_gpu", "allow_switch")  # options that change nothing in a replay
+ONLY_ON_SERVERS = (
+    "pat_beside",
+    "unproven_gpu",
+    "allow_switch",
+    "record_trace",
+)  # options that change nothing in a replay
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:

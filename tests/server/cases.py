@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from effort import on_newest
@@ -35,12 +36,13 @@ class Case:
     priorities: bool = False
     pat: bool = False
     switches: bool = False
+    records: bool = False  # its requests, into `FeatherServer.recorded`
 
 
 # feather-bandit, which is feather by another name, serves on two ranks and in sglang.Engine; feather-order serves after
 # a switch.
 _NEWEST = {
-    "plain": Case("feather", (*ROOMY, "--feather-allow-switch", "--admin-api-key", KEY), switches=True),
+    "plain": Case("feather", (*ROOMY, "--feather-allow-switch", "--admin-api-key", KEY), switches=True, records=True),
     "chunks-priorities": Case(
         "feather-heuristic",
         (
@@ -69,6 +71,7 @@ class FeatherServer:
 
     case: Case
     server: SGLangServer
+    recorded: Path
 
     def answers(self, requests: list[Request], **options: Any) -> dict[str, Answer]:
         """Stream all requests, with three levels of priority where the server knows priorities."""

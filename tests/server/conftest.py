@@ -93,14 +93,17 @@ def feather_server(
     preloaded: Preloaded,
     fcfs: object,
     compiled: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[FeatherServer]:
     """The server of one case; after every scheduling step it checks its tree against SGLang's queues."""
     case = CASES[request.param]
-    flags = ("--schedule-policy", case.policy, *case.flags)
+    recorded = tmp_path_factory.mktemp("recorded")
+    recording = ("--feather-record-trace", str(recorded)) if case.records else ()
+    flags = ("--schedule-policy", case.policy, *case.flags, *recording)
     environment = {"FEATHER_DEBUG_CHECK": "1", **compiled, **case.environment}
     how = {"start": SERVE if case.serve else preloaded, "key": KEY if case.switches else None}
     with SGLangServer(model, logs / f"{request.param}.txt", *flags, **how, **environment) as server:
-        yield FeatherServer(case, server)
+        yield FeatherServer(case, server, recorded)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from decision_logs import compare
 
 from effort import newest_is_enough
 from feather_sglang.adapter.ports import free_port
+from feather_sglang.cli import main
+from feather_sglang.replay.traces import load_trace
 from feather_sglang.scheduling.policy_names import SWITCH_PATH
 from operations import queried_metrics
 from preloaded import Preloaded
@@ -255,6 +258,30 @@ def test_a_policy_is_switched_under_the_admin_key_alone(
     }
     status, answer = switch("fifo")
     assert status == 400 and answer["error"].startswith("unknown schedule policy 'fifo'")
+
+
+@pytest.mark.of_cases("records")
+def test_what_was_served_is_recorded_and_can_be_replayed(
+    feather_server: FeatherServer, served: dict[str, Answer], tmp_path: Path
+) -> None:
+    """Last: the recording goes on after the policy was switched."""
+    server, prompt = feather_server.server, list(range(40, 140))
+    for _ in range(2):
+        body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 9, "temperature": 0, "ignore_eos": True}}
+        status, text = server.answer("/generate", body, server.key)
+        assert status == 200, text
+        prompt = [*prompt, *json.loads(text)["output_ids"], *range(50)]
+    (file,) = feather_server.recorded.iterdir()
+    deadline, trace = time.monotonic() + 20, load_trace(file)
+    while trace.requests[-1].input_length != 159 and time.monotonic() < deadline:
+        time.sleep(0.1)
+        trace = load_trace(file)
+    lengths = Counter((request.input_length, request.output_length) for request in trace.requests)
+    assert not Counter((answer.prompt_tokens, answer.completion_tokens) for answer in served.values()) - lengths
+    assert trace.requests[-1].after is not None and trace.requests[-1].hash_ids[0] == trace.requests[-2].hash_ids[0]
+    out = tmp_path / "out"
+    assert main(["ab", str(file), "--requests", "30", "--policies", "fcfs,feather", "--out", str(out)]) == 0
+    assert set(json.loads((out / "results.json").read_text())["runs"]) == {"fcfs", "feather"}
 
 
 def test_the_log_tells_of_no_failure(feather_server: FeatherServer, compiled: dict[str, str]) -> None:

@@ -105,6 +105,8 @@ def test_one_variable_turns_off_what_the_flags_name(monkeypatch, tmp_path, backe
         ("feather-pat-prefill: auto", "pat_prefill", "auto"),
         ("feather-pat-prefill: off", "pat_prefill", "off"),
         ("feather-unproven-gpu: on", "unproven_gpu", True),
+        ("feather-record-trace: /tmp", "record_trace", "/tmp"),
+        ("feather-record-trace:", "record_trace", None),
     ],
 )
 def test_every_flag_works_from_a_config_file(monkeypatch, tmp_path, line, name, value):

@@ -79,12 +79,13 @@ def test_flags_reach_the_processes_started_next(monkeypatch):
 
 
 def test_what_nobody_needs_first_has_no_flag():
-    """The variable sets it, and thirteen flags remain."""
+    """The variable sets it, and fourteen flags remain."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
     flags = {action.dest for action in parser._actions} - {"help"}
-    assert len(flags) == 13
-    without = {f"feather_{name}" for name in ("seed", "chunk_size", "max_wait_rounds", "record_plan")}
+    assert len(flags) == 14
+    alone = ("seed", "chunk_size", "max_wait_rounds", "record_plan", "record_trace_mb", "record_trace_hours")
+    without = {f"feather_{name}" for name in alone}
     assert flags | without == {f"feather_{name}" for name in FeatherOptions.__dataclass_fields__}
     assert not flags & without
 
