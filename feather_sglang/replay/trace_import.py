@@ -22,6 +22,7 @@ from feather_sglang.replay.traces import LONGEST, Trace, TraceRequest, fitting, 
 from feather_sglang.replay.workloads import check_within, generator, poisson
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+LATEST = 1e10  # seconds of a time, from whatever it is counted
 MADE_BLOCK = 64  # tokens in a block that is named here
 
 
@@ -102,6 +103,8 @@ def _times(
     """Seconds at which the requests came."""
     unit = UNITS.get(args.time_unit, form.unit)
     times = [one.time * unit for one in found if one.time is not None]
+    if times and not max(map(abs, times)) <= LATEST:
+        raise FeatherError(f"{args.file}: has times beyond {LATEST:g} s")
     if len(times) == len(found):
         if args.rate is not None:
             raise FeatherError("--rate is for a file without times; change the rate of a trace by --rate-scale of ab")

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from feather_kernels.errors import PlanError
 from feather_kernels.plan import make_plan
@@ -28,10 +29,13 @@ from feather_kernels.plans.batch_file import batch_text, load_batch, tree_batch
 from feather_kernels.trees import tree_forest
 from feather_sglang.adapter.options import VARIABLE, FeatherOptions, ReplayFlag, add_flags
 from feather_sglang.errors import FeatherError
+from feather_sglang.replay import trace_import
+from feather_sglang.replay.formats import tokens
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.traces import load_trace, save_trace
 from feather_sglang.scheduling.policies import PolicyState, load_policy, make_policy
 from feather_sglang.slo import parse
+from trace_samples import SAMPLES
 
 LONGEST_LINE = 2000  # characters of a refusal
 SHOWN = 10  # faults of a reader
@@ -156,6 +160,25 @@ def read_trace(path: Path) -> None:
     assert [one[1:5] for one in again.requests] == [one[1:5] for one in trace.requests]
 
 
+class Words:
+    """A tokenizer."""
+
+    @staticmethod
+    def encode(text: str, **more: object) -> list[int]:
+        return [len(word) for word in text.split()]
+
+
+def read_import(path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    trace_import.add_arguments(parser)
+    flags = ["--tokenizer", "words", "--rate", "5"] if path.read_bytes()[-1:] == b" " else ["--tokenizer", "words"]
+    with mock.patch.object(tokens, "load_tokenizer", lambda name: Words):
+        trace = trace_import.import_trace(parser.parse_args([str(path), "--out", "none", *flags])).trace
+    copy = path.with_name("imported.jsonl")
+    save_trace(trace, copy)
+    load_trace(copy)
+
+
 def read_policy(path: Path) -> None:
     policy = load_policy(path)
     for batch in range(4):
@@ -201,6 +224,9 @@ def readers(folder: Path) -> dict[str, Reader]:
     profiles = [path.read_bytes() for path in sorted(profile.glob("*.json"))]
     return {
         "trace": Reader(of_file(folder, "trace.jsonl", read_trace), [trace, trace + after, trace + b"\n"]),
+        "import": Reader(
+            of_file(folder, "import.txt", read_import), [content.encode() for content, *_ in SAMPLES.values()]
+        ),
         "policy file": Reader(of_file(folder, "policy.json", read_policy), policies),
         "batch file": Reader(
             of_file(folder, "batch.json", lambda path: load_batch(path) and None),

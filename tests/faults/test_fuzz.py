@@ -26,7 +26,18 @@ def readers(tmp_path_factory):
     return fuzz.readers(tmp_path_factory.mktemp("inputs"))
 
 
-READERS = ["trace", "policy file", "batch file", "flags", "switch order", "options", "tree", "bounds", "profile"]
+READERS = [
+    "trace",
+    "import",
+    "policy file",
+    "batch file",
+    "flags",
+    "switch order",
+    "options",
+    "tree",
+    "bounds",
+    "profile",
+]
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -31,7 +31,9 @@ _HEALTH_CHECK = "HEALTH_CHECK"  # begins the ids of SGLang's own requests
 
 def start_recording(scheduler: Any) -> None:
     """Record what this scheduler serves, where FEATHER_OPTIONS names a folder."""
-    if not records_trace() or not is_first_rank():
+    from sglang.srt.runtime_context import get_parallel  # which takes seconds where nothing else is SGLang's
+
+    if not records_trace() or not is_first_rank() or getattr(get_parallel(), "pp_rank", None):
         return
     options = FeatherOptions.from_environment()
     assert options.record_trace is not None  # it was asked for

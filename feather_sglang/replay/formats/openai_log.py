@@ -25,6 +25,7 @@ def read(source: Source) -> Iterator[Found]:
             raise FeatherError(f"{where}: is text, of which blocks are made by a tokenizer: give --tokenizer MODEL")
         try:
             tokens = source.tokenizer.prompt(body)
+            ids = source.blocks.of(tokens)
         except FeatherError:
             raise
         except Exception as error:  # a chat template raises whatever it likes
@@ -36,7 +37,7 @@ def read(source: Source) -> Iterator[Found]:
             None if time is None else moment(time, where),
             len(tokens),
             _output(row, body, answer, where, source),
-            source.blocks.of(tokens),
+            ids,
         )
 
 

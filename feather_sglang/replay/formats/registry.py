@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from itertools import islice
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from feather_sglang.errors import FeatherError
 from feather_sglang.replay.formats.benchmarks import BENCH_SERVING, VLLM
 from feather_sglang.replay.formats.block_hashes import BAILIAN, MOONCAKE
 from feather_sglang.replay.formats.found import Format
-from feather_sglang.replay.formats.length_tables import AZURE, BURSTGPT
+from feather_sglang.replay.formats.length_tables import AZURE, BURSTGPT, cells
 from feather_sglang.replay.formats.openai_log import OPENAI
 from feather_sglang.replay.formats.sglang_log import SGLANG_LOG, parsed
 from feather_sglang.replay.lines import lines
@@ -22,7 +21,7 @@ _LINES_TRIED = 50  # a server's log begins with other lines
 def format_of(path: Path) -> Format:
     """The format of a file, by its first lines; raises ``FeatherError`` where it is none of those known."""
     for line in islice(lines(path), _LINES_TRIED):
-        row = parsed(line.text) or dict.fromkeys(next(csv.reader([line.text])))
+        row = parsed(line.text) or dict.fromkeys(cells(line))
         for one in FORMATS.values():
             if one.fits(row):
                 return one

@@ -10,8 +10,6 @@ from feather_sglang.errors import FeatherError
 from feather_sglang.replay.formats.found import Format, Found, Source, moment, whole
 from feather_sglang.replay.lines import lines
 
-_CUT = "..."  # stands in what was too long for the log's level
-
 
 def read(source: Source) -> Iterator[Found]:
     """Its requests as they finished; lines of other kinds are passed over."""
@@ -50,8 +48,9 @@ def _ids(obj: dict[str, Any], length: int, source: Source) -> tuple[int, ...] | 
     tokens, text = obj.get("input_ids"), obj.get("text")
     if isinstance(text, str) and source.tokenizer is not None and not tokens:
         tokens = source.tokenizer.text(text)
-    whole_prompt = isinstance(tokens, list) and len(tokens) == length and _CUT not in tokens
-    return source.blocks.of(tokens) if whole_prompt and tokens is not None else None
+    if not isinstance(tokens, list) or len(tokens) != length:
+        return None  # none, or cut: what is too long for the log's level has "..." within
+    return source.blocks.of(tokens) if all(type(one) is int and 0 <= one < 2**31 for one in tokens) else None
 
 
 SGLANG_LOG = Format("sglang-log", lambda row: "event" in row and "rid" in row, read)
