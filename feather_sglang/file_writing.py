@@ -19,7 +19,7 @@ def check_target(path: str | os.PathLike[str], what: str) -> None:
 
 def check_new(path: Path, overwrite: bool) -> None:
     """Raise ``FeatherError`` where a file of an earlier run would give way, which nobody asked for."""
-    if not overwrite and path.exists():
+    if not overwrite and path.is_file():  # of anything else ``check_target`` tells
         raise FeatherError(f"{path} is there already: give --overwrite, or another name by --out")
 
 

@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_make(make: argparse.ArgumentParser) -> None:
     make.add_argument("--out", required=True, type=Path, metavar="FILE", help="file to write")
+    make.add_argument("--overwrite", action="store_true", help="replace the file named by --out")
     make.add_argument("--traffic", choices=tuple(TRAFFIC), help="traffic of this shape instead (with --seed only)")
     workloads.add_arguments(make)
     make.add_argument("--unique-tokens", type=int, default=20, help="tokens of a prompt behind its prefix")
@@ -62,6 +63,8 @@ def _add_make(make: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run ``feather trace make``, ``import`` or ``inspect``."""
     console = Console()
+    if args.action in ("make", "import"):
+        check_new(args.out, args.overwrite)
     if args.action == "make":
         trace = make(args)
         save_trace(trace, args.out)
@@ -69,7 +72,6 @@ def run(args: argparse.Namespace) -> int:
         console.print(made, markup=False, highlight=False, soft_wrap=True)
         return 0
     if args.action == "import":
-        check_new(args.out, args.overwrite)
         imported = trace_import.import_trace(args)
         trace = imported.trace
         _tell(trace.notices)
@@ -97,7 +99,7 @@ def _tell(notices: list[str]) -> None:
 def make(args: argparse.Namespace) -> Trace:
     """Make the trace that the arguments describe."""
     if args.traffic:
-        if extra := [name for name in given(args, _add_make) if name not in ("traffic", "seed", "out")]:
+        if extra := [name for name in given(args, _add_make) if name not in ("traffic", "seed", "out", "overwrite")]:
             raise FeatherError(f"--traffic {args.traffic}: takes no {', '.join(map(flag, extra))}")
         return TRAFFIC[args.traffic](seed=args.seed)
     return workloads.made(args, args.requests)

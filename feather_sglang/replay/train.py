@@ -18,7 +18,7 @@ from feather_sglang import __version__
 from feather_sglang.adapter.environment import sglang_variables
 from feather_sglang.adapter.hooks import installed_version
 from feather_sglang.errors import FeatherError
-from feather_sglang.file_writing import check_target, make_folder, write_json
+from feather_sglang.file_writing import check_new, check_target, make_folder, write_json
 from feather_sglang.replay import server_flags
 from feather_sglang.replay.arguments import (
     add_workload_arguments,
@@ -86,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``feather train``."""
     add_workload_arguments(parser, without=("policy_file", "explore"))
     parser.set_defaults(out=Path("policy.json"))
+    parser.add_argument("--overwrite", action="store_true", help="replace the policy file of an earlier run")
     parser.add_argument("--policy", required=True, choices=("bandit", "qlearning"), help="learner to train")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="limit of passes over the training part (4)")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="passes replayed at a time (%(default)s)")
@@ -176,6 +177,7 @@ def run(args: argparse.Namespace) -> int:
         raise FeatherError(f"--out {args.out}: must be a .json file, the policy file to write")
     check_positive(args, "jobs")
     check_target(args.out, "policy file")
+    check_new(args.out, args.overwrite or args.resume)
     check_sglang()
     first, rest = workload(args).split(args.split)
     if not first.requests or not rest.requests:

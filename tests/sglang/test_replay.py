@@ -302,6 +302,9 @@ def test_train_writes_a_policy_that_ab_loads(tmp_path):
         assert run["slo_share"] == 1 and run["goodput"] == pytest.approx(30 / run["makespan"])
     settings = results["settings"]
     assert settings["server_flags"] == ["--prefill-max-requests=4"] and settings["kv_tokens"] == 90_000
+    trained = json.loads(policy.read_text())["trained"]
+    assert trained["profile"] == "h200" and trained["settings"] == settings and trained["options"]["pace"] == 0.05
+    assert main(["train", "--policy", "bandit", *small, "--out", str(policy)]) == 2  # it is there already
     frozen = ["--feather-policy-file", str(policy), "--feather-explore", "off", "--policies", "feather-bandit"]
     assert ab(tmp_path / "ab", *SMALL, *frozen)["runs"]["feather-bandit"]["requests"] == 60
 
