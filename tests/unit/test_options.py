@@ -61,6 +61,9 @@ def test_a_number_needs_a_value(capsys):
         ('{"pace": "Auto"}', "pace='Auto'"),
         ('{"policy_file": "/no/such/file.json"}', "no such file"),
         ('{"record_plan": "/no/such/folder"}', "no such directory: create it first"),
+        ('{"record_trace": "/no/such/folder"}', "no such directory: create it first"),
+        ('{"record_trace_mb": 0.5}', "record_trace_mb=0.5: expected megabytes, at least 1"),
+        ('{"record_trace_hours": 0}', "record_trace_hours=0: expected hours, more than 0"),
     ],
 )
 def test_a_mistake_in_the_variable_is_one_clear_line(text, says):

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -193,6 +194,23 @@ def test_a_disk_that_hangs_holds_up_nobody_and_is_told_of(tmp_path, caplog):
     hanging.set()
     eventually(lambda: "missing in the recording" in caplog.text)
     eventually(lambda: len(lines_in(tmp_path)) in (1000, 1001))
+
+
+def test_a_killed_server_leaves_the_lines_that_it_had_written(tmp_path):
+    child = os.fork()
+    if child == 0:
+        recorder, original = Recorder(RotatedFiles(tmp_path, 10**8), 60), Scheduler().process
+        while True:
+            recorder.process_batch_result(original, batch_of(*"abcd", prompt=range(3000)))
+            time.sleep(0.001)
+    try:
+        eventually(lambda: any(path.stat().st_size > 200_000 for path in tmp_path.iterdir()))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    (file,) = tmp_path.iterdir()
+    trace = load_trace(file)
+    assert len(trace.requests) > 150 and {request.input_length for request in trace.requests} == {3000}
 
 
 def test_a_recording_ends_when_its_time_is_over(tmp_path):
