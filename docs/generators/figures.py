@@ -404,20 +404,20 @@ def kernel() -> Figure:
     f.box(120, 92, 150, 172, ["wgmma", "64 + 64 rows", "share each", "KV tile"], BLUE, 15)
     for y in (92, 182):
         f.box(276, y, 120, 82, ["wgmma", "64 rows"], BLUE, 15)
-        f.box(402, y, 100, 82, ["mma.sync", "4 warps"], PURPLE, 15)
-        f.box(508, y, 152, 82, ["mma.sync", "4 warps, tokens", "as rows"], YELLOW, 15)
+        f.box(402, y, 100, 82, ["mma.sync", "each warp", "its own unit"], PURPLE, 15)
+        f.box(508, y, 152, 82, ["mma.sync", "each warp its own", "unit, tokens as rows"], YELLOW, 15)
     f.box(120, 272, 276, 82, ["cp.async, 128-byte swizzle", "rows of scattered slots, units ahead"], GREEN, 15)
     f.rect(402, 272, 100, 82, ("#f6f8fa", "#d0d7de"), dashed=True)
     f.text(452, 318, "idle", 15, colour=MUTED)
-    f.box(508, 272, 152, 82, ["mma.sync", "4 warps, copy", "for themselves"], YELLOW, 15)
+    f.box(508, 272, 152, 82, ["mma.sync", "each warp its own", "unit, tokens as rows"], YELLOW, 15)
     f.arrow((120, 376), (660, 376))
     f.text(390, 398, "queues follow each other, largest tile and longest item first", 15, colour=MUTED)
 
     f.text(24, 440, "What merges a request's parts", 17, "start", bold=True)
     for y, lines, note in (
-        (456, ["the last part's unit"], "up to 16 parts: it waits for the others and adds them"),
-        (512, ["any warp, a row each"], "more parts: behind the queues, 32 at once"),
-        (568, ["a second kernel"], "where no unit may wait: one launch a tile size"),
+        (456, ["the last part's unit"], "up to 16 parts: it waits for the others, adds them"),
+        (512, ["warps with no units left"], "more parts: each warp merges a row at a time"),
+        (568, ["a second kernel"], 'option merge="kernel": no unit waits for another'),
     ):
         f.box(24, y, 212, 44, lines, ORANGE, 15)
         f.text(248, y + 27, note, 15, "start")
