@@ -445,7 +445,7 @@ def overlapped(steps: Sequence[Work]) -> list[tuple[str, str, float, float, Colo
         assert before is not None
         step, ready = before
         if ready > time.now:
-            told = f"waits for {step.name}" if ready - time.now > 8 else "waits"
+            told = f"waits for {step.name}" if ready - time.now > 8 else f"awaits {step.name}"
             drawn.append(("host", told, time.now, ready, GREY))
         time.wait(ready)
         drawn.append(("host", "", time.now, time.now + step.result, YELLOW))
@@ -482,8 +482,8 @@ def step_time() -> Figure:
         f.rect(at, 20, 18, 18, colour, 4)
         f.text(at + 26, 34, words, 15, "start", colour=MUTED)
     for top, title, launch in (
-        (60.0, "B is launched kernel by kernel, in 34 ms", 34.0),
-        (250.0, "B is launched in CUDA graphs, in 10 ms", 10.0),
+        (60.0, "B is formed in 3 ms and launched kernel by kernel in 34 ms", 34.0),
+        (250.0, "B is formed in 3 ms and launched in CUDA graphs in 10 ms", 10.0),
     ):
         steps = (
             Work("A", BLUE, 1, 2, 0, 9, 1),
