@@ -89,8 +89,15 @@ def by_set(folder: Path) -> list[list[str]]:
             if some:
                 behind = sum(row.ratio > BEHIND for row in some)
                 mean, worst = geometric_mean(row.ratio for row in some), max(row.ratio for row in some)
-                lines.append([label, f"{behind} of {len(some)}", f"{mean:.2f}", f"{worst:.2f}"])
+                lines.append([label, factors(some), f"{behind} of {len(some)}", f"{mean:.2f}", f"{worst:.2f}"])
     return lines
+
+
+def factors(rows: Sequence[TreeTime]) -> str:
+    """What the batches of a set are: each tree with each configuration of heads, and each size of pages."""
+    names, heads, pages = ({getattr(row, of) for row in rows} for of in ("name", "heads", "page_size"))
+    sizes = f" \u00d7 {len(pages)} page sizes" if len(pages) > 1 else ""
+    return f"{len(names)} trees \u00d7 {len(heads)} head counts{sizes}"
 
 
 def with_fp8(folder: Path) -> list[list[str]]:
@@ -135,6 +142,14 @@ def losses(folder: Path) -> list[TreeTime]:
     return sorted((row for row in rows if row.ratio > BEHIND), key=lambda row: -row.ratio)
 
 
+def count_losses(folder: Path) -> str:
+    """How many rows those are, by GPU."""
+    sets = {"the H200": measured(folder), "the H100": trees(folder, H100)}
+    return " and in ".join(
+        f"{sum(row.ratio > BEHIND for row in rows)} of {len(rows)} batches on {gpu}" for gpu, rows in sets.items()
+    )
+
+
 def headline(folder: Path) -> float:
     """To the best peer on PAT's trees at 32/8 heads and pages of one token."""
     return geometric_mean(row.ratio for row in of_heads(trees(folder, PAT), "32/8"))
@@ -157,6 +172,10 @@ def page(folder: Path) -> Page:
             caption(here, "floor"),
             "![Time over the floor by tree](kernel.svg)",
             caption(f"{here}, 32 query heads and 8 KV heads", "floor", "tree-notation"),
+            "The numbers in the figure stand for these trees:",
+            table(
+                ["number", "tree"], [[str(row.tree), f"`{row.name}`"] for row in of_heads(trees(folder, PAT), "32/8")]
+            ),
         ],
         [PAT, H100],
         [command(get(load(folder, PAT), PAT, "machine", "command"))],
@@ -165,8 +184,12 @@ def page(folder: Path) -> Page:
         "On other batches",
         [
             "Each row is a set of batches: in how many of them a peer is faster by more than 1%, the geometric mean of "
-            "the time over the best peer's, and the worst of these ratios.",
-            table(["batches", "slower than the best peer", "time over the best peer's", "worst ratio"], by_set(folder)),
+            "the time over the best peer's, and the worst of these ratios. A batch is a tree with one configuration of "
+            "query and KV heads; PAT's trees were measured with pages of 1 and of 32 tokens.",
+            table(
+                ["set", "batches", "slower than the best peer", "time over the best peer's", "worst ratio"],
+                by_set(folder),
+            ),
             caption(here),
         ],
         list(SETS.values()),
@@ -174,7 +197,8 @@ def page(folder: Path) -> Page:
     losing = Section(
         "Where a peer is faster",
         [
-            f"A peer is faster by more than 1% in {len(lost)} batches of all sets and both GPUs; these are the worst.",
+            f"A peer is faster by more than 1% in {count_losses(folder)}; these are the worst. A tree may stand here "
+            "with several configurations of heads.",
             table(
                 ["tree", "query heads / KV heads", "`pat`, µs", "best peer, µs", "best peer", "`pat` over it"],
                 [
@@ -199,8 +223,8 @@ def page(folder: Path) -> Page:
     backends = Section(
         "Beside every decode backend of SGLang",
         [
-            "The kernels that SGLang's backends call, with pages of 32 tokens: geometric mean of the time over the "
-            "floor.",
+            "The kernels that SGLang's backends call, on the same 20 trees with 32 query heads, 8 KV heads and pages "
+            "of 32 tokens: geometric mean of the time over the floor.",
             table(["backend", "time over the floor"], of_sglang(folder)),
             caption(setup(folder, SGLANG), "floor"),
         ],

@@ -19,6 +19,7 @@ ROOM = re.compile(  # flags that are no row's point
     r"|(?:max-running-requests|max-total-tokens|cuda-graph-(?:max-)?bs-decode)(?: \d+)+)"
 )
 OURS = "pat"
+FAR = 4  # times as much: worth a sentence
 BATCHES = (  # `SHARED` and `PRIVATE` of check_models.py, with the numbers of its shapes
     "Each model decodes two steady batches, in which all requests run at once. In the one with a shared prefix, 64 "
     "requests are in 2 groups, each with a prefix of 3,000 tokens; in the one with nothing shared, each of 64 requests "
@@ -70,6 +71,7 @@ class Model(NamedTuple):
     wrong: list[str]
     apart: float
     spread: float
+    between: str  # whose difference that is
     shared: Rate
     private: Rate
 
@@ -95,7 +97,7 @@ def _model(row: dict[str, Any], release: str, file: str) -> Model:
     return Model(
         name, release, kind, row.get("cut", ""), ROOM.sub("", row.get("flags", "")),
         get(row, where, "answers", "wrong"), get(row, where, "answers", "spread", "largest"),
-        get(row, where, "spread", "largest"),
+        get(row, where, "spread", "largest"), row.get("between", ""),
         *(_rate(get(row, where, "all_tok_s", which), f"{where}, {which}") for which in ("shared", "private")),
     )  # fmt: skip
 
@@ -127,7 +129,13 @@ def cut_rows(found: Iterable[Model]) -> list[list[str]]:
 
 def answer_rows(found: Iterable[Model]) -> list[list[str]]:
     """How far each model's answers are from a stock backend's."""
-    return [[named(one), f"{one.apart:.2f}", f"{one.spread:.2f}"] for one in found]
+    return [[named(one), f"{one.apart:.2f}", f"{one.spread:.2f}", one.between] for one in found]
+
+
+def far_apart(found: Iterable[Model]) -> str:
+    """A sentence on the models on which SGLang's own backends differ much more than pat differs from one of them."""
+    names = [f"{one.name} ({one.between})" for one in found if one.spread > FAR * one.apart]
+    return f" SGLang's own backends differ much more than `{OURS}` does on {', '.join(names)}." if names else ""
 
 
 def rate_rows(found: Iterable[Model], prompts: str) -> list[list[str]]:
@@ -144,19 +152,24 @@ def page(folder: Path) -> Page:
     """Whether pat is right on each model, and how fast beside the best of SGLang's own backends."""
     found = models(folder)
     where = "; ".join(dict.fromkeys(setup(folder, file) for file in FILES))
-    rates = ["model", f"`{OURS}`, tokens/s", "fastest of SGLang's backends, tokens/s", f"`{OURS}` over it", "spread"]
+    rates = [
+        "model", f"`{OURS}`, tokens/s", "fastest of SGLang's backends, tokens/s", f"`{OURS}` over it",
+        "spread of repetitions",
+    ]  # fmt: skip
     correct = Section(
         "Are the answers right?",
         [
-            f"`{OURS}` counts as right where its tokens and log-probabilities are those of one of SGLang's own "
-            "backends, within twice the difference between two of these backends, or between the answers of one "
-            "backend to all requests at once and to one request at a time. Weights are random. Large models are "
-            "reduced, so that they fit and so that each token goes to all experts.",
+            f"The tokens and log-probabilities of `{OURS}` are compared with those of one of SGLang's backends. The "
+            "rounding of two backends differs, so the yardstick is how far a second backend of SGLang's is from that "
+            f"one, and `{OURS}` counts as right within twice this distance. Where a model has one such backend only, "
+            "the yardstick is the distance between its answers to all requests at once and to one request at a time. "
+            "Weights are random. Large models are reduced, so that they fit and so that each token goes to all "
+            "experts.",
             table(["model", "reduced to", "its layers", "SGLang", "right"], cut_rows(found)),
             caption(where),
-            f"The largest difference of a log-probability: between `{OURS}` and one of SGLang's backends, and between "
-            "SGLang's backends.",
-            table(["model", f"`{OURS}` and SGLang's", "among SGLang's"], answer_rows(found)),
+            f"The largest difference of a log-probability, between `{OURS}` and SGLang's backend, and between the "
+            "answers that are the yardstick." + far_apart(found),
+            table(["model", f"`{OURS}` and SGLang's", "the yardstick", "which is between"], answer_rows(found)),
             caption(where),
         ],
         FILES,
@@ -166,8 +179,9 @@ def page(folder: Path) -> Page:
         Section(
             title,
             [
-                "Output tokens/s of a steady batch, the median of repetitions. The spread is half of the range from "
-                "the slowest repetition to the fastest, as a share of the median.",
+                "Output tokens/s of a steady batch, the median of repetitions. The spread of a backend is half of the "
+                "range from its slowest repetition to its fastest, as a share of its median; the table has the largest "
+                "spread of all backends of the row.",
                 table(rates, rate_rows(found, prompts)),
                 caption(where),
             ],

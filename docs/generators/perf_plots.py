@@ -76,7 +76,7 @@ def kernel(folder: Path) -> str:
     axis.invert_yaxis()
     axis.grid(True)
     axis.set_xlabel("time over the floor, H200, 32/8 heads (left is faster)")
-    axis.set_ylabel("PAT's prefix trees")
+    axis.set_ylabel("PAT's prefix trees, by number")
     figure.legend(loc="outside upper center", ncols=2)
     return svg(figure)
 
