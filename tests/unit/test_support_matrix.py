@@ -98,7 +98,7 @@ def test_a_gpu_that_nothing_has_run_on_is_served_only_to_those_who_ask():
         ({"attn_cp_size": 2}, "context parallelism"),
         ({"encoder_decoder": True}, "encoder-decoder models"),
         ({"layers": ()}, "no attention layer"),
-        ({"layers": (LAYER, replace(LAYER, window=9))}, "attention of several kinds on the KV of one layer"),
+        ({"layers": (LAYER, replace(LAYER, window=9))}, "several kinds of attention that read the KV of one layer"),
     ],
 )
 def test_models_that_are_refused(changed, says):

@@ -81,7 +81,7 @@ class ModelFacts:
 
 MODEL_LIMITS = (
     Limit(
-        "attention of several kinds on the KV of one layer",
+        "several kinds of attention that read the KV of one layer",
         lambda model: len({layer.layer_id for layer in model.layers}) < len(set(model.layers)),
     ),
     Limit("context parallelism", lambda model: model.attn_cp_size > 1),

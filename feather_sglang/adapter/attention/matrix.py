@@ -84,7 +84,7 @@ KINDS = (
         "models with SGLang's hybrid SWA memory", (_POOL_WINDOW, _FULL, _POOL_WINDOW), {"pool": "SWAKVPool"},
     ),
     ModelKind(
-        "sinks", "Layers are as in the row above, and each head has an attention sink.", "gpt-oss", _SINKS * 2,
+        "sinks", "As the kind `window pool`, and each head has an attention sink.", "gpt-oss", _SINKS * 2,
         {"pool": "SWAKVPool"}, ("gpt-oss-20b",),
     ),
     ModelKind(
@@ -151,7 +151,7 @@ GPUS = {  # by compute capability x 10
 RELEASE_TEST = "python3 dev.py test --releases="
 
 
-_KIND_HEADS = ("kind", "what it is", "such as", "packed layers in its test", "shapes in check_models.py", "shown by")
+_KIND_HEADS = ("kind", "what it is", "such as", "layers that its test packs", "checked on a GPU", "shown by")
 
 
 def kind_rows() -> list[tuple[str, str, str, str, str, str]]:
@@ -161,7 +161,7 @@ def kind_rows() -> list[tuple[str, str, str, str, str, str]]:
         packed = packed_layers(kind.model)
         others = [limit for layer in kind.model.layers if (limit := left_to_another(layer))]
         does = "all" if not others else f"{len(packed)} of {len(kind.layers)}, those without {others[0]}"
-        shapes, test = ",".join(kind.gpu_shapes), f"{KIND_TEST}[{kind.name}]"
+        shapes, test = ", ".join(kind.gpu_shapes), f"{KIND_TEST}[{kind.name}]"
         rows.append((kind.name, kind.meaning, kind.examples, does, shapes, test))
     return rows
 
