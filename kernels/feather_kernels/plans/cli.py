@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=_heads, metavar="Q/KV", help="query and KV heads (as in FILE; 32/8 for a tree)")
     parser.add_argument("--head-dim", type=_positive, metavar="N", help="size of a head (as in FILE; 128 for a tree)")
     parser.add_argument("--strategy", choices=list(STRATEGIES), help="how to pack (as in FILE; time for a tree)")
-    parser.add_argument("--sm", type=_positive, metavar="N", help="processors of the GPU (as in FILE; 132 for a tree)")
+    parser.add_argument("--sm", type=_positive, metavar="N", help="SMs of the GPU (as in FILE; 132 for a tree)")
     parser.add_argument("--items", action="store_true", help="also list the work items")
     parser.add_argument("--compare", action="store_true", help="also plan the batch with every other strategy")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
