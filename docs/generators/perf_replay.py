@@ -260,6 +260,19 @@ def lost_slices(folder: Path) -> dict[str, int]:
     return {name: sum(one[name] > BEHIND for one in found) for name in list(found[0])[:-1]}
 
 
+def kinds_of_slices(folder: Path) -> str:
+    """How many slices are of recorded traffic and how many of the synthetic trace."""
+    names = list(load(folder, TAIL))
+    synthetic = sum(name.startswith("synthetic") for name in names)
+    return f"{len(names)} slices of Mooncake's traces, {len(names) - synthetic} recorded and {synthetic} synthetic"
+
+
+def slice_on_server(folder: Path) -> str:
+    """The slice that was measured on a server."""
+    which, _, trace = get(load(folder, TAIL_SERVER), TAIL_SERVER, "slice").partition(" of mooncake_")
+    return f"{which} of Mooncake's recorded {trace} trace"
+
+
 def where_on_server(folder: Path) -> str:
     """The server that one slice was measured on."""
     server = load(folder, TAIL_SERVER)

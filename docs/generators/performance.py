@@ -71,16 +71,18 @@ def readme_block(folder: Path) -> str:
     )
     seen_mean, seen_late = perf_replay.on_server(folder, "ttft_mean"), perf_replay.on_server(folder, "ttft_p99")
     lines = [
-        "![Output tokens a second: SGLang at its best, with pat, with pat and feather](docs/readme_chart.svg)\n",
+        "![Output tokens a second: SGLang's fastest backend and policy, pat, pat and feather](docs/readme_chart.svg)\n",
         f"- Under load from requests that share prefixes, `pat` has {span(shared)} the throughput of the fastest other "
-        "backend (H200 server).",
+        "backend, both under `fcfs` (H200 server).",
         f"- Where the prefixes fill the KV pool or exceed it, `feather` has {span(best for _, best, _ in tight)} the "
-        f"throughput of SGLang's fastest policy and {span(fcfs for fcfs, *_ in tight)} that of `fcfs` (H200 server).",
-        f"- Where nothing is shared, `pat` has {span(alone, 2)} the throughput of the fastest other backend (H200 "
-        "server).",
-        f"- On recorded traffic, the mean time to the first token under `feather` is **{seen_mean:.2f}x** that of "
-        f"`fcfs` and its p99 **{seen_late:.2f}x** (H200 server, one slice); over {len(ratios)} slices replayed "
-        f"without a GPU, the mean is {mean:.2f}x, the p99 {late:.2f}x and the longest wait {longest:.2f}x.",
+        f"throughput of SGLang's fastest policy and {span(fcfs for fcfs, *_ in tight)} that of `fcfs`, on the same backend "
+        "(H200 server).",
+        f"- Where nothing is shared, `pat` has {span(alone, 2)} the throughput of the fastest other backend, both under "
+        "`fcfs` (H200 server).",
+        f"- On real traffic ({perf_replay.slice_on_server(folder)}), the mean time to the first token under `feather` "
+        f"is **{seen_mean:.2f}x** that of `fcfs` and its p99 **{seen_late:.2f}x** (H200 server). Over "
+        f"{perf_replay.kinds_of_slices(folder)}, replayed without a GPU, the mean is {mean:.2f}x, the p99 {late:.2f}x "
+        f"and the longest wait {longest:.2f}x.",
         perf_promise.readme_line(folder),
     ]
     return "\n".join(lines)
