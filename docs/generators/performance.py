@@ -75,10 +75,10 @@ def readme_block(folder: Path) -> str:
         f"- Under load from requests that share prefixes, `pat` has {span(shared)} the throughput of the fastest other "
         "backend, both under `fcfs` (H200 server).",
         f"- Where the prefixes fill the KV pool or exceed it, `feather` has {span(best for _, best, _ in tight)} the "
-        f"throughput of SGLang's fastest policy and {span(fcfs for fcfs, *_ in tight)} that of `fcfs`, on the same backend "
-        "(H200 server).",
-        f"- Where nothing is shared, `pat` has {span(alone, 2)} the throughput of the fastest other backend, both under "
-        "`fcfs` (H200 server).",
+        f"throughput of SGLang's fastest policy and {span(fcfs for fcfs, *_ in tight)} that of `fcfs`, on the same "
+        "backend (H200 server).",
+        f"- Where nothing is shared, `pat` has {span(alone, 2)} the throughput of the fastest other backend, both "
+        "under `fcfs` (H200 server).",
         f"- On real traffic ({perf_replay.slice_on_server(folder)}), the mean time to the first token under `feather` "
         f"is **{seen_mean:.2f}x** that of `fcfs` and its p99 **{seen_late:.2f}x** (H200 server). Over "
         f"{perf_replay.kinds_of_slices(folder)}, replayed without a GPU, the mean is {mean:.2f}x, the p99 {late:.2f}x "

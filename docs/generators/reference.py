@@ -25,6 +25,17 @@ from feather_sglang.replay.profiles import load_profile
 DOCS = Path(__file__).resolve().parent.parent
 ROOT = DOCS.parent
 METRICS = ("Counter", "Gauge", "Histogram")
+DECISIONS = (  # values of the label of `feather_decisions_total`
+    ("admitted", "a request was admitted"),
+    ("overdue", "one of these requests was admitted because it was [overdue](../design/admission.md#the-ceiling)"),
+    ("overtakes", "a request was deferred, since it would pass an older one by more than the guarantee allows"),
+    ("batching", "a request was deferred until more requests share its prefix"),
+    ("evicts", "a request was deferred, since other KV would be evicted for it"),
+    ("kv_budget", "a request was deferred, since the KV pool would not suffice at some later step"),
+    ("stop", "the stop policy ended a round"),
+    ("delayed_round", "a round was delayed, so that more requests share a prefill step (`--feather-pace`)"),
+    ("decode_first", "no prefill step was formed, so that requests that decode get a token first (`--feather-tbt`)"),
+)
 SKIPPED = ("==SUPPRESS==", None)
 PRICES, PRICES_END = "<!-- host prices, by docs/generators/reference.py -->", "<!-- end of host prices -->"
 
@@ -101,7 +112,9 @@ def flags_page() -> str:
         "",
         "## Of a server",
         "",
-        "These flags act once a feather policy or `pat` is named. `sglang.Engine` reads them from the variable "
+        "`--feather-pat-beside`, `--feather-pat-prefill` and `--feather-unproven-gpu` act once `pat` is named; "
+        "`--feather-record-trace` and `--feather-allow-switch` act under any schedule policy; all others act under a "
+        "feather policy only, so with `fcfs` they have no effect. `sglang.Engine` reads them from the variable "
         '`FEATHER_OPTIONS` instead, as JSON with underscores for dashes: `{"max_wait": 60}`.',
         "",
         table(("flag", "meaning"), server_rows()),
@@ -152,12 +165,23 @@ def metrics_page() -> str:
                 "",
                 table(("metric", "kind", "meaning"), rows),
                 "",
-                "`feather_pat_read_tokens_total` over `feather_pat_attended_tokens_total` is the share of KV reads "
-                "that is left: 1 where nothing is shared. Set an alert on `feather_policy_failed`, which is 1 after a "
-                "failure on any rank; the log has the reason.",
+                "A time is in seconds. KV tokens are those of one layer, added up over the steps. A row is a "
+                "query head of a request. The kernel reads KV for a tile of rows at a time, so with many rows a "
+                "shared token is read several times. The label `backend` of `feather_pat_layers` is `pat`, or the "
+                "one of SGLang's that decodes the other layers. The label `decision` of `feather_decisions_total` "
+                "has these values; a request that is deferred in several rounds counts in each:",
                 "",
-                "`feather_bound_*` are above 0 with `--feather-tbt` or `--feather-slo`. While the time in force is "
-                "above the time that is asked for, the load does not allow the [bound](../design/prefill_bound.md).",
+                table(("`decision`", "counts"), [(f"`{name}`", text) for name, text in DECISIONS]),
+                "",
+                "`feather_pat_read_tokens_total` over `feather_pat_attended_tokens_total` is the share of KV "
+                "reads that is left: 1 where nothing is shared.",
+                "",
+                "Of the two metrics on failures, set an alert on `feather_policy_failed`: it is 1 from a failure "
+                "until the next restart, or until a switch to a feather policy. `feather_policy_failures_total` "
+                "counts the failures since the start. The log has the reason.",
+                "",
+                "While `feather_bound_in_force_seconds` is above `feather_bound_asked_seconds`, the load does not "
+                "allow the [bound](../design/prefill_bound.md).",
                 "",
                 "Queue length, time to first token and cache hits are SGLang's own metrics and mean what they mean "
                 "without the plugin.",
@@ -185,6 +209,10 @@ def support_page() -> str:
             for row in rows
         ]
         parts += ["", f"## {title}", "", table(heads, cells)]
+    parts += [
+        "",
+        "The tests run on the CPU. What ran on a GPU, and under which release, is in the next table.",
+    ]
     parts += [
         "",
         "## Run on a GPU",

@@ -137,7 +137,8 @@ class FeatherOptions:
         _seconds,
         "SECONDS",
         "A request that has waited this long is overdue: from then on no stop policy ends admission, and the request "
-        "is next once as many later requests were admitted before it as waited when it arrived.",
+        "is next once no other may pass it, or once twice as many requests were admitted since it arrived as waited "
+        "then.",
     )
     max_wait_rounds: int = _option(
         MAX_WAIT_ROUNDS, _whole(1), "ROUNDS", "A request is also overdue after so many admission rounds.", flag=False
@@ -146,9 +147,9 @@ class FeatherOptions:
         SHARE_OF_OWN,
         _share,
         "SHARE",
-        "Later requests are admitted before a request only as far as their work is at most SHARE times the work that "
-        "order of arrival would have put before it, its own included, plus 2,048 tokens. 0: nearly order of arrival; "
-        "inf: only --feather-max-wait bounds the wait.",
+        "Bound on the work of later requests that are admitted before a request, in tokens of prefill: SHARE times the "
+        "work that order of arrival would have put before it, its own included, plus 2,048. 0: nearly order of "
+        "arrival; inf: only --feather-max-wait bounds the wait.",
     )
     seed: int = _option(
         0,
@@ -173,8 +174,9 @@ class FeatherOptions:
         _seconds_or_auto,
         "SECONDS|auto",
         "Longest time, in seconds, for which waiting requests are delayed so that more of them share a prefill step. "
-        f"0: requests are never delayed. auto: up to {LONGEST} s, and only while the fixed cost of a prefill step for "
-        "each request would take a third of the time; never under feather-order or --enable-mixed-chunk.",
+        f"0: requests are never delayed. auto: up to {LONGEST} s, and only while requests come so fast that a prefill "
+        "step for each would spend a third of the time on the fixed cost of steps; never under feather-order or "
+        "--enable-mixed-chunk.",
     )
     tbt: float | None = _option(
         None,
@@ -189,7 +191,8 @@ class FeatherOptions:
         "BOUNDS",
         "The latencies that you promise: ttft=SECONDS,tbt=MS, or multiples of what an idle server takes, as in "
         "ttft=10x,tbt=5x, which mooncake stands for. The server then bounds the time between tokens as --feather-tbt "
-        "does, at 0.85 of tbt. feather-order does not take this flag.",
+        "does, at 0.85 of tbt. It bounds no first token: ttft only says how soon that bound gives way to waiting "
+        "prompts. feather-order does not take this flag.",
     )
     record_plan: str | None = _option(
         None,
@@ -243,7 +246,8 @@ class FeatherOptions:
         False,
         _switch,
         "on|off",
-        "pat serves on a GPU of a compute capability that its kernels are compiled for and were never run on.",
+        "Start pat on a GPU of a compute capability that its kernels are compiled for but were never run on. Without "
+        "it such a GPU is refused.",
         at_start=True,
     )
     allow_switch: bool = _option(

@@ -148,7 +148,8 @@ GPUS = {  # by compute capability x 10
     86: "A40, A10, RTX 3090",
     75: "T4",
 }
-RELEASE_TEST = "python3 dev.py test --releases="
+EACH_CHANGE = "for each change: python3 dev.py test"
+AT_TIMES = "hooks, patches, a start and 30 requests: python3 dev.py versions; tests on demand, with --releases={}"
 
 
 _KIND_HEADS = ("kind", "what it is", "such as", "layers that its test packs", "checked on a GPU", "shown by")
@@ -197,13 +198,19 @@ def limit_rows() -> list[tuple[str, str]]:
     ]
 
 
+def release_rows() -> list[tuple[str, str, str]]:
+    """(release, yes, what is run on it) of each that is supported; each has pins in requirements/."""
+    run = {name: AT_TIMES.format(name) for name in SUPPORTED}
+    run[SUPPORTED[0]], run[SUPPORTED[-1]] = f"tests/sglang, tests/server, {EACH_CHANGE}", f"all tests, {EACH_CHANGE}"
+    return [(name, "yes", text) for name, text in run.items()]
+
+
 def tables() -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """(title, heads, rows) of each part of the matrix."""
-    releases = [(name, "yes", RELEASE_TEST + name) for name in SUPPORTED]  # each has pins in requirements/
     return [
         ("Model kinds", _KIND_HEADS, list(kind_rows())),
         ("Models and layers that it does not pack", ("model or layer", "what pat does"), list(limit_rows())),
         ("Modes of a server", ("mode", "served", "shown by"), list(mode_rows())),
         ("GPUs", ("compute capability", "served", "shown by"), list(gpu_rows())),
-        ("SGLang", ("release", "served", "shown by"), list(releases)),
+        ("SGLang", ("release", "served", "what is run on it"), list(release_rows())),
     ]

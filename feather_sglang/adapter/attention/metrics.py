@@ -17,7 +17,7 @@ class PatMetrics:
         self.kept = Counter("feather_pat_plans_kept", "Decode steps that kept the plan of the step before.")
         self.unshared = Counter(
             "feather_pat_plans_unshared",
-            "Plans made without sharing, since a plan with sharing did not fit into memory.",
+            "Plans made without sharing, since a plan with sharing did not fit into the memory for partial results.",
         )
         self.seconds = Histogram(
             "feather_pat_plan_seconds",
@@ -28,7 +28,8 @@ class PatMetrics:
             "feather_pat_attended_tokens", "KV tokens that the requests of all decode steps attended to."
         )
         self.read = Counter(
-            "feather_pat_read_tokens", "KV tokens read in these steps; a shared one counts once a row tile."
+            "feather_pat_read_tokens",
+            "KV tokens that these steps read; a shared one counts once for each tile of query rows that reads it.",
         )
         self.saved = Counter(
             "feather_pat_saved_bytes",
@@ -36,7 +37,7 @@ class PatMetrics:
         )
         self.layers = Gauge(
             "feather_pat_layers",
-            "Attention layers of the model, by the backend that decodes them.",
+            "Attention layers of the model, by the `backend` that decodes them.",
             ["backend"],
             multiprocess_mode="livemax",
         )

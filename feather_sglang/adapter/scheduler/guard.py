@@ -28,7 +28,7 @@ def failure_gauge() -> Any:
 
     return Gauge(
         "feather_policy_failed",
-        "1 where a feather policy has failed and a scheduler goes on as fcfs, on any rank.",
+        "1 if a feather policy has failed on any rank, so that its scheduler goes on as fcfs; else 0.",
         multiprocess_mode="livemax",
     )
 

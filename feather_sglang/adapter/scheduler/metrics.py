@@ -32,40 +32,43 @@ class _Written:
         )
         self.decisions = Counter(
             "feather_decisions",
-            "Decisions by kind: requests `admitted`, of them `overdue` ones; requests deferred because they would pass "
-            "an older one by too much (`overtakes`), until more share their prefix (`batching`), because others would "
-            "be evicted (`evicts`), for want of memory (`kv_budget`); rounds ended by the stop policy (`stop`), "
-            "delayed (`delayed_round`), or left to decode (`decode_first`).",
+            "Requests and admission rounds, by the `decision` about them; docs/reference/metrics.md has its values.",
             ["decision"],
         )
         self.wait = Histogram(
             "feather_wait_seconds",
-            "Time from the first admission round that saw a request until it was admitted.",
+            "Time that an admitted request waited, from the first admission round after its arrival on.",
             buckets=(0.01, 0.03, 0.1, 0.3, 1, 2, 5, 10, 20, 30, 60, 120, 300),
         )
         self.round = Histogram(
             "feather_round_seconds",
-            "Time that the policy takes in an admission round, without SGLang's own.",
+            "Time that the policy takes in an admission round; SGLang's own work in the round is not included.",
             buckets=(20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3),
         )
         self.groups = Gauge(
             "feather_running_groups",
-            "Prefix groups in the running batch: requests that share their first chunk are one.",
+            "Prefix groups in the running batch: requests whose first 64 tokens are equal are in one group.",
             multiprocess_mode="livesum",
         )
         self.overtaken = Gauge(
-            "feather_overtaken_tokens", "Work of later requests that went before the oldest waiting one.", **worst
+            "feather_overtaken_tokens",
+            "Work of later requests that were admitted before the oldest waiting request, in tokens of prefill.",
+            **worst,
         )
         self.overtaking = Gauge(
-            "feather_overtaking_ratio", "The same over its bound (`--feather-max-overtaking`); 1 is the bound.", **worst
+            "feather_overtaking_ratio",
+            "`feather_overtaken_tokens` over its bound (`--feather-max-overtaking`); 1 is the bound.",
+            **worst,
         )
         self.asked = Gauge(
-            "feather_bound_asked_seconds", "Time between two tokens that is aimed at; 0 without such a bound.", **worst
+            "feather_bound_asked_seconds",
+            "Time between two tokens that `--feather-tbt` or `--feather-slo` aims at; 0 without them.",
+            **worst,
         )
         self.in_force = Gauge(
             "feather_bound_in_force_seconds",
-            "The same, or the longest time between two tokens that was launched in the last 10 to 20 s, where the load "
-            "does not allow what is aimed at.",
+            "The longest time between two tokens that was planned in the last 10 to 20 s, and at least "
+            "`feather_bound_asked_seconds`; 0 without a bound.",
             **worst,
         )
 
