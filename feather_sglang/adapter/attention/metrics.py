@@ -29,7 +29,7 @@ class PatMetrics:
         )
         self.read = Counter(
             "feather_pat_read_tokens",
-            "KV tokens that these steps read; a shared one counts once for each tile of query rows that reads it.",
+            "KV tokens that the decode steps read; a shared one counts once for each tile of query rows that reads it.",
         )
         self.saved = Counter(
             "feather_pat_saved_bytes",
