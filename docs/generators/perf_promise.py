@@ -139,7 +139,7 @@ def guide_rows(folder: Path) -> str:
             rows.append(
                 [NAMES[case], *(f"{form.format(before)} / {form.format(after)}" for before, after, form in pairs)]
             )
-    heads = ["tokens/s", "longest gap, p99, s", "TBT p99, ms", "end to end, mean, s"]
+    heads = ["tokens/s", "longest gap of a request, p99, s", "TBT p99, ms", "end to end, mean, s"]
     shown_ = table(["load", *(f"{head}: without / with the flag" for head in heads)], rows)
     _, flags = spans(folder)
     costs = "; ".join(f"with {text} the longest gap is {gaps}, at {cost} of the throughput"
