@@ -247,7 +247,7 @@ def gpu_rows(folder: Path) -> list[list[str]]:
             servers = " and ".join(filter(None, what))
             ran = "nothing yet" if compiled else "-"
             if compiled and capability not in PROVEN:
-                ran += "; its kernels ran on an H200, within its shared memory"
+                ran += "; the kernels that it gets ran on an H200, limited to the shared memory of this GPU"
             if what:
                 ran = (
                     f"the kernel; servers with SGLang {servers}"
@@ -281,9 +281,9 @@ def page(folder: Path) -> str:
     parts = [
         f"{MADE}\n# Which models and GPUs does it work with?",
         "`--schedule-policy feather` works with every model that SGLang serves with a prefix cache, on every GPU. "
-        "`--decode-attention-backend pat` packs layers with full attention; layers with windows or chunks stay with "
-        "one of SGLang's own backends in the same server, and a model that it cannot serve is refused at start-up with "
-        f"one line. Both work with SGLang {SUPPORTED[0]} to {SUPPORTED[-1]}.",
+        "`--decode-attention-backend pat` decodes the layers with full attention. A backend of SGLang's decodes the "
+        "layers with sliding windows or chunked attention, in the same server. A model that `pat` cannot serve is "
+        f"refused at start-up with one line. Both parts work with SGLang {SUPPORTED[0]} to {SUPPORTED[-1]}.",
         "A model is found by its family below. *Run* means that its shapes, with random weights and in part fewer "
         "experts or layers, ran on an H200 and gave the answers of SGLang's own backends "
         "([how](../performance/models.md)). *Same kind* means that a model with the same kinds of layers ran. "
