@@ -42,7 +42,9 @@ ONLY_ON_SERVERS = (
 def add_workload_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """Flags that say what is replayed and on what, but for feather's options of these names."""
     parser.add_argument(
-        "trace", nargs="?", help="trace in Mooncake's JSON lines; without one, the paper's workload is generated"
+        "trace",
+        nargs="?",
+        help="trace in Mooncake's JSON lines; without one, requests that share prefixes are generated",
     )
     parser.add_argument("--requests", type=int, metavar="N", help="only the first N requests (1000 if generated)")
     parser.add_argument(
@@ -50,7 +52,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser, without: Collection[
         type=_numbers,
         default=(1.0,),
         metavar="X[,X]",
-        help="X times the requests a second; of several, each is run, and --slo names the largest within the bounds",
+        help="X times the requests a second; each of several is run, and with --slo the largest within the bounds is named",
     )
     add_slo(parser)
     parser.add_argument("--block-size", type=int, default=512, metavar="TOKENS", help="tokens per hash id of the trace")
