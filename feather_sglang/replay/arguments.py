@@ -52,7 +52,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser, without: Collection[
         type=_numbers,
         default=(1.0,),
         metavar="X[,X]",
-        help="X times the requests a second; each of several is run, and with --slo the largest within the bounds is named",
+        help="X times the requests a second; each of several is run, and --slo names the largest within the bounds",
     )
     add_slo(parser)
     parser.add_argument("--block-size", type=int, default=512, metavar="TOKENS", help="tokens per hash id of the trace")
