@@ -137,7 +137,7 @@ def request() -> Figure:
     ours(328, 60, "Stop policy: ADD or STOP", "scheduling/policies/")
     f.arrow((350, 358), (250, 358))
     f.text(300, 350, "STOP", 15, colour=MUTED)
-    f.text(240, 363, "the round ends", 15, "end", colour=MUTED)
+    f.text(240, 363, "the largest branch only", 15, "end", colour=MUTED)
     f.arrow((505, 388), (505, 411))
     ours(412, 60, "Rules: admit it, or defer it", "scheduling/admission/rules.py")
     f.arrow((505, 472), (505, 519))
@@ -292,7 +292,6 @@ def decisions() -> Figure:
             "requests in the batch: 13",
             "shared chunks lost: 5",
             "waiting peers: 10",
-            "KV head-room: 4 (optional)",
         ],
         BLUE,
     )
@@ -323,7 +322,7 @@ def decisions() -> Figure:
     f.arrow((432, 316), (432, 357))
     f.arrow((588, 316), (588, 357))
     f.box(360, 358, 144, 64, ["ADD", "the next one joins"], GREEN, 15)
-    f.box(516, 358, 144, 64, ["STOP", "the round ends"], RED, 15)
+    f.box(516, 358, 144, 64, ["STOP", "largest branch only"], RED, 15)
     f.arrow((588, 422), (588, 438), (340, 438), (340, 390), tip=False)
     f.arrow((360, 390), (321, 390))
     f.box(20, 340, 300, 100, ["Decode steps", "reward: tokens/s between rounds,", "prefill left out"], GREY)
@@ -385,8 +384,8 @@ def admission() -> Figure:
     down(726)
     f.box(x, 752, w, 60, ["SGLang's PrefillAdder", "memory, token and chunk budgets"], GREY)
     f.arrow((x + w, 782), (429, 782))
-    f.text(438, 778, "admitted; requests that share", 15, "start")
-    f.text(438, 798, "what it computes wait for it", 15, "start", colour=MUTED)
+    f.text(438, 778, "admitted: prefix in flight", 15, "start")
+    f.text(438, 798, "for requests that share it", 15, "start", colour=MUTED)
     return f
 
 
