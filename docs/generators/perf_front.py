@@ -58,10 +58,13 @@ def kernel(folder: Path) -> Claim:
     if lost:
         worst = max(lost, key=lambda row: row.ratio)
         loses.append(
-            f"In {len(lost)} of {len(rows)} batches a peer is faster by more than 1%, and in the worst of them `pat` "
-            f"takes {worst.ratio:.2f} times as long."
+            f"In {len(lost)} of {len(rows)} batches one of these kernels is faster by more than 1%, and in the worst "
+            f"of them `pat` takes {worst.ratio:.2f} times as long."
         )
-    loses.append(f"Where nothing is shared, `pat` takes {geometric_mean(alone):.2f} of the best peer's time.")
+    loses.append(
+        f"Where nothing is shared, `pat` takes {geometric_mean(alone):.2f} of the time of the fastest of these kernels "
+        "(geometric mean)."
+    )
     return Claim(
         "kernel",
         "The kernel",
@@ -132,9 +135,10 @@ def servers(folder: Path) -> Claim:
     if slower or later:
         loads = sum(len(one.runs) for one in (*main, *other))
         loses.append(
-            f"On {loads} loads, a policy of SGLang's has over 1% more throughput in {len(slower)}, and a "
-            f"{term('ttft', 'time to the first token', up='')} (mean or p99) that is shorter by over 10% in "
-            f"{len(later)}."
+            f"In {len(slower)} of {loads} loads (a workload on a backend), a policy of SGLang's has over 1% more "
+            f"throughput. In {len(later)} of their {2 * loads} "
+            f"{term('ttft', 'times to the first token', up='')} (mean and p99 of each load), a policy of SGLang's is "
+            "shorter by over 10%."
         )
     return Claim(
         "servers",
@@ -151,6 +155,7 @@ def servers(folder: Path) -> Claim:
 def real_traffic(folder: Path) -> Claim:
     """Waiting of recorded requests."""
     found = perf_replay.tail_ratios(folder)["feather"]
+    recorded = sum(name.startswith("conversation") for name in perf_replay.load(folder, perf_replay.TAIL))
     means = [one["TTFT mean to fcfs's"] for one in found]
     seen = perf_replay.on_server(folder, "ttft_mean")
     late, longest, of_hrrn = (
@@ -164,12 +169,13 @@ def real_traffic(folder: Path) -> Claim:
     ]
     if lost:
         pairs = [(count, *name.removesuffix("'s").split(" to ")) for name, count in lost.items()]
-        counts = ", ".join(f"in {count} by its {figure}, compared with `{policy}`" for count, figure, policy in pairs)
-        loses.append(f"Of the {len(found)} slices, `feather` is behind by more than 1% {counts}.")
+        counts = ", ".join(f"the {figure} in {count} (than `{policy}`'s)" for count, figure, policy in pairs)
+        loses.append(f"Of the {len(found)} slices, `feather` is longer by more than 1% by {counts}.")
     return Claim(
         "real_traffic",
         "Real traffic",
-        f"On {len(found)} slices of Mooncake's recorded traffic, replayed without a GPU, the mean "
+        f"On {len(found)} slices of Mooncake's traces ({recorded} of recorded and {len(found) - recorded} of synthetic "
+        "traffic), replayed without a GPU, the mean "
         f"{term('ttft', 'time to the first token', up='')} under `feather` is **{geometric_mean(means):.2f}x** that of "
         f"`fcfs` ({between(means)} by slice); on a server, one slice gave **{seen:.2f}x**.",
         "![Times of feather to those of fcfs on each slice](performance/real_traffic.svg)",
@@ -188,13 +194,14 @@ def between_tokens(folder: Path) -> Claim:
     first = max(one["feather, tbt 250"].ttft_s / one[perf_promise.PLAIN].ttft_s for one in runs)
     better, compared = perf_promise.beaten(folder)
     loses = [
-        f"The bound interrupts prefill, which costs throughput ({costs} of it is left), and the mean time to the first "
-        f"token is up to {first:.2f}x that without a bound."
+        f"The bound interrupts prefill, which costs throughput (it is {costs} of that without a bound), and the mean "
+        f"time to the first token is up to {first:.2f}x that without one."
     ]
     if better:
         loses.append(
-            f"In {better} of {compared} loads, the best of SGLang's own settings has more "
-            f"{term('share-within-the-bounds', up='')} a second than {flag}."
+            f"In {better} of {compared} loads, the best of SGLang's own settings serves more requests a second "
+            f"{term('share-within-the-bounds', 'within 10 s to the first token and 300 ms between tokens', up='')} "
+            f"than {flag}."
         )
     return Claim(
         "between_tokens",
@@ -203,7 +210,7 @@ def between_tokens(folder: Path) -> Claim:
         f"token; with {flag} it waited **{gaps}**, at **{costs}** of the throughput.",
         "![The longest gap of a request by load and setting](performance/between_tokens.svg)",
         loses,
-        f"{perf_servers.setup(folder, perf_promise.WITHOUT)}, `feather` with `pat`; {perf_promise.STARS}",
+        f"{perf_servers.setup(folder, perf_promise.WITHOUT)}, `feather` with `pat`; {perf_promise.SETTINGS}",
         ("workloads", "tbt"),
         ("between-tokens-on-servers",),
     )

@@ -192,14 +192,16 @@ def between_tokens(folder: Path) -> str:
     flag = "feather, tbt 250"
     found = {name: runs for name, runs in perf_promise.all_runs(folder).items() if flag in runs}
     static = [perf_promise.best_static(runs) for runs in found.values()]
-    names = [name.replace(", CUDA graphs for prefill", " *").replace(", 200,000 KV tokens", "*") for name in found]
     series = {
         "--feather-tbt 250": [runs[flag].longest_ms / 1e3 for runs in found.values()],
         "no bound": [runs[perf_promise.PLAIN].longest_ms / 1e3 for runs in found.values()],
         "SGLang's best": [one.longest_ms / 1e3 if one else None for one in static],
     }  # fmt: skip
-    labels = [name.partition(", ")[0] + name[len(name.rstrip("*").rstrip()) :] for name in names]
-    labels = [label.replace("Mooncake's ", "") for label in labels]
+    labels = []
+    for name in found:
+        graphs = ", graphs" if "CUDA graphs" in name else ""
+        pool = ", 500K" if graphs and "500,000" in name and name.startswith("W") else ""
+        labels.append(name.partition(", ")[0].removeprefix("Mooncake's ") + graphs + pool)
     figure, axis = points(labels, series, (OURS, GREYS[2], GREYS[0]), "longest gap, seconds (left is better)")
     ticks = [0.2, 0.5, 1, 2, 5, 10, 20]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

@@ -7,9 +7,12 @@ from itertools import combinations
 from pathlib import Path
 from statistics import mean
 
+import perf_promise
 from perf_results import FIGURES, STOCK_POLICIES, Pair, ResultError, geometric_mean, get, load, pairs
 from perf_servers import titled
 from perf_text import Page, Section, caption, command, number, table, term
+
+from feather_sglang.replay.workloads import WORKLOADS
 
 REPLAYS, TAIL_SERVER, TAIL = "replays.json", "tail_h200.json", "tail.json"
 NAMES = {
@@ -23,12 +26,24 @@ BEHIND = 1.01
 LISTED = 5
 QUEUED = 1.0  # seconds of the server's mean TTFT from which requests wait for one another
 FITTED = "qwen3-8b"  # the model whose steps the profile was fitted to
+SINGLE_TOKENS = 1000  # streamed a second, from which on benchmarks/replay_servers.py leaves a run out
 APART = 0.03  # from which on two policies differ on a server
 
 
 def measured(folder: Path) -> list[Pair]:
     """Everything measured both ways."""
     return pairs(folder, REPLAYS, TAIL_SERVER)
+
+
+def left_out(folder: Path) -> int:
+    """How many runs stream too many single tokens to be replayed."""
+    runs = {
+        (file, record["case"], record["server"])
+        for file in perf_promise.FILES
+        for record in get(load(folder, file), file, "records")
+        if record["case"].partition(":")[0] in {"open", *WORKLOADS} and record["overall"]["tok_s"] > SINGLE_TOKENS
+    }
+    return len(runs)
 
 
 def distance(found: Sequence[Pair], figure: str) -> float:
@@ -65,8 +80,8 @@ def summary(found: Sequence[Pair]) -> tuple[str, str]:
         rates.append([name, str(len(part)), f"{level:.2f}", first])
         times.append([name, *errors])
     first, *others = NAMES.values()
-    return table(["runs", "number", f"{first}, replay / server", f"{first}, distance: mean, largest"], rates), table(
-        ["runs", *(f"{name}: mean, largest" for name in others)], times
+    return table(["runs", "number", f"{first}, replay / server", f"{first}: mean distance, largest"], rates), table(
+        ["runs", *(f"{name}: mean distance, largest" for name in others)], times
     )
 
 
@@ -120,11 +135,14 @@ def agreement(folder: Path) -> Page:
     close = Section(
         "How far apart are they?",
         [
-            "Each workload that was measured on a server was also replayed without a GPU. The profile of step times "
+            f"{len(found)} runs of workloads on servers were also replayed without a GPU. The profile of step times "
             "was fitted to steps of other loads with Qwen3-8B on SGLang 0.5.23 (`feather calibrate`), and to none of "
-            "these runs. A *distance* is |replay / server - 1|; each cell has the mean distance and the largest. A run "
-            "has *a queue* if the server's mean TTFT is a second or more. The rows by release name the server's "
-            "SGLang; the replay is the same in all rows. The model that the profile was not fitted to is "
+            f"these runs. Left out are {left_out(folder)} runs that stream more than {SINGLE_TOKENS:,} tokens a second one "
+            "by one: the replay charges the front end for each token what a piece of 16 tokens costs, and reaches a "
+            "third to two thirds of the server's throughput. A *distance* is |replay / server - 1|; each cell has the "
+            "mean distance and the largest. A run has *a queue* if the server's mean TTFT is a second or more. The "
+            "rows by release name the server's SGLang; the replay is the same in all rows. The model that the profile "
+            "was not fitted to is "
             f"{other}.",
             "Throughput in output tokens/s. The third column is the geometric mean of replay / server:",
             rates,
@@ -132,6 +150,8 @@ def agreement(folder: Path) -> Page:
             f"Distances of {term('ttft')}, of the time from arrival to the last token, and of {term('tbt')}:",
             times,
             caption(where, "ttft", "tbt"),
+            "In the figure a point is a run. On the line the replay gives what the server gave, and the grey band is "
+            "10% to either side.",
             "![Replay against server](agreement.svg)",
             caption(where, "ttft", "tbt"),
         ],
@@ -141,8 +161,8 @@ def agreement(folder: Path) -> Page:
     ordered = Section(
         "Does the replay order policies as servers do?",
         [
-            f"Where two policies differ by {APART:.0%} or more on a server, the replay has them in the same order in "
-            f"{said}."
+            "Two runs on the same server under different policies are a pair. Where the server's figure differs by "
+            f"{APART:.0%} or more in a pair, the replay has the two policies in the same order in {said}."
         ],
     )
     lost = Section(
@@ -157,10 +177,7 @@ def agreement(folder: Path) -> Page:
             "- At the edge of overload, where W1 and W4 are under SGLang's policies with `pat`, a small difference "
             "decides whether a queue forms.\n"
             "- The prefill of FlashInfer is timed as that of FlashAttention-3.\n"
-            "- Prefill steps of 512 tokens are launched faster on a server than in the replay.\n"
-            "- Runs that stream more than 1,000 single tokens a second are left out: the replay charges the front end "
-            "for each token what a piece of 16 tokens costs, and reaches a third to two thirds of the server's "
-            "throughput.",
+            "- Prefill steps of 512 tokens are launched faster on a server than in the replay.",
         ],
     )
     return Page(
@@ -197,7 +214,7 @@ def ratios(row: dict[str, dict[str, float]], policy: str) -> dict[str, float]:
         "TTFT mean to hrrn's": mine["ttft_mean"] / row["hrrn"]["ttft_mean"],
         "TTFT p99 to fcfs's": mine["ttft_p99"] / row["fcfs"]["ttft_p99"],
         "longest wait to fcfs's": mine["max_wait"] / row["fcfs"]["max_wait"],
-        "tokens/s to the best": mine["output_tok_s"] / best,
+        "tokens/s to SGLang's best": mine["output_tok_s"] / best,
     }
 
 
@@ -297,9 +314,12 @@ def tail(folder: Path) -> Page:
     overall = Section(
         "Over all slices",
         [
-            f"{slices} slices of Mooncake's traces of a chat service, replayed at 0.5 to 1.2 of the load that `fcfs` "
-            "sustains. A cell has the geometric mean and, below it, the least and the greatest ratio of a slice; for "
-            "times, below 1 is better. The best in the last row is the policy of SGLang with the most throughput.",
+            f"{slices} slices, each some hundred requests in a row of one of Mooncake's two traces. The trace "
+            "*conversation* was recorded in a chat service, the trace *synthetic* was generated. A load of 1 is as "
+            "many requests a second as `fcfs` serves when all requests come at once, and the slices are replayed at "
+            "loads of 0.5 to 1.2. A cell has the geometric mean of the ratios and, below it, the least and the "
+            "greatest ratio of a slice; for times, below 1 is better. The last row compares with the policy of SGLang "
+            "that has the most throughput on the slice.",
             table(["ratio", *(f"`{name}`" for name in found)], rows),
             caption(WHERE, "ttft"),
             "![Times of feather to those of fcfs on each slice](real_traffic.svg)",
@@ -331,9 +351,9 @@ def tail(folder: Path) -> Page:
     behind = Section(
         "Where `feather` is behind",
         [
-            f"By more than 1%, out of {slices} slices:",
+            f"How many of the {slices} slices have a figure of `feather` that is longer by more than 1%:",
             table(
-                ["figure of `feather`", "slices in which it is behind"],
+                ["figure of `feather`, and of whom it is longer than", "slices"],
                 [[name, str(count)] for name, count in lost.items()],
             ),
             caption(WHERE, "ttft"),
@@ -342,6 +362,6 @@ def tail(folder: Path) -> Page:
     )
     return Page(
         "What does real traffic gain?",
-        "How long requests of recorded production traffic wait under `feather`, `fcfs` and `hrrn`.",
+        "How long requests of recorded and of synthetic traffic wait under `feather`, `fcfs` and `hrrn`.",
         [overall, each, on, *([behind] if lost else [])],
     )

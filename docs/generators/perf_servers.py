@@ -39,6 +39,7 @@ MODEL = "qwen3-8b"
 BACKENDS = ("pat", "fa3", "flashinfer", "triton")
 SLOWER, LATER = 0.99, 1.10  # a policy is behind from here on: tokens a second, times to the first token
 RATES, WAITS = 4, 6  # so many of either are listed
+CASES = 8  # a command with more is cut
 
 
 def setup(folder: Path, file: str) -> str:
@@ -48,10 +49,10 @@ def setup(folder: Path, file: str) -> str:
     return f"{gpu}, SGLang {sglang}, {day(content, file)}"
 
 
-def command_of(folder: Path, file: str) -> str:
+def command_of(folder: Path, file: str, most: int = 1) -> str:
     """The command of a server run, the first where there were several, without flags that are the default."""
     typed = get(load(folder, file), file, "command").partition("; ")[0]
-    return command(typed.replace(f" --common '{COMMON_FLAGS}'", ""))
+    return command(typed.replace(f" --common '{COMMON_FLAGS}'", ""), most)
 
 
 def days(folder: Path, files: Sequence[str]) -> str:
@@ -168,21 +169,24 @@ def backends(folder: Path) -> list[Section]:
             caption(where, "workloads", "group"),
         ],
         [*SERVERS.values(), TWO_GPUS],
-        [command_of(folder, SERVERS["pat"])],
+        [command_of(folder, file, CASES) for file in (*SERVERS.values(), TWO_GPUS)],
     )  # fmt: skip
     second = Section(
         "Decode backends on steady batches",
         [
-            f"A batch whose requests all decode at once. Over all {len(ratios)} batches, `pat` has "
-            f"{geometric_mean(ratios):.2f}x the throughput of the fastest other backend (geometric mean), "
-            f"{min(ratios):.2f}x to {max(ratios):.2f}x.",
+            f"A batch whose requests all decode at once. {len(ratios)} batches ran on `pat` and on at least one other "
+            f"backend. Over these, `pat` has {geometric_mean(ratios):.2f}x the throughput of the fastest other backend "
+            f"(geometric mean; {min(ratios):.2f}x to {max(ratios):.2f}x). "
+            f"[The lab](../lab/backends.md#how-much-faster-are-decode-steps-alone) has all of them.",
             "![Decode throughput by batch](backends.svg)",
             caption(older, "group"),
-            "The batches that ran on all four backends, in output tokens/s:",
+            "Those of 500 and of 32 requests that ran on all four backends, in output tokens/s:",
             table(GAIN, gain_rows(some)),
             caption(older, "group"),
             table(["batch", *(f"`{name}`" for name in BACKENDS)], backend_rows(some)),
             caption(older, "group"),
+            "In the command below, `...` stands for the other batches, each written "
+            "`decode:REQUESTS,GROUPS,PREFIX_TOKENS,OUTPUT_TOKENS`; `decode:500,0,1000,64` shares nothing.",
         ],
         DECODE,
         [command_of(folder, DECODE[0])],
@@ -325,7 +329,7 @@ def policy_sections(folder: Path) -> list[Section]:
             caption(where, "workloads"),
         ],
         files,
-        [command_of(folder, SERVERS["pat"])],
+        [command_of(folder, file, CASES) for file in files],
     )
     each = []
     for one in main:
@@ -344,11 +348,17 @@ def policy_sections(folder: Path) -> list[Section]:
     lost = Section(
         "Where a policy of SGLang's is better",
         [
-            f"Of the workloads above and {sum(len(one.runs) for one in other)} other loads, the fastest of SGLang's "
-            f"policies has more throughput by over 1% in {len(slower)}; in {len(later)} figures of the time to the "
-            "first token, mean or p99, the best of SGLang's policies is shorter by over 10%. The worst:",
+            f"A load is a workload on a backend. Of the {sum(len(one.runs) for one in main)} loads above and "
+            f"{sum(len(one.runs) for one in other)} others, the fastest of SGLang's policies has more throughput by "
+            f"over 1% in {len(slower)}. Each load has a mean and a p99 of the time to the first token, and in "
+            f"{len(later)} of these figures the best of SGLang's policies is shorter by over 10%. The worst:",
             table(["workload, backend", "figure", "`feather`", "SGLang's best", "ratio"],
                   [*slower[:RATES], *later[:WAITS]]),
+            "The times to the first token are of loads on which requests hardly queue. There `feather` "
+            "[delays](../design/admission.md#the-gate) prefill steps by up to 0.1 s so that more requests share one, "
+            "which makes the whole answers come sooner ([the lab](../lab/policies_on_servers.md#what-does-pacing-bring-"
+            "and-what-does-it-cost)). Why the p99 of one run is several times these 0.1 s is not known; it is that of "
+            "the three slowest of 300 requests.",
             caption(f"{where}; other loads: NVIDIA H200, SGLang {_release(folder, LOADS[0])}, {days(folder, LOADS)}",
                     "group", "ttft"),
         ],
