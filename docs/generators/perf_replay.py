@@ -137,12 +137,12 @@ def agreement(folder: Path) -> Page:
         [
             f"{len(found)} runs of workloads on servers were also replayed without a GPU. The profile of step times "
             "was fitted to steps of other loads with Qwen3-8B on SGLang 0.5.23 (`feather calibrate`), and to none of "
-            f"these runs. Left out are {left_out(folder)} runs that stream more than {SINGLE_TOKENS:,} tokens a second one "
-            "by one: the replay charges the front end for each token what a piece of 16 tokens costs, and reaches a "
-            "third to two thirds of the server's throughput. A *distance* is |replay / server - 1|; each cell has the "
-            "mean distance and the largest. A run has *a queue* if the server's mean TTFT is a second or more. The "
-            "rows by release name the server's SGLang; the replay is the same in all rows. The model that the profile "
-            "was not fitted to is "
+            f"these runs. Left out are {left_out(folder)} runs that stream more than {SINGLE_TOKENS:,} tokens a second "
+            "one by one: the replay charges the front end for each token what a piece of 16 tokens costs, and "
+            "reaches a third to two thirds of the server's throughput. A *distance* is |replay / server - 1|; "
+            "each cell has the mean distance and the largest. A run has *a queue* if the server's "
+            "mean TTFT is a second or more. The rows by release name the server's SGLang; the replay is the same in "
+            "all rows. The model that the profile was not fitted to is "
             f"{other}.",
             "Throughput in output tokens/s. The third column is the geometric mean of replay / server:",
             rates,

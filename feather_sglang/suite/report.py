@@ -130,8 +130,13 @@ def page(results: Results, command: str) -> str:
         "",
         f"Replays of SGLang {results['sglang']} with the model {results['model']}, the profile {results['profile']}, "
         f"the attention kernel {results['attention']} and `--scheduler-cost {results['scheduler_cost']}`; the "
-        f"{results['form']} form of the suite. A load of 1 is the rate that fcfs serves when all requests come at "
-        f"once.{_server(results)} Ratios to fcfs, geometric means:",
+        f"{results['form']} form of the suite. The rate of a case is that of the arrival times that were drawn. A load "
+        "of 1 is the rate that fcfs serves when all requests come at once. A policy with `+slo` is told of the bounds "
+        f"(`--feather-slo`).{_server(results)}",
+        "",
+        "The table has geometric means of the ratios to fcfs, over the cases that a policy served to their end; "
+        "the share of requests within the bounds is an arithmetic mean. In the tables below it, policies with equal "
+        "figures share a row, and a slice is named by its trace, its first request, its load and its KV tokens:",
         "",
         *_markdown(summary(results)),
     ]
@@ -152,7 +157,9 @@ def page(results: Results, command: str) -> str:
                 ]
                 errors = {policy: one["error"] for policy, one in case["policies"].items() if "error" in one}
                 lines += [line for policy, error in errors.items() for line in ("", f"`{policy}`: {error}.")]
-    return "\n".join([*lines, "", "```", command, "```"]) + "\n"
+    short = "--short " if results["form"] == "short" else ""
+    said = f"`feather suite {short}--traces DIR --slo {results['slo']}` runs the suite. This page was written by:"
+    return "\n".join([*lines, "", said, "", "```", command, "```"]) + "\n"
 
 
 def _server(results: Results) -> str:
