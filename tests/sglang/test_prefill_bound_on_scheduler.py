@@ -547,3 +547,5 @@ def test_what_is_asked_and_in_force_is_told(server, monkeypatch, caplog):
         "feather: the bound of 50 ms",
     ]
     assert lines[1].endswith("between tokens holds again")
+    one.feather.metrics.end()  # another policy takes over
+    assert sample("asked") == sample("in_force") == 0

@@ -137,6 +137,9 @@ def test_a_failure_is_logged_once_counted_and_served_as_fcfs(server, monkeypatch
     assert one.feather.failed and counter._value.get() == before + 1
     assert sum("goes on as fcfs" in record.message for record in caplog.records) == 1
     assert one.scheduler.running_batch.is_empty()
+    assert guard.failure_gauge()._value.get() == 1
+    one.feather.guard.end()  # another policy takes over
+    assert guard.failure_gauge()._value.get() == 0
 
 
 # Stop, reward, fairness, no regret ------------------------------------------------------------------------------

@@ -106,6 +106,7 @@ class FeatherScheduler:
             self._decisions.close()
         if self.metrics is not None:
             self.metrics.end()
+        self.guard.end()
 
     @property
     def watches_decisions(self) -> bool:

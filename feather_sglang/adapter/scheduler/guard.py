@@ -53,6 +53,10 @@ class Guard:
         failure_gauge().set(0)
         self._failures = failure_counter() if is_first_rank() else None  # all ranks fail alike, and count as one
 
+    def end(self) -> None:
+        """The scheduler goes on under another policy, and no longer as a failed one's fcfs."""
+        failure_gauge().set(0)
+
     def fail(self, what: str, error: BaseException) -> None:
         """Log a failure, count it, and go on as fcfs; only the first one counts."""
         if not self.failed:

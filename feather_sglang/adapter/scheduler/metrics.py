@@ -125,9 +125,11 @@ class PolicyMetrics:
         written.overtaking.set(overtaken / bound)
 
     def end(self) -> None:
-        """Another policy takes over."""
+        """Another policy takes over, and bounds nothing of this one's."""
         self._info.set(0)
         self._show(0, 0.0, 1.0)
+        for gauge in (_written().asked, _written().in_force):
+            gauge.set(0)
 
 
 def bound_gauges() -> tuple[Any, Any] | None:
