@@ -115,7 +115,8 @@ def flags_page() -> str:
         "`--feather-pat-beside`, `--feather-pat-prefill` and `--feather-unproven-gpu` act once `pat` is named; "
         "`--feather-record-trace` and `--feather-allow-switch` act under any schedule policy; all others act under a "
         "feather policy only, so with `fcfs` they have no effect. `sglang.Engine` reads them from the variable "
-        '`FEATHER_OPTIONS` instead, as JSON with underscores for dashes: `{"max_wait": 60}`.',
+        '`FEATHER_OPTIONS` instead, as JSON with underscores for dashes: `{"max_wait": 60}`. '
+        "A flag with `on|off` whose default is off means `on` if its value is left out.",
         "",
         table(("flag", "meaning"), server_rows()),
         "",
@@ -177,8 +178,11 @@ def metrics_page() -> str:
                 "reads that is left: 1 where nothing is shared.",
                 "",
                 "Of the two metrics on failures, set an alert on `feather_policy_failed`: it is 1 from a failure "
-                "until the next restart, or until a switch to a feather policy. `feather_policy_failures_total` "
-                "counts the failures since the start. The log has the reason.",
+                "until the next restart or the next switch of the policy. `feather_policy_failures_total` counts the "
+                "failures since the start. The log has the reason.",
+                "",
+                "After a switch to one of SGLang's policies the gauges of the policy are 0, and so is "
+                "`feather_policy_info` in all its series; counters keep their values.",
                 "",
                 "While `feather_bound_in_force_seconds` is above `feather_bound_asked_seconds`, the load does not "
                 "allow the [bound](../design/prefill_bound.md).",
@@ -227,6 +231,7 @@ def support_page() -> str:
 RESULTS = {  # what a result file of servers holds, by the beginning of its name
     "servers_": "workloads under policies and backends",
     "policies_": "further loads under policies",
+    "server_h200_tp2": "workloads on two GPUs with `--tp 2`",
     "server_": "steady batches by backend",
     "models_": "each kind of model beside SGLang's own backend",
     "data_parallel_": "data-parallel attention",
