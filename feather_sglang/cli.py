@@ -23,6 +23,10 @@ COMMANDS = {
     "calibrate": ("feather_sglang.calibrate.command", "measure this machine's GPU and host, and write their profile"),
     "trace": ("feather_sglang.replay.trace_cli", "make or inspect a request trace"),
     "explain-plan": ("feather_kernels.plans.cli", "draw the forest, the packs and the work items of a decode batch"),
+    "switch": (
+        "feather_sglang.switching.command",
+        "change the policy of a running server, and go back where its metrics get worse",
+    ),
     "patch": (
         "feather_sglang.patching.cli",
         "put SGLang's extension points into an installed release, or take them out",

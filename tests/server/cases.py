@@ -42,7 +42,12 @@ class Case:
 # feather-bandit, which is feather by another name, serves on two ranks and in sglang.Engine; feather-order serves after
 # a switch.
 _NEWEST = {
-    "plain": Case("feather", (*ROOMY, "--feather-allow-switch", "--admin-api-key", KEY), switches=True, records=True),
+    "plain": Case(
+        "feather",
+        (*ROOMY, "--feather-allow-switch", "--admin-api-key", KEY, "--enable-metrics"),
+        switches=True,
+        records=True,
+    ),
     "chunks-priorities": Case(
         "feather-heuristic",
         (

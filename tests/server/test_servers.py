@@ -260,6 +260,34 @@ def test_a_policy_is_switched_under_the_admin_key_alone(
     assert status == 400 and answer["error"].startswith("unknown schedule policy 'fifo'")
 
 
+@pytest.mark.of_cases("switches")
+def test_a_switch_is_watched_and_taken_back(
+    feather_server: FeatherServer, requests: list[Request], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, over = feather_server.server, threading.Event()
+    chosen = [request for request in requests if "regex" not in request.body][:10]
+
+    def load() -> None:
+        while not over.is_set():
+            stream_all(server.url, chosen)
+
+    def switch(policy: str, keep: str) -> tuple[int, str]:
+        flags = ("--watch", "2s", "--settle", "0s", "--keep", keep, "--admin-key", KEY)
+        status = main(["switch", server.url, policy, *flags])
+        (state,) = server.get("/server_info")["internal_states"]
+        return status, state["feather"]["schedule_policy"]
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        server.wait_until_busy()
+        assert switch("feather", "tok/s>=0.01x,tbt_p99<=100x") == (0, "feather"), capsys.readouterr()
+        assert switch("lpm", "ttft_p50<=0.0001x") == (1, "feather"), capsys.readouterr()
+    finally:
+        over.set()
+        thread.join(60)
+
+
 @pytest.mark.of_cases("records")
 def test_what_was_served_is_recorded_and_can_be_replayed(
     feather_server: FeatherServer, served: dict[str, Answer], tmp_path: Path
