@@ -61,8 +61,12 @@ class SLO:
 
     def met(self, timing: Timing, idle: Timing | None = None) -> bool:
         """Whether a request with this timing meets it; `idle` is what the request takes alone."""
+        return not any(self.missed(timing, idle))
+
+    def missed(self, timing: Timing, idle: Timing | None = None) -> tuple[bool, ...]:
+        """Whether each bound, in the order of a timing, is missed; one that is not there is not."""
         pairs = zip((self.ttft, self.tbt, self.tpot), timing, idle or (None,) * 3, strict=True)
-        return all(bound is None or bound.holds(seconds, alone) for bound, seconds, alone in pairs)
+        return tuple(bound is not None and not bound.holds(seconds, alone) for bound, seconds, alone in pairs)
 
 
 def parse(text: str) -> SLO:
@@ -97,13 +101,24 @@ def judge(
     seconds : of the whole run.
     """
     share = goodput = p50 = p99 = None
+    missed: dict[str, float | None] = dict.fromkeys(Timing._fields)
     if slo is not None:
-        met = sum(slo.met(*pair) for pair in zip(timings, idle or (None,) * len(timings), strict=True))
+        misses = [slo.missed(*pair) for pair in zip(timings, idle or (None,) * len(timings), strict=True)]
+        met = sum(not any(one) for one in misses)
+        for place, name in enumerate(Timing._fields):
+            if getattr(slo, name) is not None:
+                missed[name] = sum(one[place] for one in misses) / requests if requests else 0.0
         share, goodput = met / requests if requests else 0.0, met / seconds if seconds else 0.0
     if idle and all(alone.ttft > 0 for alone in idle):
         slowdowns = [timing.ttft / alone.ttft for timing, alone in zip(timings, idle, strict=True)]
         p50, p99 = (float(value) for value in np.percentile(slowdowns, [50, 99]))
-    return {"slo_share": share, "goodput": goodput, "slowdown_p50": p50, "slowdown_p99": p99}
+    return {
+        "slo_share": share,
+        **{f"slo_missed_{name}": value for name, value in missed.items()},
+        "goodput": goodput,
+        "slowdown_p50": p50,
+        "slowdown_p99": p99,
+    }
 
 
 def sustained(shares: Iterable[tuple[float, float | None]]) -> float | None:

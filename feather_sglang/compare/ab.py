@@ -31,6 +31,7 @@ from feather_sglang.replay.given import check_positive, flag, given
 from feather_sglang.replay.jobs import Job
 from feather_sglang.replay.on_ray import add_ray, executor_of
 from feather_sglang.replay.processes import run_jobs
+from feather_sglang.scheduling.policy_names import PROMISING, served
 
 REPLAY_ONLY = ("profile", "prefill_graphs", "feather_pat_prefill", "scheduler_cost", "jobs", "ray")
 
@@ -44,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="replay",
         help="replay in virtual time, or real servers (%(default)s)",
     )
-    parser.add_argument("--policies", help=f"names with commas ({DEFAULT_POLICIES}, as far as SGLang has them)")
+    parser.add_argument(
+        "--policies",
+        help=f"names with commas ({DEFAULT_POLICIES}, as far as SGLang has them); {PROMISING} is told --slo",
+    )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="policies replayed at a time (%(default)s)")
     add_ray(parser)
     parser.add_argument(
@@ -104,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     title = f"{trace.name}: {len(trace.requests):,} requests, {args.profile}, {settings['kv_tokens']:,} KV tokens"
     console.print(f"feather {__version__}, sglang {version}, {escape(title)}")
     jobs = [
-        Job(policy, traces[scale], model, settings, by_policy[policy], label, args.slo)
+        Job(served(policy), traces[scale], model, settings, by_policy[policy], label, args.slo)
         for (scale, policy), label in rates.labels.items()
     ]
     failed: dict[str, str] = {}

@@ -36,7 +36,7 @@ from feather_sglang.replay.given import check_positive
 from feather_sglang.replay.traces import Trace
 from feather_sglang.report.summary import RunSummary
 from feather_sglang.report.tables import SERVER_FIGURES
-from feather_sglang.scheduling.policy_names import FEATHER
+from feather_sglang.scheduling.policy_names import FEATHER, served
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -97,11 +97,11 @@ def configurations(args: argparse.Namespace, policies: Sequence[str]) -> list[Se
     for backend in backends or [""]:
         decode = tuple(BACKENDS.get(backend, "").split())
         for policy in policies:
-            told = {"policy_file": None, **options[policy]} if policy in FEATHER else {}
+            told = {"policy_file": None, **options[policy]} if served(policy) in FEATHER else {}
             told = {option: value for option, value in told.items() if option not in overruled}
-            flags = (POLICY_FLAG, policy, *feather_flags(told))
+            flags = (POLICY_FLAG, served(policy), *feather_flags(told))
             name = f"{backend}+{policy}" if len(backends) > 1 else policy
-            found.append(ServerConfig(name, (*decode, *given), policy, told, flags))
+            found.append(ServerConfig(name, (*decode, *given), served(policy), told, flags))
     return found
 
 

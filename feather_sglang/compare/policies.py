@@ -10,7 +10,7 @@ from feather_sglang.adapter.hooks import installed_version, lacks_policy
 from feather_sglang.errors import FeatherError
 from feather_sglang.replay.arguments import common_options, feather_options, suited
 from feather_sglang.scheduling.policies import load_policy
-from feather_sglang.scheduling.policy_names import FEATHER, REPLAYED, STOCK
+from feather_sglang.scheduling.policy_names import FEATHER, PROMISING, REPLAYED, STOCK
 
 DEFAULT_POLICIES = "fcfs,lpm,dfs-weight,hrrn,feather-order,feather"  # without what SGLang is too old for
 
@@ -44,9 +44,13 @@ def chosen_policies(args: argparse.Namespace) -> list[str]:
         raise FeatherError(
             f"--policies {args.policies}: no server has {replayed[0]}; leave it out, or use --engine replay"
         )
-    policies = named(args.policies, (*STOCK, *FEATHER) if on_server else (*STOCK, *REPLAYED, *FEATHER))
+    policies = named(args.policies, (*STOCK, *(() if on_server else REPLAYED), *FEATHER, PROMISING))
     if len(set(policies)) < len(policies):
         raise FeatherError(f"--policies {args.policies}: a policy is named twice")
+    if PROMISING in policies and (args.slo is None or args.slo.ttft is None or args.slo.tbt is None):
+        raise FeatherError(
+            f"--policies {args.policies}: {PROMISING} promises the bounds of --slo: give ttft and tbt there"
+        )
     return policies
 
 
@@ -54,9 +58,15 @@ def options_of(args: argparse.Namespace, policies: list[str]) -> dict[str, dict[
     """What FEATHER_OPTIONS holds for each policy; the policy file goes to the policy that it was trained for."""
     options = common_options(args)
     by_policy: dict[str, dict[str, Any]] = {name: suited(name, options) for name in policies}
+    if PROMISING in by_policy:
+        by_policy[PROMISING]["slo"] = args.slo.text
     if path := feather_options(args).policy_file:
         kind = load_policy(path).name
-        takers = [name for name in policies if name in (f"feather-{kind}", "feather" if kind == "bandit" else "")]
+        takers = [
+            name
+            for name in policies
+            if name in (f"feather-{kind}", *(("feather", PROMISING) if kind == "bandit" else ()))
+        ]
         if not takers:
             raise FeatherError(f"{path} holds a {kind} policy; --policies names no feather-{kind}")
         for name in takers:

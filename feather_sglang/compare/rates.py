@@ -12,7 +12,7 @@ from rich.console import Console
 from feather_sglang.replay.traces import Trace
 from feather_sglang.report import plots
 from feather_sglang.report.summary import RunSummary
-from feather_sglang.report.tables import FIGURES, Figure, comparison, sweep
+from feather_sglang.report.tables import FIGURES, Figure, comparison, sweep, verdict
 from feather_sglang.slo import SHARE, SLO, sustained
 
 Columns = Mapping[str, RunSummary]  # of the runs with figures, by label
@@ -62,13 +62,15 @@ class Rates:
         figures: Sequence[Figure] = FIGURES,
         beside: Sequence[RunSummary] = (),
     ) -> None:
-        """Print a table for each rate, then which rates are sustained within the SLO."""
+        """Print a table and a verdict for each rate, then which rates are sustained within the SLO."""
         for scale in self.traces:
             found = [(name, label) for (at, name), label in self.labels.items() if at == scale and label in columns]
             at_rate = f", {scale:g}x the rate" if self.several else ""
             if found:
                 of_rate = [replace(columns[label], policy=name) for name, label in found]
                 console.print(comparison([*of_rate, *beside], title + at_rate, figures))
+                if told := verdict(of_rate):
+                    console.print(f"verdict{at_rate}: {told}", markup=False, soft_wrap=True)
         if self.slo is not None and self.several:
             console.print(sweep(self.shares(columns), self.slo.text))
 

@@ -33,7 +33,8 @@ class RunSummary:
     processor time over the run's time, `admission_us` that of one admission round; `gpu_busy` is the share of the run
     in which anything ran on the GPU, `dram_use` the share of its DRAM's bandwidth that was used, `sm_ghz` the clock of
     its multiprocessors and `watt` what it drew, in the mean. `slo_share` of the requests met the SLO, `goodput` of them
-    a second; `slowdown_*` is the time to the first token over what the request takes alone on an idle server.
+    a second, and `slo_missed_*` came to their end above that bound; `slowdown_*` is the time to the first token over
+    what the request takes alone on an idle server.
     """
 
     policy: str
@@ -64,6 +65,9 @@ class RunSummary:
     sm_ghz: float | None = _shown("GPU clock GHz", "{:.2f}")
     watt: float | None = _shown("GPU power W", "{:.0f}")
     slo_share: float | None = _shown("within the SLO", "{:.1%}", True)
+    slo_missed_ttft: float | None = _shown("TTFT bound missed", "{:.1%}", False)
+    slo_missed_tbt: float | None = _shown("TBT bound missed", "{:.1%}", False)
+    slo_missed_tpot: float | None = _shown("TPOT bound missed", "{:.1%}", False)
     goodput: float | None = _shown("goodput requests/s", "{:.2f}", True)
     slowdown_p50: float | None = _shown("TTFT slowdown p50", "{:.1f}x", False)
     slowdown_p99: float | None = _shown("TTFT slowdown p99", "{:.1f}x", False)

@@ -16,7 +16,9 @@ FIGURES = figures(
     *("scheduler_share", "gpu_busy", "max_wait", "retractions", "stops"),
 )
 # Shown where they were asked for; the first two are those of an SLO.
-SLO_FIGURES = figures("slo_share", "goodput", "slowdown_p50", "slowdown_p99")
+MISSED = figures("slo_missed_ttft", "slo_missed_tbt", "slo_missed_tpot")
+SLO_FIGURES = (*figures("slo_share"), *MISSED, *figures("goodput", "slowdown_p50", "slowdown_p99"))
+BEST = "*"  # stands before the best of a row: a pipe shows nothing bold
 # A replay does not follow how full the pool is, and times all of scheduling; a server times admission apart from the
 # rest of its scheduler's process.
 SERVER_FIGURES = (
@@ -28,7 +30,7 @@ SERVER_FIGURES = (
 
 
 def comparison(summaries: Sequence[RunSummary], title: str = "", figures: Sequence[Figure] = FIGURES) -> Table:
-    """A column per run; the best of each figure is bold, throughput also stands as a ratio to the first run.
+    """A column per run; the best of each figure is bold and marked, throughput also stands as a ratio to the first run.
 
     What a run could not tell is a dash; the figures of an SLO follow where one was given.
     """
@@ -42,14 +44,48 @@ def comparison(summaries: Sequence[RunSummary], title: str = "", figures: Sequen
     for figure in figures:
         values = [getattr(summary, figure.field) for summary in summaries]
         known = [value for value in values if value is not None]
+        if not known and figure in MISSED:  # a bound that nobody gave
+            continue
         best = None if figure.more_is_better is None else (max if figure.more_is_better else min)(known, default=None)
         cells = ["-" if value is None else figure.form.format(value) for value in values]
-        if best is not None and len(set(known)) > 1:
-            cells = [f"[bold]{c}[/bold]" if v == best else c for c, v in zip(cells, values, strict=True)]
+        if best is not None and len({figure.form.format(value) for value in known}) > 1:
+            cells = [f"[bold]{BEST}{cell}[/bold]" if cell == figure.form.format(best) else cell for cell in cells]
         table.add_row(figure.name, *cells)
         if figure.field == "output_tok_s":
             table.add_row(f"  to {escape(summaries[0].policy)}", *[f"{v / base:.2f}x" if base else "" for v in values])
     return table
+
+
+def verdict(summaries: Sequence[RunSummary]) -> str | None:
+    """Which run is better than the first, in a sentence; None where there is nothing to compare.
+
+    With an SLO, the one that serves most within it; else, of those that lose no more than 1% of throughput and 10% of
+    the p99 of TTFT, the one with the lowest mean.
+    """
+    if len(summaries) < 2:
+        return None
+    base, *others = summaries
+    if base.slo_share is not None:
+        best = max(others, key=lambda one: (one.slo_share or 0.0, one.output_tok_s))
+        if (share := best.slo_share or 0.0) <= base.slo_share:
+            return f"no policy serves more within the SLO than {base.policy} ({base.slo_share:.1%})"
+        told = f"{best.policy} serves most within the SLO: {share:.1%}, {base.policy} {base.slo_share:.1%}"
+        return (
+            f"{told}; at {best.output_tok_s / base.output_tok_s:.2f}x its output tok/s" if base.output_tok_s else told
+        )
+    if not base.ttft_mean or not base.ttft_p99:
+        return None
+    kept = [
+        (one.ttft_mean / base.ttft_mean, one.policy)
+        for one in others
+        if one.ttft_mean is not None and one.ttft_p99 is not None and one.ttft_p99 <= 1.1 * base.ttft_p99
+        if one.output_tok_s >= 0.99 * base.output_tok_s
+    ]
+    ratio, name = min(kept, default=(1.0, ""))
+    within = "within 1% of its output tok/s and 10% of its TTFT p99"
+    if ratio >= 1:
+        return f"no policy has a lower mean TTFT than {base.policy} {within}"
+    return f"{name} has the lowest mean TTFT, {ratio:.2f}x that of {base.policy}, {within}"
 
 
 def sweep(shares: Mapping[str, Sequence[tuple[float, float | None]]], slo: str) -> Table:

@@ -15,6 +15,12 @@ POLICY_NAMES: dict[str, str | None] = {
     "feather-order": None,
 }
 FEATHER = tuple(POLICY_NAMES)
+PROMISING = f"{FEATHER[0]}+slo"  # in comparisons: feather, told of the bounds that it is judged by
+
+
+def served(name: str) -> str:
+    """The policy that a server is told, of one that a comparison names."""
+    return FEATHER[0] if name == PROMISING else name
 
 
 def admits(name: str) -> bool:

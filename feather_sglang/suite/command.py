@@ -28,11 +28,11 @@ from feather_sglang.replay.model_shape import load_model
 from feather_sglang.replay.on_ray import add_ray, executor_of
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel
-from feather_sglang.scheduling.policy_names import FEATHER, REPLAYED, STOCK
+from feather_sglang.scheduling.policy_names import FEATHER, PROMISING, REPLAYED, STOCK
 from feather_sglang.suite.cases import chosen, patterns
 from feather_sglang.suite.report import page, tables
 from feather_sglang.suite.results_file import read
-from feather_sglang.suite.runner import PROMISING, Suite, Terms
+from feather_sglang.suite.runner import Suite, Terms
 
 EVERY = (*STOCK, *REPLAYED, *(name for name in FEATHER if name != "feather-bandit"), PROMISING)  # feather is that one
 # Of all cases' servers, by --server-flags.

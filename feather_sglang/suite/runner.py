@@ -23,12 +23,11 @@ from feather_sglang.replay.jobs import Job, ReplayResult, replay
 from feather_sglang.replay.processes import Executor, events
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace
-from feather_sglang.scheduling.policy_names import FEATHER, ORACLE
+from feather_sglang.scheduling.policy_names import FEATHER, ORACLE, PROMISING, served
 from feather_sglang.slo import SLO
 from feather_sglang.suite.cases import Case
 
 VERSION = 1
-PROMISING = f"{FEATHER[0]}+slo"  # told of the bounds
 ALL_AT_ONCE = 1e6  # times the rate: how fast fcfs serves when it never waits for arrivals
 FIGURES = (
     "output_tok_s", "ttft_mean", "ttft_p99", "tbt_p99_ms", "slo_share", "goodput",
@@ -93,7 +92,7 @@ class Cell:
         settings.pop("prefill_graphs", None)  # the model of step times knows
         told: dict[str, Any] = {"seed": terms.seed, **terms.options}
         if policy == PROMISING:
-            policy, told["slo"] = FEATHER[0], terms.slo.text
+            policy, told["slo"] = served(policy), terms.slo.text
         options = suited(policy, told) if policy in (*FEATHER, ORACLE) else {}
         self.provenance = {**terms.facts(), "trace": trace_digest(trace), "settings": settings, "options": options}
         self.job = Job(policy, trace, terms.model, settings, options, name, terms.slo)

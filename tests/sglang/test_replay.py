@@ -94,6 +94,19 @@ def test_a_sweep_says_which_rate_is_sustained(tmp_path, capsys):
 
 
 @newest_is_enough
+def test_one_comparison_has_feather_with_and_without_a_promise(tmp_path):
+    """Of 1 ms between tokens, which no load keeps: rows say that this bound was missed, and by whom."""
+    flags = [*SMALL, "--scheduler-cost", "off", "--slo", "ttft=1000,tbt=1"]
+    results = ab(tmp_path / "out", *flags, "--policies", "fcfs,feather,feather+slo")
+    assert list(results["runs"]) == ["fcfs", "feather", "feather+slo"]
+    assert [results["options"][name]["slo"] for name in ("feather", "feather+slo")] == [None, "ttft=1000,tbt=1"]
+    for run in results["runs"].values():
+        assert run["slo_missed_ttft"] == 0 and run["slo_missed_tbt"] == 1 and run["slo_missed_tpot"] is None
+    told, untold = (results["runs"][name]["tbt_p99_ms"] for name in ("feather+slo", "feather"))
+    assert told < untold
+
+
+@newest_is_enough
 def test_k_lpm_lets_nobody_wait_as_long_as_lpm(tmp_path):
     """Where the cache holds a few of the prefixes, which lpm keeps; k-lpm keeps them for three requests in four."""
     flags = ["--requests", "100", "--groups", "6", "--rate", "60", "--prefix-tokens", "400", "--output-tokens", "12"]

@@ -80,6 +80,8 @@ class TestCommandLine:
             (["--feather-pace", "inf"], "--feather-pace 'inf': expected seconds, 0 or more"),
             (["--policies", "fcfs,fifo"], "unknown ['fifo']"),
             (["--policies", "fcfs,k-lpm"], "fcfs,k-lpm: no server has k-lpm; leave it out, or use --engine replay"),
+            (["--policies", "feather+slo"], "--slo"),
+            (["--policies", "feather+slo", "--slo", "ttft=2"], "--slo"),
             (["--attention", "fa3,fa9"], "--attention fa3,fa9: "),
             (["--attention", "fa3,fa3"], "--attention fa3,fa3: "),
             (["--server-flags=--schedule-policy=lpm"], "--schedule-policy is set here; use --policies"),
@@ -246,6 +248,16 @@ class TestCommandLine:
         with pytest.raises(FeatherError, match="FEATHER_OPTIONS: seed=7: leave it out here, and give --seed"):
             policies.options_of(arguments(), ["feather"])
         assert policies.options_of(arguments("--seed", "7"), ["feather"])["feather"]["seed"] == 7
+
+    def test_feather_with_a_promise_is_feather_told_the_bounds(self):
+        args = arguments("--policies", "feather,feather+slo", "--slo", "mooncake")
+        plain, told = ab.configurations(args, policies.chosen_policies(args))
+        assert (told.name, told.policy) == ("feather+slo", "feather") and "--feather-slo mooncake" in " ".join(
+            told.flags
+        )
+        assert (
+            told.policy_options == {**plain.policy_options, "slo": "mooncake"} and plain.policy_options["slo"] is None
+        )
 
     @pytest.mark.parametrize("word", ["on", "off"])
     def test_whether_prefixes_gather_reaches_servers_new_and_running(self, word):

@@ -1,6 +1,6 @@
 """Figures of a run, tables and plots, on records made by hand."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
@@ -8,7 +8,7 @@ from rich.console import Console
 from feather_sglang.errors import FeatherError
 from feather_sglang.report import plots
 from feather_sglang.report.summary import RunSummary
-from feather_sglang.report.tables import SERVER_FIGURES, comparison
+from feather_sglang.report.tables import BEST, SERVER_FIGURES, comparison, verdict
 
 
 def summary(policy="fcfs", speed=1.0):
@@ -87,6 +87,62 @@ def test_what_a_run_cannot_tell_is_a_dash_and_never_the_best():
     assert [cell.strip() for cell in rows["max wait s"]] == ["-", "2.0"]
     assert [cell.strip() for cell in rows["KV use peak"]] == ["-", "-"]
     assert [cell.strip() for cell in rows["to other"]] == ["1.00x", "4.00x"]
+
+
+def printed_rows(*summaries):
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))
+    console.print(comparison(summaries))
+    lines = [line.strip("│").split("│") for line in console.export_text().splitlines() if line.startswith("│")]
+    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
+
+
+def test_the_best_of_a_row_is_marked_where_nothing_is_bold():
+    rows = printed_rows(summary(), summary("lpm", speed=2.0))
+    assert [cell.startswith(BEST) for cell in rows["output tok/s"]] == [False, True]
+    assert not any(
+        cell.startswith(BEST) for cell in rows["TTFT mean s"] + rows["mean batch"]
+    )  # level; neither is better
+
+
+def test_rows_say_which_bound_was_missed():
+    rows = printed_rows(replace(summary(), slo_share=0.5, slo_missed_ttft=0.375, slo_missed_tbt=0.25))
+    assert rows["TTFT bound missed"] == ["37.5%"] and rows["TBT bound missed"] == ["25.0%"]
+    assert "TPOT bound missed" not in rows and "TTFT bound missed" not in printed_rows(summary())
+
+
+def judged(policy, share=None, speed=1.0, mean=1.0, p99=2.0):
+    return RunSummary(policy, 9, 100 * speed, slo_share=share, ttft_mean=mean, ttft_p99=p99)
+
+
+@pytest.mark.parametrize(
+    ("others", "better"),
+    [
+        ([judged("a", 0.8), judged("b", 0.9)], "b"),
+        ([judged("a", 0.8), judged("b", 0.8, speed=1.1)], "b"),
+        ([judged("a", 0.5), judged("b", 0.4)], None),
+    ],
+)
+def test_with_bounds_the_verdict_is_for_whoever_serves_most_within_them(others, better):
+    said = verdict([judged("fcfs", 0.5), *others])
+    assert said.startswith(f"{better} ") if better else said.startswith("no policy ")
+
+
+@pytest.mark.parametrize(
+    ("others", "better"),
+    [
+        ([judged("a", mean=0.6), judged("b", mean=0.5)], "b"),
+        ([judged("a", mean=0.6), judged("slow", mean=0.5, speed=0.98)], "a"),
+        ([judged("a", mean=0.6), judged("tail", mean=0.5, p99=2.3)], "a"),
+        ([judged("a", mean=1.1)], None),
+    ],
+)
+def test_without_bounds_it_is_for_the_lowest_mean_that_costs_neither_throughput_nor_tail(others, better):
+    said = verdict([judged("fcfs"), *others])
+    assert said.startswith(f"{better} ") if better else said.startswith("no policy ")
+
+
+def test_one_run_has_no_verdict():
+    assert verdict([judged("fcfs", 0.5)]) is verdict([]) is None
 
 
 def test_plots_are_written(tmp_path):

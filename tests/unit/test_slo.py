@@ -92,8 +92,12 @@ def test_judged_by_hand():
     judged = judge(slo, timings, idle, 5, 10.0)
     assert (judged["slo_share"], judged["goodput"]) == (2 / 5, 2 / 10)
     assert judged["slowdown_p50"] == np.percentile([1.0, 2.1, 1.9, 0.5], 50)
+    missed = [judged[f"slo_missed_{name}"] for name in Timing._fields]
+    assert missed == [1 / 5, 1 / 5, None]
     # Nobody knows what they take alone: no relative bound is met, and there is no slowdown.
-    assert list(judge(slo, timings, None, 4, 10.0).values())[:3] == [0.0, 0.0, None]
+    unknown = judge(slo, timings, None, 4, 10.0)
+    assert (unknown["slo_share"], unknown["goodput"], unknown["slowdown_p50"]) == (0.0, 0.0, None)
+    assert (unknown["slo_missed_ttft"], unknown["slo_missed_tbt"]) == (1.0, 1 / 4)
     assert list(judge(None, timings, idle, 4, 10.0).values())[:2] == [None, None]
 
 
