@@ -39,6 +39,7 @@ REPLAY_ONLY = ("profile", "prefill_graphs", "feather_pat_prefill", "scheduler_co
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``feather ab``."""
     add_workload_arguments(parser)
+    parser.add_argument("--out", type=Path, default=Path("feather-ab-results"), help="folder for results and plots")
     parser.add_argument(
         "--engine",
         choices=("replay", "server"),

@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from feather_sglang.adapter.environment import check_output_limit, require_plugin
@@ -30,7 +29,6 @@ from feather_sglang.scheduling.policy_names import K_LPM, SINCE, STOCK
 from feather_sglang.simulation.clients import STREAM_INTERVAL
 from feather_sglang.slo import NAMED, parse
 
-DEFAULT_OUT = Path("feather-ab-results")
 ONLY_ON_SERVERS = (
     "pat_beside",
     "unproven_gpu",
@@ -89,7 +87,6 @@ def add_workload_arguments(parser: argparse.ArgumentParser, without: Collection[
     server.add_argument("--seed", type=int, default=0, help="seed of the generated workload and of exploration")
     add_scheduler_cost(server)
     add_flags(parser, ReplayFlag, {*ONLY_ON_SERVERS, *without})
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for results and plots")
 
 
 def add_scheduler_cost(parser: argparse._ActionsContainer) -> None:

@@ -85,7 +85,13 @@ class Passes:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``feather train``."""
     add_workload_arguments(parser, without=("policy_file", "explore"))
-    parser.set_defaults(out=Path("policy.json"))
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("policy.json"),
+        metavar="FILE",
+        help="policy file to write (%(default)s); results, plot and logs go to a folder beside it, as policy-training",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the policy file of an earlier run")
     parser.add_argument("--policy", required=True, choices=("bandit", "qlearning"), help="learner to train")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="limit of passes over the training part (4)")
@@ -103,6 +109,23 @@ def settled(passes: list[Pass]) -> bool:
     """Whether the policy's throughput stayed the same from the last round but one to the last."""
     own = [one.rate for one in passes if one.rule is None]
     return len(own) >= 2 and abs(own[-1] - own[-2]) <= SETTLED * own[-2]
+
+
+def learned(passes: Sequence[Pass]) -> tuple[bool, str]:
+    """Whether the policy at the end is worth serving with, and why, against never stopping."""
+    never = next(one.rate for one in passes if one.rule == NEVER)
+    last = [one for one in passes if one.rule is None][-1]
+    gain = last.rate / never - 1
+    if gain < -SETTLED:
+        return False, f"the policy loses to never stopping on this trace, by {-gain:.1%}"
+    if not last.stops:
+        return False, "nothing was learned: the policy never stops on this trace (0 stops)"
+    if last.rate <= (1 + SETTLED) * never:
+        return (
+            False,
+            f"nothing was learned: a gain of {gain:.1%} over never stopping is within {SETTLED:.0%}, as noise is",
+        )
+    return True, f"the policy gains {gain:.1%} over never stopping on the training part, with {last.stops:,} stops"
 
 
 def rehearse(rules: Mapping[str, StopRule], job: Job, tell: Any) -> Pass:
@@ -215,8 +238,10 @@ def run(args: argparse.Namespace) -> int:
     plots.learning_curve(own, never, folder / "learning_curve.png")
     if not settled(taken):
         console.print(f"[yellow]notice:[/yellow] not settled after {len(own)} rounds; raise --rounds")
-    if own[-1] < (1 - SETTLED) * never:
-        console.print("[yellow]notice:[/yellow] the policy loses to never stopping on this trace: do not serve with it")
+    worth, why = learned(taken)
+    console.print(
+        why if worth else f"[yellow]notice:[/yellow] {why}: do not serve with it, serve with feather as it is"
+    )
 
     frozen = {**options, "policy_file": out, "explore": False}
     base = Job("fcfs", rest, model, settings, options, slo=args.slo)
@@ -236,8 +261,10 @@ def run(args: argparse.Namespace) -> int:
             **({"slo": args.slo.text} if args.slo is not None else {}),
             **passes.provenance,
             "training": [one._asdict() for one in taken],
+            "learned": worth,
             "held_out": {label: asdict(r.summary) for label, r in results.items()},
         },
     )
-    console.print(f"wrote {escape(str(args.out))}; learning_curve.png and results.json are in {escape(str(folder))}")
+    told = f"wrote {args.out}; results.json, learning_curve.png and the logs are in {folder}"
+    console.print(told, markup=False, soft_wrap=True)
     return 0

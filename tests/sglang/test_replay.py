@@ -310,7 +310,7 @@ def test_train_writes_a_policy_that_ab_loads(tmp_path):
     policy = tmp_path / "policy.json"
     assert main(["train", "--policy", "bandit", *small, "--out", str(policy)]) == 0
     results = json.loads((tmp_path / "policy-training" / "results.json").read_text())
-    assert results["slo"] == "ttft=1,tbt=100" and len(results["held_out"]) == 4
+    assert results["slo"] == "ttft=1,tbt=100" and len(results["held_out"]) == 4 and not results["learned"]
     for run in results["held_out"].values():
         assert run["slo_share"] == 1 and run["goodput"] == pytest.approx(30 / run["makespan"])
     settings = results["settings"]

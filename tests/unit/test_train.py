@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from feather_sglang.replay.jobs import Job
-from feather_sglang.replay.train import Pass, Passes, train
+from feather_sglang.replay.train import Pass, Passes, learned, train
 from feather_sglang.replay.workloads import no_sharing
 from feather_sglang.scheduling.policies import Action, PolicyState, load_policy, make_policy
 from feather_sglang.scheduling.policies.policy_file import read_document
@@ -82,3 +82,12 @@ def test_what_does_not_fit_is_not_taken_over(tmp_path, spoil):
         file.write_text(json.dumps({"provenance": TERMS, "passes": {"a": [1]}}))
     terms = {**TERMS, "seed": 1} if spoil == "terms" else TERMS
     assert trained(tmp_path, again, resume=True, terms=terms) == expected and again.ran == first.ran
+
+
+@pytest.mark.parametrize(
+    ("rate", "stops", "worth"),
+    [(120.0, 5, True), (101.0, 5, False), (100.0, 0, False), (102.0, 0, False), (90.0, 5, False)],
+)
+def test_no_stops_and_no_gain_are_nothing_learned(rate, stops, worth):
+    passes = [Pass(NEVER, 100.0, 0), Pass(None, 150.0, 9), Pass(BEST, 130.0, 9), Pass(None, rate, stops)]
+    assert learned(passes)[0] is worth
