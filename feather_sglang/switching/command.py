@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from feather_sglang.errors import FeatherError, quoted
 from feather_sglang.scheduling.policy_names import FEATHER, STOCK
 from feather_sglang.switching.bounds import Bound, parse
 from feather_sglang.switching.metrics import FIGURES, Figures, figures
-from feather_sglang.switching.server import REFUSED, HTTPRefusal, InForce, RunningServer
+from feather_sglang.switching.server import InForce, Refused, RunningServer
 
 KEY = "FEATHER_ADMIN_KEY"
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -69,20 +70,22 @@ def run(args: argparse.Namespace) -> int:
         raise FeatherError(
             f"nothing was changed: under {old.policy}, {watch:g} s of traffic say nothing on {unknown[0]}"
         )
+    stays = False
     try:
         server.order(new)
         say(f"{new.policy} is in force")
         time.sleep(settle)
         after = window(server, watch)
         server.in_force()  # or it has failed
-    except BaseException as problem:
-        if not isinstance(problem, HTTPRefusal) or problem.status not in REFUSED:
-            go_back(server, old, say)
+        missed = [bound for bound in bounds if not bound.held(before, after)]
+        console.print(table(before, after, old.policy, new.policy, bounds))
+        stays = not missed
+    except Refused:
+        stays = True  # as it was
         raise
-    console.print(table(before, after, old.policy, new.policy, bounds))
-    missed = [bound for bound in bounds if not bound.held(before, after)]
-    if missed:
-        go_back(server, old, say)
+    finally:  # after a signal and a broken pipe, too
+        if not stays:
+            go_back(server, old, say)
     say(verdict(before, after, old.policy, new.policy, bounds, missed))
     return int(bool(missed))
 
@@ -120,7 +123,8 @@ def window(server: RunningServer, seconds: float) -> Figures:
 
 def go_back(server: RunningServer, old: InForce, say: Any) -> None:
     """Order the policy that was in force."""
-    say(f"going back to {old.policy}")
+    with contextlib.suppress(OSError):  # nobody listens any more
+        say(f"going back to {old.policy}")
     try:
         server.order(old)
     except FeatherError as error:

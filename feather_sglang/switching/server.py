@@ -13,7 +13,9 @@ from feather_sglang.scheduling.policy_names import FEATHER, SWITCH_PATH
 from feather_sglang.switching.metrics import Totals, totals
 
 ANSWERS_WITHIN = 30.0  # seconds; an order has no limit, as it waits for running requests
-REFUSED = (400, 401, 403, 404)  # an order that changed nothing
+_KEY = "the server refused the admin key"
+# Statuses of an order that changed nothing, and why where the server does not say it.
+UNCHANGED = {400: "", 401: _KEY, 403: _KEY, 404: "the server cannot switch: start it with --feather-allow-switch"}
 
 
 class HTTPRefusal(FeatherError):
@@ -22,6 +24,10 @@ class HTTPRefusal(FeatherError):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
+
+
+class Refused(HTTPRefusal):
+    """An order that was refused and changed nothing."""
 
 
 class InForce(NamedTuple):
@@ -71,12 +77,12 @@ class RunningServer:
         """Raise ``FeatherError`` where it would take no order, found by one that is none."""
         try:
             self._order({})
-        except HTTPRefusal as refusal:
+        except Refused as refusal:
             if refusal.status != 400:
                 raise
 
     def order(self, wanted: InForce) -> None:
-        """Change its policy, once no request runs where that is needed; ``HTTPRefusal`` where it does not."""
+        """Change its policy, once no request runs where that is needed; ``Refused`` where nothing was changed."""
         options = {"options": wanted.options} if wanted.policy in FEATHER else {}
         policy = self._order({"schedule_policy": wanted.policy, "drain": True, **options}).get("schedule_policy")
         if policy != wanted.policy:
@@ -86,11 +92,9 @@ class RunningServer:
         try:
             return dict(json.loads(self._ask(SWITCH_PATH, self.admin_key, json.dumps(order).encode(), None)))
         except HTTPRefusal as refusal:
-            if refusal.status in (401, 403):
-                raise HTTPRefusal(refusal.status, f"{self.url} refused the admin key") from None
-            if refusal.status == 404:
-                raise HTTPRefusal(404, f"{self.url} cannot switch: start it with --feather-allow-switch") from None
-            raise
+            if refusal.status not in UNCHANGED:  # 409: some replicas may have switched
+                raise
+            raise Refused(refusal.status, UNCHANGED[refusal.status] or str(refusal)) from None
         except (ValueError, TypeError):
             raise FeatherError(f"{self.url}{SWITCH_PATH} gave no answer of this plugin") from None
 

@@ -57,12 +57,14 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(status, {"schedule_policy": order["schedule_policy"]} if status == 200 else {"error": "no"})
 
     def do_GET(self):
-        if self.path == "/server_info":
+        if self.path == "/server_info" and self.headers["Authorization"] != f"Bearer {self.server.reader}":
+            self.answer(401, {"error": "Unauthorized"})
+        elif self.path == "/server_info":
             self.answer(200, {"internal_states": [{"feather": self.server.state}] if self.server.state else [{}]})
         elif self.server.readings:
             self.answer(200, self.server.readings.pop(0)())
         else:
-            self.answer(404, {})
+            self.answer(self.server.without_metrics, {})
 
     def answer(self, status, content):
         body = (content if isinstance(content, str) else json.dumps(content)).encode()
@@ -80,7 +82,8 @@ def http(monkeypatch):
     monkeypatch.delenv(command.KEY, raising=False)
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         server.orders, server.statuses, server.readings, server.next_state = [], [], [], {}
-        server.without_order = 400
+        server.reader = KEY
+        server.without_order, server.without_metrics = 400, 404
         server.state = {"schedule_policy": "fcfs"}
         server.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -172,9 +175,21 @@ def test_a_signal_after_the_switch_goes_back(http, monkeypatch, problem):
     assert ordered(http) == ["lpm", "fcfs"]
 
 
-def test_metrics_that_end_go_back(http):
+@pytest.mark.parametrize("status", [401, 404, 500])
+def test_metrics_that_end_go_back(http, status):
     script(http, {"ttft": 0.15})
+    http.without_metrics = status
     assert switch(http) == 2
+    assert ordered(http) == ["lpm", "fcfs"]
+
+
+def test_where_nobody_reads_the_table_the_policy_does_not_stay(http, monkeypatch):
+    def broken(*given):
+        raise BrokenPipeError
+
+    script(http, {"ttft": 0.15}, {"ttft": 0.15})
+    monkeypatch.setattr(command, "table", broken)
+    switch(http)
     assert ordered(http) == ["lpm", "fcfs"]
 
 
@@ -224,7 +239,7 @@ def test_a_refusal_that_may_have_changed_something_is_taken_back(http, capsys, s
         ([], {"policy": "fifo"}, "fifo"),
         ([], {"policy": "fcfs"}, "already"),
         ([], {"key": None}, command.KEY),
-        ([], {"key": "guessed"}, "refused the admin key"),
+        (["--api-key", KEY], {"key": "guessed"}, "refused the admin key"),
         ([], {"key": "no\nkey"}, "feather: error"),
     ],
 )
@@ -263,6 +278,13 @@ def test_the_key_comes_from_the_environment_too(http, monkeypatch):
     monkeypatch.setenv(command.KEY, KEY)
     script(http, {"ttft": 0.3}, {"ttft": 0.15})
     assert switch(http, *SAME, key=None) == 0
+
+
+def test_a_server_with_another_key_for_reading_is_read_with_that(http, capsys):
+    http.reader = "normal"
+    assert switch(http) == 2 and "--api-key" in capsys.readouterr().err
+    script(http, {"ttft": 0.3}, {"ttft": 0.15})
+    assert switch(http, *SAME, "--api-key", "normal") == 0
 
 
 def test_figures_of_a_window_are_over_all_ranks():
