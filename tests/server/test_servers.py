@@ -281,8 +281,8 @@ def test_a_switch_is_watched_and_taken_back(
     thread.start()
     try:
         server.wait_until_busy()
-        assert switch("feather", "tok/s>=0.01x,tbt_p99<=100x") == (0, "feather"), capsys.readouterr()
-        assert switch("lpm", "ttft_p50<=0.0001x") == (1, "feather"), capsys.readouterr()
+        assert switch("feather-order", "tok/s>=0.01x,tbt_p99<=100x") == (0, "feather-order"), capsys.readouterr()
+        assert switch("hrrn", "ttft_p50<=0.0001x") == (1, "feather-order"), capsys.readouterr()
     finally:
         over.set()
         thread.join(60)
