@@ -132,3 +132,12 @@ def sustained(shares: Iterable[tuple[float, float | None]]) -> float | None:
             break
         best = rate
     return best
+
+
+def enough(shares: Iterable[tuple[float, float | None]]) -> int | None:
+    """The smallest number of servers with which, and with more wherever it was tried, enough requests meet the SLO.
+
+    The shares are pairs (servers, share of requests that met it). None where already the largest is too few.
+    """
+    best = sustained((-count, share) for count, share in shares)
+    return None if best is None else -int(best)

@@ -180,11 +180,11 @@ class Replay:
 
     def _receive(self) -> list[Any]:
         """What SGLang receives at the beginning of a turn of its loop."""
-        clients, served = self._clients, len(self._clients.served)
+        clients = self._clients
         if time.monotonic() - self._told > 0.5:
             self._told = time.monotonic()
-            self._progress(served)
-        if served == len(clients.trace.requests):
+            self._progress(len(clients.served))
+        if clients.done:
             self.scheduler.gracefully_exit = True
             return []
         self._rest()

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from feather_sglang import __version__
-from feather_sglang.compare import on_servers
+from feather_sglang.compare import on_servers, sizes
 from feather_sglang.compare.policies import DEFAULT_POLICIES, chosen_policies, options_of
 from feather_sglang.compare.rates import Rates, draw
 from feather_sglang.compare.results import PLOTS, RESULTS, facts_of, remove_earlier
 from feather_sglang.errors import FeatherError
 from feather_sglang.file_writing import make_folder, write_json
-from feather_sglang.replay import server_flags
+from feather_sglang.replay import replicas, server_flags
 from feather_sglang.replay.arguments import (
     add_workload_arguments,
     check_fits,
@@ -28,12 +28,15 @@ from feather_sglang.replay.arguments import (
     sweep,
 )
 from feather_sglang.replay.given import check_positive, flag, given
-from feather_sglang.replay.jobs import Job
+from feather_sglang.replay.jobs import Job, replay
 from feather_sglang.replay.on_ray import add_ray, executor_of
 from feather_sglang.replay.processes import run_jobs
 from feather_sglang.scheduling.policy_names import PROMISING, served
 
-REPLAY_ONLY = ("profile", "prefill_graphs", "feather_pat_prefill", "scheduler_cost", "jobs", "ray")
+REPLAY_ONLY = (
+    *("profile", "prefill_graphs", "feather_pat_prefill", "scheduler_cost", "jobs", "ray"),
+    *("replicas", "router"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies",
         help=f"names with commas ({DEFAULT_POLICIES}, as far as SGLang has them); {PROMISING} is told --slo",
     )
+    sizes.add_arguments(parser)
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="policies replayed at a time (%(default)s)")
     add_ray(parser)
     parser.add_argument(
@@ -90,12 +94,15 @@ def run(args: argparse.Namespace) -> int:
     if args.engine == "server":
         return on_servers.run(args)
     policies = chosen_policies(args)
+    routers = sizes.chosen_routers(args)
     check_positive(args, "jobs")
     executor = executor_of(args.ray)
     version = check_sglang(policies)
     traces = sweep(args)
-    rates = Rates(policies, traces, args.slo)
-    trace = rates.trace
+    runs = sizes.named_runs(policies, routers)
+    several = len(args.replicas) > 1
+    trace = next(iter(traces.values()))
+    rates = sizes.Sizes(list(runs), args.replicas, trace, args.slo) if several else Rates(list(runs), traces, args.slo)
     flags = server_flags.take(args, add_arguments)
     model, settings = step_model(args)
     settings |= flags.settings()
@@ -107,13 +114,18 @@ def run(args: argparse.Namespace) -> int:
     for notice in (*trace.notices, *flags.notices()):
         console.print(f"[yellow]notice:[/yellow] {escape(notice)}")
     title = f"{trace.name}: {len(trace.requests):,} requests, {args.profile}, {settings['kv_tokens']:,} KV tokens"
+    if routers:
+        title += " each" + ("" if several else f", replicas: {args.replicas[0]}")
     console.print(f"feather {__version__}, sglang {version}, {escape(title)}")
-    jobs = [
-        Job(served(policy), traces[scale], model, settings, by_policy[policy], label, args.slo)
-        for (scale, policy), label in rates.labels.items()
-    ]
+    jobs = []
+    for (at, name), label in rates.labels.items():
+        policy, router = runs[name]
+        count = int(at) if several else next(iter(args.replicas), 1)
+        options = by_policy[policy]
+        jobs.append(Job(served(policy), rates.traces[at], model, settings, options, label, args.slo, count, router))
+    work = replicas.serve if routers else replay
     failed: dict[str, str] = {}
-    results = run_jobs(jobs, args.jobs, out, console, failed=failed, executor=executor)
+    results = run_jobs(jobs, args.jobs, out, console, work, failed=failed, executor=executor)
     if not results:
         raise FeatherError(f"nothing was measured: {next(iter(failed.values()))}")
     columns = {label: result.summary for label, result in results.items()}
@@ -131,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
             "pat_prefill": feather_options(args).pat_prefill,
             "settings": settings,
             "options": by_policy,
+            **({"replicas": args.replicas, "routers": routers} if routers else {}),
             **rates.facts(columns),
             "runs": {
                 name: {**asdict(r.summary), "prefills": r.prefills, "feather": r.feather} for name, r in results.items()

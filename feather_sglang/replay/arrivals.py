@@ -30,6 +30,15 @@ class Arrivals:
         """When the next one comes; None while all that are left wait for answers."""
         return self._due[0][0] if self._due else None
 
+    @property
+    def over(self) -> bool:
+        """Whether all have come."""
+        return not self._due and not self._followers
+
+    def before(self, moment: float) -> float | None:
+        """`next`, for a server that does nothing before that moment unless a request comes."""
+        return self.next
+
     def until(self, now: float) -> Iterator[tuple[float, TraceRequest]]:
         """Take those that have come by now: when each was due, and the request; in order."""
         while self._due and self._due[0][0] <= now:

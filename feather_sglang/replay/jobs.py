@@ -24,7 +24,7 @@ from feather_sglang.slo import SLO, Timing, judge
 class Job:
     """One run: everything a child process needs. ``label`` names it in the report; the policy's name if empty.
 
-    Whether requests met the ``slo`` is reported where there is one.
+    Whether requests met the ``slo`` is reported where there is one. ``settings`` are those of each replica.
     """
 
     policy: str
@@ -34,6 +34,8 @@ class Job:
     options: dict[str, Any]
     label: str = ""
     slo: SLO | None = None
+    replicas: int = 1
+    router: str = ""  # in front of the replicas (``replicas.serve``)
 
     @property
     def name(self) -> str:
@@ -69,8 +71,12 @@ def engine_of(job: Job) -> Iterator[Any]:
 def replay(job: Job, tell: Any) -> ReplayResult:
     """Run one job."""
     with engine_of(job) as engine:
-        idle = IdleServer(job.model, job.trace, engine.settings.chunked_prefill, engine.host)
-        return result_of(job.name, engine.run(job.trace, tell), idle, job.slo)
+        return result_of(job.name, engine.run(job.trace, tell), idle_of(job, engine), job.slo)
+
+
+def idle_of(job: Job, engine: Any) -> IdleServer:
+    """The job's server when it has no other request."""
+    return IdleServer(job.model, job.trace, engine.settings.chunked_prefill, engine.host)
 
 
 def result_of(policy: str, outcome: Any, idle: IdleServer | None = None, slo: SLO | None = None) -> ReplayResult:

@@ -35,6 +35,7 @@ class RunSummary:
     its multiprocessors and `watt` what it drew, in the mean. `slo_share` of the requests met the SLO, `goodput` of them
     a second, and `slo_missed_*` came to their end above that bound; `slowdown_*` is the time to the first token over
     what the request takes alone on an idle server.
+    `imbalance` is the GPU time of the busiest of several replicas over their mean.
     """
 
     policy: str
@@ -71,6 +72,7 @@ class RunSummary:
     goodput: float | None = _shown("goodput requests/s", "{:.2f}", True)
     slowdown_p50: float | None = _shown("TTFT slowdown p50", "{:.1f}x", False)
     slowdown_p99: float | None = _shown("TTFT slowdown p99", "{:.1f}x", False)
+    imbalance: float | None = _shown("imbalance", "{:.2f}x", False)
 
     @classmethod
     def from_times(

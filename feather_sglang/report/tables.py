@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from feather_sglang.report.summary import Figure, RunSummary, figures
-from feather_sglang.slo import SHARE, sustained
+from feather_sglang.slo import SHARE, enough, sustained
 
 FIGURES = figures(
     *("output_tok_s", "ttft_mean", "ttft_p50", "ttft_p99", "tbt_mean_ms", "tbt_p50_ms", "tbt_p99_ms"),
@@ -19,6 +19,7 @@ FIGURES = figures(
 MISSED = figures("slo_missed_ttft", "slo_missed_tbt", "slo_missed_tpot")
 SLO_FIGURES = (*figures("slo_share"), *MISSED, *figures("goodput", "slowdown_p50", "slowdown_p99"))
 BEST = "*"  # stands before the best of a row: a pipe shows nothing bold
+FLEET_FIGURES = figures("imbalance")  # shown where there are several servers
 # A replay does not follow how full the pool is, and times all of scheduling; a server times admission apart from the
 # rest of its scheduler's process.
 SERVER_FIGURES = (
@@ -36,6 +37,8 @@ def comparison(summaries: Sequence[RunSummary], title: str = "", figures: Sequen
     """
     if any(summary.slo_share is not None for summary in summaries):
         figures = (*figures, *SLO_FIGURES)
+    if any(summary.imbalance is not None for summary in summaries):
+        figures = (*figures, *FLEET_FIGURES)
     table = Table(title=escape(title), title_justify="left")
     table.add_column("", no_wrap=True)
     for summary in summaries:
@@ -104,6 +107,22 @@ def sweep(shares: Mapping[str, Sequence[tuple[float, float | None]]], slo: str) 
         cells = ["-" if known.get(rate) is None else f"{known[rate]:.1%}" for rate in rates]
         most = sustained(pairs)
         table.add_row(escape(policy), *cells, "none of them" if most is None else f"{most:.3g}/s")
+    return table
+
+
+def sizes(shares: Mapping[str, Sequence[tuple[float, float | None]]], slo: str) -> Table:
+    """A row per name: the share of requests within the SLO by number of replicas, and the smallest that is enough."""
+    table = Table(title=escape(f"requests within the SLO {slo}, by replicas"), title_justify="left")
+    table.add_column("", no_wrap=True)
+    counts = sorted({count for pairs in shares.values() for count, _ in pairs})
+    for count in counts:
+        table.add_column(str(count), justify="right")
+    table.add_column(f"{SHARE:.0%} from", justify="right")
+    for name, pairs in shares.items():
+        known = dict(pairs)
+        cells = ["-" if known.get(count) is None else f"{known[count]:.1%}" for count in counts]
+        least = enough(pairs)
+        table.add_row(escape(name), *cells, "none of them" if least is None else str(least))
     return table
 
 

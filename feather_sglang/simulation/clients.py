@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from feather_sglang.simulation.inputs import Request, Workload
 from feather_sglang.simulation.timeline import Timeline
@@ -59,9 +60,13 @@ class Clients:
     def next(self) -> float | None:
         """When the next request is sent, or at the scheduler's door; None while all wait for answers."""
         moments = [self._door[0][0]] if self._door else []
-        if self._arrivals.next is not None:
-            moments.append(self._arrivals.next)
-        return min(moments, default=None)
+        coming = self._arrivals.before(min(moments, default=inf))
+        return min(moments if coming is None else [*moments, coming], default=None)
+
+    @property
+    def done(self) -> bool:
+        """Whether all requests have come and been answered."""
+        return not self._open and self._arrivals.over
 
     def take(self, full: Callable[[int], bool]) -> list[Request]:
         """Requests that are at the scheduler's door by now, until so many are enough for one turn."""
