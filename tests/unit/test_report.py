@@ -61,7 +61,9 @@ def test_an_empty_run_is_all_zeros():
     assert all(
         value in (0, 0.0, "fcfs")
         for name, value in asdict(empty).items()
-        if not name.startswith(("kv_", "admission_", "gpu_", "dram_", "sm_", "watt", "slo_", "goodput", "slowdown_"))
+        if not name.startswith(
+            ("kv_", "admission_", "gpu_", "dram_", "sm_", "watt", "slo_", "goodput", "slowdown_", "imbalance")
+        )
     )
 
 

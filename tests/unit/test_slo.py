@@ -15,7 +15,7 @@ from feather_sglang.replay.model_shape import load_model
 from feather_sglang.replay.profiles import load_profile
 from feather_sglang.replay.step_time import StepTimeModel
 from feather_sglang.replay.traces import Trace, TraceRequest
-from feather_sglang.slo import SHARE, SLO, Bound, Timing, judge, parse, sustained
+from feather_sglang.slo import SHARE, SLO, Bound, Timing, enough, judge, parse, sustained
 
 SECONDS = st.floats(1e-3, 1e3)
 TIMINGS = st.lists(st.builds(Timing, SECONDS, SECONDS, SECONDS), min_size=1, max_size=30)
@@ -133,3 +133,17 @@ class TestIdle:
         short, long = self.timing(1000), self.timing(100_000)
         assert all(a < b for a, b in zip(short, long, strict=True))
         assert long.tpot < long.tbt and self.timing(1000, output=1)[1:] == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("shares", "least"),
+    [
+        ([(1, 0.2), (2, 0.96), (4, 1.0)], 2),
+        ([(4, 1.0), (1, 0.96), (2, 0.5)], 4),  # what is enough for one by chance is not enough
+        ([(1, 0.99), (2, 0.94)], None),
+        ([(1, 1.0), (2, None), (4, 1.0)], 4),
+        ([], None),
+    ],
+)
+def test_the_smallest_number_is_that_from_which_on_all_keep_the_bounds(shares, least):
+    assert enough(shares) == least
