@@ -195,15 +195,20 @@ def page(folder: Path) -> Page:
                       cost_rows(runs)),
                 caption(where, "tbt", "ttft", "share-within-the-bounds"),
             ]  # fmt: skip
+            if tried := [name.partition(", ")[2] for name in runs if any(word in name for word in STATIC)]:
+                body.append(f"SGLang's own settings that were tried on this load: {', '.join(tried)}.")
             each.append(Section(titled(case, file), body, [file]))
     return Page(
         "How long do requests wait between tokens?",
         "Loads that a server cannot quite carry, each without a bound on the time between two tokens, with the flags "
-        f"that set one, and with the best of SGLang's own settings. Of each request the longest gap counts, and the "
-        f"tables have its p99 over the requests. A request is {term('share-within-the-bounds', 'within the bounds')} "
+        "that set one, and, where SGLang's own settings were tried, with the best of these. Of each request the "
+        "longest gap counts, and the tables have its p99 over the requests. A request is "
+        f"{term('share-within-the-bounds', 'within the bounds')} "
         "if its first token came within 10 s and 99% of its gaps were within 300 ms. Answers are streamed token by "
         "token. Each figure is of a single run; only those of W6 with CUDA graphs for prefill and 200,000 KV tokens "
         "are means of two. SGLang's own settings are the number of decode steps after each prefill step (*interval*, "
-        "`--prefill-decode-interval`) and the most tokens of a prefill step (*chunks*, `--chunked-prefill-size`).",
+        "`--prefill-decode-interval`) and the most tokens of a prefill step (*chunks*, `--chunked-prefill-size`); "
+        "they were tried with the policy `feather`. *SGLang's best* is the one, among those that a section names as "
+        "tried, with the most requests a second within the bounds.",
         [overall, *each],
     )
