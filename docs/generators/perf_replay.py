@@ -131,11 +131,15 @@ def agreement(folder: Path) -> Page:
         f"`{get(replays, REPLAYS, 'profile')}`"
     )
     rates, times = summary(found)
+    replayed = len(get(replays, REPLAYS, "runs"))
     other = " and ".join(sorted({pair.model for pair in found if pair.model != FITTED})) or "none"
     close = Section(
         "How far apart are they?",
         [
-            f"{len(found)} runs of workloads on servers were also replayed without a GPU. The profile of step times "
+            f"{len(found)} runs of workloads on servers were also replayed without a GPU. The command below replays "
+            f"{replayed} of them. The other {len(found) - replayed} are of `{TAIL_SERVER}`, each the mean of a "
+            "policy's runs on [a slice of a trace](../lab/tail.md#does-the-tail-hold-on-a-server), which has commands "
+            "of its own. The profile of step times "
             "was fitted to steps of other loads with Qwen3-8B on SGLang 0.5.23 (`feather calibrate`), and to none of "
             f"these runs. Left out are {left_out(folder)} runs that stream more than {SINGLE_TOKENS:,} tokens a second "
             "one by one: the replay charges the front end for each token what a piece of 16 tokens costs, and "
@@ -177,7 +181,9 @@ def agreement(folder: Path) -> Page:
             "- At the edge of overload, where W1 and W4 are under SGLang's policies with `pat`, a small difference "
             "decides whether a queue forms.\n"
             "- The prefill of FlashInfer is timed as that of FlashAttention-3.\n"
-            "- Prefill steps of 512 tokens are launched faster on a server than in the replay.",
+            "- Prefill steps of 512 tokens are launched faster on a server than in the replay.\n"
+            "- Where a server streams single tokens, the replay charges the front end for each of them what a piece of "
+            f"16 tokens costs. Runs with more than {SINGLE_TOKENS:,} of them a second are left out above.",
         ],
     )
     return Page(
@@ -303,13 +309,14 @@ def tail(folder: Path) -> Page:
     """How long requests of real traces wait, by replay and on a server."""
     found = tail_ratios(folder)
     slices = len(found["feather"])
+    stock = " and ".join(f"`{policy}`" for policy in STOCK_POLICIES if policy in found)
     rows = []
     for name in next(iter(found.values()))[0]:
         cells = []
         for ratio in found.values():
             values = [one[name] for one in ratio]
             cells.append(f"{geometric_mean(values):.2f}<br>{min(values):.2f}\u2011{max(values):.2f}")
-        rows.append([name, *cells])
+        rows.append([name.replace("SGLang's best", f"the better of {stock}"), *cells])
     lost = {name: count for name, count in lost_slices(folder).items() if count}
     overall = Section(
         "Over all slices",
@@ -318,15 +325,15 @@ def tail(folder: Path) -> Page:
             "*conversation* was recorded in a chat service, the trace *synthetic* was generated. A load of 1 is as "
             "many requests a second as `fcfs` serves when all requests come at once, and the slices are replayed at "
             "loads of 0.5 to 1.2. A cell has the geometric mean of the ratios and, below it, the least and the "
-            "greatest ratio of a slice; for times, below 1 is better. The last row compares with the policy of SGLang "
-            "that has the most throughput on the slice.",
+            "greatest ratio of a slice; for times, below 1 is better. The last row compares with whichever of "
+            f"{stock} has more throughput on the slice; no other policy of SGLang was replayed here.",
             table(["ratio", *(f"`{name}`" for name in found)], rows),
             caption(WHERE, "ttft"),
             "![Times of feather to those of fcfs on each slice](real_traffic.svg)",
             caption(WHERE, "ttft"),
         ],
         [TAIL],
-        ["python benchmarks/bench_tail.py TRACES"],
+        [f"python benchmarks/bench_tail.py TRACES --policies {','.join(found)}"],
     )
     each = Section(
         "Each slice",
