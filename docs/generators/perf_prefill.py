@@ -86,7 +86,8 @@ def page(folder: Path) -> Page:
             "The prefill steps that were measured:",
             sizes,
             f"The time of one layer's attention, over the better of FlashAttention-3 and FlashInfer, and over the "
-            f"{term('floor')}. The cascade takes two calls that no backend of SGLang makes; it is shown where prompts "
+            f"{term('floor')}. The cascade is two calls of FlashAttention-3, one for the shared prefix and one for the "
+            "rest. No backend of SGLang makes them, so it does not count in *the better*; it is shown where prompts "
             "share a prefix.",
             times,
             caption(where, "floor", "chunk", "group"),
