@@ -44,6 +44,7 @@ class Named:
     kind : as the support matrix calls it; the KV of ``latent`` is one head of 576 columns.
     full, other : layers with full attention, and with windows or chunks; linear layers have no KV and count in neither.
     run : the shape of ``check_models.py`` that is this very model.
+    part : what of this model was run, if not the whole.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Named:
     full: int
     other: int = 0
     run: str = ""
+    part: str = ""
 
     @property
     def group(self) -> int:
@@ -73,6 +75,7 @@ class Named:
         return ModelFacts(numbered, pool=pool, full_pool=FULL_POOLS[pool])
 
 
+EIGHTH = "one GPU's part of 8, with 8 of 61 layers and 6 experts"
 FAMILIES = {
     "Llama": (
         Named("Llama 3.1 8B, Llama 3 8B", "dense", 32, 8, 128, 32),
@@ -129,8 +132,8 @@ FAMILIES = {
     "DeepSeek and Kimi": (
         Named("DeepSeek V2-Lite", "latent", 16, 1, 576, 27, run="deepseek-v2-lite"),
         Named("DeepSeek V2", "latent", 128, 1, 576, 60),
-        Named("DeepSeek V3, V3.1, R1", "latent", 128, 1, 576, 61),
-        Named("Kimi K2", "latent", 64, 1, 576, 61),
+        Named("DeepSeek V3, V3.1, R1", "latent", 128, 1, 576, 61, part=EIGHTH),
+        Named("Kimi K2", "latent", 64, 1, 576, 61, part=EIGHTH),
     ),
 }
 NOTES = {
@@ -189,6 +192,8 @@ def tested(model: Named, releases: dict[str, str]) -> str:
         return "-"
     if model.run in releases:
         return f"run on SGLang {releases[model.run]}"
+    if model.part:
+        return f"run as {model.part}; never whole"
     name = nearest(model)
     group, head_dim = heads(SHAPES[name])
     unlike = []

@@ -48,6 +48,7 @@ class ModelKind:
     layers: tuple[LayerFacts, ...]
     facts: dict[str, Any] = field(default_factory=dict)
     gpu_shapes: tuple[str, ...] = ()  # of benchmarks/checks/check_models.py
+    gpu_note: str = ""  # what of these was run, if not whole models
 
     @property
     def model(self) -> ModelFacts:
@@ -99,6 +100,7 @@ KINDS = (
         "latent", "Every layer has latent attention (MLA), and none is sparse.", "DeepSeek V2 and V3, Kimi K2",
         (_LATENT,) * 3, {"pool": "MLATokenToKVPool", "full_pool": "MLATokenToKVPool"},
         ("deepseek-v2-lite", "deepseek-v3", "kimi-k2"),
+        "V3 and K2: one GPU's part of 8, with 8 of 61 layers and 6 experts; never whole",
     ),
     ModelKind(
         "linear", "Layers with linear attention, which have no KV, stand beside full attention.", "Qwen3-Next, Qwen3.5",
@@ -163,6 +165,7 @@ def kind_rows() -> list[tuple[str, str, str, str, str, str]]:
         others = [limit for layer in kind.model.layers if (limit := left_to_another(layer))]
         does = "all" if not others else f"{len(packed)} of {len(kind.layers)}, those without {others[0]}"
         shapes, test = ", ".join(kind.gpu_shapes), f"{KIND_TEST}[{kind.name}]"
+        shapes += f" ({kind.gpu_note})" if kind.gpu_note else ""
         rows.append((kind.name, kind.meaning, kind.examples, does, shapes, test))
     return rows
 
