@@ -186,12 +186,12 @@ def nearest(model: Named) -> str:
     return min(near, key=distance, default="")
 
 
-def tested(model: Named, releases: dict[str, str]) -> str:
+def tested(model: Named, runs_on: dict[str, str]) -> str:
     """Where it was run, or what it is like."""
     if served(model) == REFUSED:
         return "-"
-    if model.run in releases:
-        return f"run on SGLang {releases[model.run]}"
+    if model.run in runs_on:
+        return f"run {runs_on[model.run]}"
     if model.part:
         return f"run as {model.part}; never whole"
     name = nearest(model)
@@ -211,23 +211,25 @@ def gain(model: Named, measured: dict[str, tuple[str, str]]) -> tuple[str, str]:
 
 
 def results(folder: Path) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
-    """The release that each shape was run on, and what it gained, by the name of the shape."""
-    releases: dict[str, str] = {}
+    """What each shape was run on, and what it gained, by the name of the shape."""
+    runs_on: dict[str, str] = {}
     gains: dict[str, tuple[str, str]] = {}
     for one in perf_models.models(folder):
         if not one.flags:
-            releases.setdefault(one.name, one.release)
+            cut = f", reduced to {one.cut}" if one.cut else ""
+            runs_on.setdefault(one.name, f"on SGLang {one.release}{cut}")
             gains.setdefault(one.name, (f"{one.shared.ratio:.2f}x", f"{one.private.ratio:.2f}x"))
     runs = perf_servers.by_backend(folder, list(perf_servers.SERVERS.values()))
     shared = [perf_servers.to_best(found)[0] for case, found in runs.items() if not perf_servers.unshared(case)]
     alone = [perf_servers.to_best(found)[0] for case, found in runs.items() if perf_servers.unshared(case)]
     if shared and alone:
         file = perf_servers.SERVERS["pat"]
-        releases[perf_servers.MODEL] = json.loads((folder / file).read_text())["machine"]["versions"]["sglang"]
+        release = json.loads((folder / file).read_text())["machine"]["versions"]["sglang"]
+        runs_on[perf_servers.MODEL] = f"on SGLang {release}"
         spans = (f"{min(some):.2f}x to {max(some):.2f}x" if len(some) > 1 else f"{some[0]:.2f}x"
                  for some in (shared, alone))  # fmt: skip
         gains[perf_servers.MODEL] = tuple(spans)  # type: ignore[assignment]
-    return releases, gains
+    return runs_on, gains
 
 
 def gpu_runs(folder: Path) -> dict[str, list[str]]:
@@ -267,8 +269,8 @@ def gpu_rows(folder: Path) -> list[list[str]]:
 
 def family(name: str, models: Sequence[Named], folder: Path) -> str:
     """A family's tables: how it is served, and what was run and gained."""
-    releases, gains = results(folder)
-    how = [[model.name, served(model), tested(model, releases)] for model in models]
+    runs_on, gains = results(folder)
+    how = [[model.name, served(model), tested(model, runs_on)] for model in models]
     won = [[model.name, *gain(model, gains)] for model in models if model.run]
     parts = [f"## {name}", NOTES.get(name, ""), table(["model", "`pat` packs", "tested"], how)]
     if won:
