@@ -254,7 +254,7 @@ def policy_tables(one: Policies) -> list[tuple[str, str, str]]:
             shown_as = "`feather`" if name == one.names[-1] else f"`{name}`"
             rates.append([shown_as, *(number(run.tok_s) if run else "-" for run in runs)])
             waits.append([shown_as, *(f"{run.ttft_mean:.2f} / {run.ttft_p99:.1f}" if run else "-" for run in runs)])
-        heads = ["policy", *(case.partition(":")[0] for case in cases)]
+        heads = ["policy", *cases]
         tables.append((text, table(heads, rates), table(heads, waits)))
     return tables
 
@@ -273,7 +273,7 @@ def policy_gains(measured: Sequence[Policies]) -> list[list[str]]:
     for one in measured:
         for case, runs in one.runs.items():
             of_fcfs, of_best, best = to_stock(one, case)
-            place = f"{case.partition(':')[0]}, `{one.attention}`"
+            place = f"{case}, `{one.attention}`"
             ours = number(runs[one.names[-1]].tok_s)
             rows.append([place, ours, f"**{of_fcfs:.2f}**", f"{of_best:.2f} (`{best}`)"])
     return rows

@@ -53,7 +53,7 @@ def serve(rank, store, results, agree):
         for i in range(stream.randrange(4)):
             group = stream.randrange(8)
             builder.arrived((step, i), array("q", [group] * 600 + [step]), most_tokens=1)
-        fixed = clock.choice((None, clock.random()))
+        fixed = clock.choice((None, 3 * clock.random()))
         measured = clock.random() * 1000, clock.random() * 0.01, fixed
         mine = Readings(step + clock.random(), *measured)
         builder.open_round(agreement.readings(mine), pending_tokens=int(stream.random() < 0.1))

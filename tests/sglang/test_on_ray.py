@@ -48,7 +48,8 @@ def cluster():
 
     mark, patch = secrets.token_hex(16), pytest.MonkeyPatch()
     patch.setenv("RAY_TEST_MARK", mark)
-    patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # where its workers find this file
+    for folder in Path(__file__).parents[:2]:  # where its workers find this file and what it imports
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     made.mark = mark
     made.second = made.add_node(num_cpus=1)

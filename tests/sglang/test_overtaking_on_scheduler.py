@@ -116,7 +116,7 @@ def test_whatever_happens_nobody_is_passed_by_more_than_the_bounds(folder, seed,
                 assert server.steps < 3000
             server.assert_nothing_left()
             limit = server.feather.rounds.limit
-            SEEN.update(decoded_first=0 if limit is None else limit.deferrals)
+            SEEN.update(decoded_first=0 if limit is None else limit.decoded_first)
             SEEN.update(chunked=chunked, passed=witness.passed, bounded=witness.bounded, retracted=witness.retracted)
         finally:
             server.close()
