@@ -94,7 +94,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the policy file of an earlier run")
     parser.add_argument("--policy", required=True, choices=("bandit", "qlearning"), help="learner to train")
-    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="limit of rounds, each of several passes over the training part (4)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=4,
+        metavar="N",
+        help="limit of rounds, each of several passes over the training part (4)",
+    )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="passes replayed at a time (%(default)s)")
     add_ray(parser)
     parser.add_argument(
