@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -497,7 +496,7 @@ def _fail(job, tell):
 
 @newest_is_enough
 def test_a_policy_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(replay_command, "run_jobs", partial(processes.run_jobs, work=_fail))
+    monkeypatch.setattr(replay_command, "replay", _fail)
     monkeypatch.setenv("COLUMNS", "400")
     assert main(["ab", *SMALL, "--policies", "lpm,fcfs", "--out", str(tmp_path / "out")]) == 1
     results = json.loads((tmp_path / "out" / "results.json").read_text())
