@@ -76,7 +76,10 @@ def run(args: argparse.Namespace) -> int:
         say(f"{new.policy} is in force")
         time.sleep(settle)
         after = window(server, watch)
-        server.in_force()  # or it has failed
+        now = server.in_force()  # or it has failed
+        if now.policy != new.policy:
+            stays = True
+            raise FeatherError(f"{server.url} runs {now.policy}: another order came meanwhile; nothing more is changed")
         missed = [bound for bound in bounds if not bound.held(before, after)]
         console.print(table(before, after, old.policy, new.policy, bounds))
         stays = not missed

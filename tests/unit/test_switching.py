@@ -136,6 +136,19 @@ def test_one_that_is_worse_is_taken_back(http, capsys):
     assert "ttft_p99 is 2.00x" in capsys.readouterr().out
 
 
+def test_another_order_that_came_meanwhile_is_left_alone(http, capsys):
+    script(http, {"ttft": 0.15}, {"ttft": 0.3})
+    last = http.readings.pop()
+
+    def meanwhile():
+        http.state = {"schedule_policy": "hrrn"}
+        return last()
+
+    http.readings.append(meanwhile)
+    assert switch(http, *SAME) == 2
+    assert ordered(http) == ["lpm"] and "runs hrrn: another order came" in capsys.readouterr().err
+
+
 def test_options_go_there_and_back(http):
     http.state = {"schedule_policy": "feather", "options": {"max_wait": 9}}
     script(http, {"ttft": 0.15}, {"ttft": 0.3})

@@ -101,6 +101,7 @@ def test_blocks_that_are_not_full_may_have_no_name(run):
     [
         (json_lines(bench()), (), "--output-details"),
         (json_lines(vllm()), (), "--save-detailed"),
+        (json_lines(bench(**LENGTHS), bench(**LENGTHS)), (), ":2: a second run"),
         (json_lines({**bench(**LENGTHS), "request_rate": "trace", "duration": 0}), (), "give --rate"),
         (SAMPLES["openai"][0], (), "give --tokenizer"),
         (SAMPLES["azure"][0], ("--rate", "5"), "--rate is for a file without times"),

@@ -15,7 +15,11 @@ from feather_sglang.replay.lines import json_rows
 
 def read(details: str, source: Source) -> Iterator[Found]:
     """Its requests; `details` is the flag that makes the benchmark write them."""
-    for where, run in json_rows(source.path, source.notices):
+    for number, (where, run) in enumerate(json_rows(source.path, source.notices)):
+        if number:
+            raise FeatherError(
+                f"{where}: a second run of the benchmark: give a file of one run, as rates and times differ"
+            )
         prompts, answers = run.get("input_lens"), run.get("output_lens")
         if not isinstance(prompts, list) or not isinstance(answers, list) or len(prompts) != len(answers):
             raise FeatherError(f"{where}: has no lengths of requests: run the benchmark with {details}")

@@ -58,7 +58,10 @@ def _output(row: dict[str, Any], body: dict[str, Any], answer: dict[str, Any], w
         if isinstance(usage := part.get("usage"), dict):
             return whole(usage, "completion_tokens", where)
     for choice in answer.get("choices") or ():
-        text = choice.get("text") or (choice.get("message") or {}).get("content")
+        if not isinstance(choice, dict):
+            continue
+        message = choice.get("message")
+        text = choice.get("text") or (message.get("content") if isinstance(message, dict) else None)
         if isinstance(text, str) and source.tokenizer is not None:
             return len(source.tokenizer.text(text))
     for name in ("max_completion_tokens", "max_tokens"):
