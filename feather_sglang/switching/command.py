@@ -21,7 +21,7 @@ from feather_sglang.errors import FeatherError, quoted
 from feather_sglang.scheduling.policy_names import FEATHER, STOCK
 from feather_sglang.switching.bounds import Bound, parse
 from feather_sglang.switching.metrics import FIGURES, Figures, figures
-from feather_sglang.switching.server import InForce, Refused, RunningServer
+from feather_sglang.switching.server import InForce, Refused, RunningServer, Superseded
 
 KEY = "FEATHER_ADMIN_KEY"
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -76,15 +76,12 @@ def run(args: argparse.Namespace) -> int:
         say(f"{new.policy} is in force")
         time.sleep(settle)
         after = window(server, watch)
-        now = server.in_force()  # or it has failed
-        if now.policy != new.policy:
-            stays = True
-            raise FeatherError(f"{server.url} runs {now.policy}: another order came meanwhile; nothing more is changed")
+        server.check_runs(new)
         missed = [bound for bound in bounds if not bound.held(before, after)]
         console.print(table(before, after, old.policy, new.policy, bounds))
         stays = not missed
-    except Refused:
-        stays = True  # as it was
+    except (Refused, Superseded):
+        stays = True  # as it was, or as somebody else wants it
         raise
     finally:  # after a signal and a broken pipe, too
         if not stays:
@@ -132,6 +129,10 @@ def go_back(server: RunningServer, old: InForce, say: Any) -> None:
         server.order(old)
     except FeatherError as error:
         raise FeatherError(f"could not go back to {old.policy}, order it again yourself: {error}") from None
+    except BaseException:  # a second signal
+        with contextlib.suppress(OSError):
+            say(f"the server has not confirmed {old.policy}: order it again yourself")
+        raise
 
 
 def ratio(before: Figures, after: Figures, figure: str) -> str:

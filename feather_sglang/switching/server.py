@@ -30,6 +30,10 @@ class Refused(HTTPRefusal):
     """An order that was refused and changed nothing."""
 
 
+class Superseded(FeatherError):
+    """Another order came after this command's: what that chose is in force."""
+
+
 class InForce(NamedTuple):
     """A policy, and the options of a feather policy."""
 
@@ -84,9 +88,15 @@ class RunningServer:
     def order(self, wanted: InForce) -> None:
         """Change its policy, once no request runs where that is needed; ``Refused`` where nothing was changed."""
         options = {"options": wanted.options} if wanted.policy in FEATHER else {}
-        policy = self._order({"schedule_policy": wanted.policy, "drain": True, **options}).get("schedule_policy")
-        if policy != wanted.policy:
-            raise FeatherError(f"{self.url} runs {policy}: another order came meanwhile")
+        self._compare(self._order({"schedule_policy": wanted.policy, "drain": True, **options}), wanted)
+
+    def check_runs(self, wanted: InForce) -> None:
+        """Raise ``Superseded`` where it runs another policy by now; ``FeatherError`` where its policy failed."""
+        self._compare({"schedule_policy": self.in_force().policy}, wanted)
+
+    def _compare(self, found: dict[str, Any], wanted: InForce) -> None:
+        if (policy := found.get("schedule_policy")) != wanted.policy:
+            raise Superseded(f"{self.url} runs {policy}: another order came meanwhile")
 
     def _order(self, order: dict[str, Any]) -> dict[str, Any]:
         try:

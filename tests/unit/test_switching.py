@@ -149,6 +149,20 @@ def test_another_order_that_came_meanwhile_is_left_alone(http, capsys):
     assert ordered(http) == ["lpm"] and "runs hrrn: another order came" in capsys.readouterr().err
 
 
+def test_a_second_interrupt_on_the_way_back_says_what_is_left_to_do(http, monkeypatch, capsys):
+    script(http, {"ttft": 0.15}, {"ttft": 0.3})
+    order = command.RunningServer.order
+
+    def interrupted(server, wanted):
+        if wanted.policy == "fcfs":
+            raise KeyboardInterrupt
+        order(server, wanted)
+
+    monkeypatch.setattr(command.RunningServer, "order", interrupted)
+    switch(http, *SAME)
+    assert ordered(http) == ["lpm"] and "has not confirmed fcfs" in capsys.readouterr().out
+
+
 def test_options_go_there_and_back(http):
     http.state = {"schedule_policy": "feather", "options": {"max_wait": 9}}
     script(http, {"ttft": 0.15}, {"ttft": 0.3})

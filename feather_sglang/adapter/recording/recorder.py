@@ -107,6 +107,7 @@ class Recorder:
             self._give_up(repr(error))
         finally:
             self._files.close()
+            self._queue = SimpleQueue()  # prompts that nobody will write
 
     def _write(self, request: Finished) -> None:
         if request.finish > self._end:
