@@ -4,17 +4,18 @@ import asyncio
 import json
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 
 import pytest
 
+from answering import Answering
 from feather_sglang.compare.server.client import Address, HttpError, call
 from feather_sglang.compare.server.config import ServerConfig
 from feather_sglang.compare.server.process import Server, ServerFailed
 from feather_sglang.scheduling.policy_names import SWITCH_PATH
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Answering):
     """Answers with the statuses that the test has listed, one after the other."""
 
     def do_POST(self):
@@ -24,15 +25,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.answer(200, json.dumps({"internal_states": self.server.states}).encode())
-
-    def answer(self, status, content):
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *args):
-        pass
 
 
 @pytest.fixture

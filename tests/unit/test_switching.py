@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from answering import Answering
 from feather_sglang.cli import main
 from feather_sglang.scheduling.policy_names import SWITCH_PATH
 from feather_sglang.switching import command
@@ -41,7 +42,7 @@ class Metrics:
         return generate_latest(self.registry).decode()
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Answering):
     def do_POST(self):
         order = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if order:
@@ -67,14 +68,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(self.server.without_metrics, {})
 
     def answer(self, status, content):
-        body = (content if isinstance(content, str) else json.dumps(content)).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
+        super().answer(status, (content if isinstance(content, str) else json.dumps(content)).encode())
 
 
 @pytest.fixture
