@@ -85,7 +85,7 @@ def verdict(summaries: Sequence[RunSummary]) -> str | None:
         if one.output_tok_s >= 0.99 * base.output_tok_s
     ]
     ratio, name = min(kept, default=(1.0, ""))
-    within = "within 1% of its output tok/s and 10% of its TTFT p99"
+    within = "with 0.99x of its output tok/s or more and 1.1x of its TTFT p99 or less"
     if ratio >= 1:
         return f"no policy has a lower mean TTFT than {base.policy} {within}"
     return f"{name} has the lowest mean TTFT, {ratio:.2f}x that of {base.policy}, {within}"
